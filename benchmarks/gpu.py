@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import launch, opt
+from distopt import device, launch, opt
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
-from distopt.nn import device
+from distopt.nn.devices.discovery import find_cudnn, find_cupy
 
 from .models import compiled, resnet, sgd
 from .output import put, table
@@ -129,7 +129,7 @@ def convolution_rows(cupy) -> Iterator[str]:
     from distopt.nn.kernels import gpu as ops
     from distopt.nn.kernels import gpu_cudnn
 
-    if device.find_cudnn()[0] is None:
+    if find_cudnn()[0] is None:
         return
     rng = cupy.random.default_rng(2)
     for channels, size, filters in ((1, 28, 20), (20, 12, 50)):
@@ -291,7 +291,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    cupy, missing = device.find_cupy()
+    cupy, missing = find_cupy()
     if cupy is None:
         raise MissingDependencyError(f"the benchmark measures on a GPU: {missing}")
     device.create_cuda_gpu()

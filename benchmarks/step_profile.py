@@ -18,7 +18,7 @@ import numpy as np
 
 from distopt import _core, device, launch, opt
 from distopt.cli.values import at_least
-from distopt.nn import autograd
+from distopt.nn.core import autograd
 from distopt.nn.replay import replayed as replay
 
 from .models import compiled, sgd

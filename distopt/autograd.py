@@ -12,31 +12,35 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from .errors import explain_absent
-from .nn import autograd as _autograd
-from .nn import functions
-from .nn.autograd import gradient_order
-from .nn.elementwise import *  # noqa: F403 - a face of this module and of those below
-from .nn.functions import *  # noqa: F403
-from .nn.functions import logical_and as _and
-from .nn.functions import logical_not as _not
-from .nn.functions import logical_or as _or
-from .nn.functions import logical_xor as _xor
-from .nn.indices import *  # noqa: F403
-from .nn.layer import (
-    AvgPool1d,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Linear,
-    MaxPool1d,
-    MaxPool2d,
-    Pooling2d,
-    SeparableConv2d,
-)
-from .nn.mode import mode
-from .nn.rearrange import *  # noqa: F403
-from .nn.scripted import Operator
-from .nn.tensor import Operation, Tensor
+from .nn.core import autograd as _autograd
+from .nn.core.autograd import gradient_order
+from .nn.core.mode import mode
+from .nn.core.operation import Operation
+from .nn.core.tensor import Tensor
+from .nn.layers.convolution import Conv2d, SeparableConv2d
+from .nn.layers.linear import Linear
+from .nn.layers.normalization import BatchNorm2d
+from .nn.layers.pooling import AvgPool1d, AvgPool2d, MaxPool1d, MaxPool2d, Pooling2d
+from .nn.ops import elementwise as _elementwise
+from .nn.ops import index as _index
+from .nn.ops import loss as _loss
+from .nn.ops import matrix as _matrix
+from .nn.ops import pooling as _pooling
+from .nn.ops import reduction as _reduction
+from .nn.ops import shape as _shape
+from .nn.ops.elementwise import *  # noqa: F403 - a face of these modules
+from .nn.ops.elementwise import dropout as _dropout
+from .nn.ops.elementwise import logical_and as _and
+from .nn.ops.elementwise import logical_not as _not
+from .nn.ops.elementwise import logical_or as _or
+from .nn.ops.elementwise import logical_xor as _xor
+from .nn.ops.index import *  # noqa: F403
+from .nn.ops.loss import *  # noqa: F403
+from .nn.ops.matrix import *  # noqa: F403
+from .nn.ops.pooling import *  # noqa: F403
+from .nn.ops.reduction import *  # noqa: F403
+from .nn.ops.shape import *  # noqa: F403
+from .nn.singa.scripted import Operator
 
 __all__ = [
     "AvgPool1d",
@@ -60,13 +64,14 @@ __all__ = [
     "gradients",
     "training",
 ]
-__all__ += functions.__all__
+_FILES = _elementwise, _index, _loss, _matrix, _pooling, _reduction, _shape
+__all__ += [name for file in _FILES for name in file.__all__]
 
 training: bool  # a property of the module, see below
 
 
 def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.autograd.backward`.
+    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.autograd.backward`.
 
     As in SINGA, the graph can be used again, by an optimizer too, until `y` is gone or an optimizer has used it.
     """
@@ -84,7 +89,7 @@ def dropout(x: Tensor, seed: float = 0, ratio: float = 0.5) -> Tensor:  # type: 
     The order of arguments is SINGA's. The random numbers are the device's (`Device.SetRandSeed`), so a seed has no
     effect; but a fraction in its place, `dropout(x, 0.3)`, is the ratio.
     """
-    return functions.dropout(x, seed if 0 < seed < 1 else ratio)
+    return _dropout(x, seed if 0 < seed < 1 else ratio)
 
 
 # -- classes -------------------------------------------------------------------------------------------------------
@@ -105,7 +110,8 @@ class _Class(Operator):
         return y if isinstance(y, tuple) else (y,)
 
 
-def _class(name: str, function: Callable[..., Any], options: str) -> type[_Class]:
+def _class(name: str, given: str | Callable[..., Any], options: str) -> type[_Class]:
+    function: Callable[..., Any] = globals()[given] if isinstance(given, str) else given
     attributes = {"function": staticmethod(function), "options": options.split(), "__doc__": function.__doc__}
     return type(name, (_Class,), attributes)
 
@@ -116,52 +122,49 @@ _PLAIN = (
     "Less Log Matmul Max Mean Min Mul Negative NonZero PRelu Pow ReLU Reciprocal Round Rounde Shape Sigmoid Sign Sin "
     "Sinh SoftPlus SoftSign Sqrt Sub Sum Tan Tanh"
 )
-_CLASSES: dict[str, tuple[Callable[..., Any], str]] = {
-    **{name: (getattr(functions, name.lower()), "") for name in _PLAIN.split()},
-    "AddBias": (functions.add_bias, "axis"),
-    "And": (_and, ""),
-    "BinaryCrossEntropy": (functions.binary_cross_entropy, "t"),
-    "Cast": (functions.cast, "to"),
-    "Clip": (functions.clip, "min max"),
-    "Concat": (lambda *xs, axis=0: functions.cat(xs, axis), "axis"),
-    "ConstantOfShape": (functions.constant_of_shape, "value"),
-    "CrossEntropy": (functions.cross_entropy, "t"),
-    "DepthToSpace": (functions.depth_to_space, "blocksize mode"),
-    "Dropout": (dropout, "seed ratio"),
-    "Elu": (functions.elu, "alpha"),
-    "Expand": (functions.expand, "shape"),
-    "Flatten": (functions.flatten, "axis"),
-    "Gather": (functions.gather, "axis indices"),
-    "Gemm": (functions.gemm, "alpha beta transA transB"),
-    "GlobalAveragePool": (functions.globalaveragepool, "data_format"),
-    "HardSigmoid": (functions.hardsigmoid, "alpha gamma"),
-    "LeakyRelu": (functions.leakyrelu, "a"),
-    "MeanSquareError": (functions.mse_loss, "target"),
-    "Not": (_not, ""),
-    "OneHot": (
-        lambda indices, axis, depth, values: functions.onehot(axis, indices, depth, values),
-        "axis depth values",
-    ),
-    "Or": (_or, ""),
-    "Pad": (functions.pad, "mode pads constant"),
-    "RankingLoss": (functions.ranking_loss, "M"),
-    "ReduceMean": (functions.reduce_mean, "axes keepdims"),
-    "ReduceSum": (functions.reduce_sum, "axes keepdims"),
-    "Reshape": (functions.reshape, "shape"),
-    "ScatterElements": (functions.scatter_elements, "indices updates axis"),
-    "SeLU": (functions.selu, "alpha gamma"),
-    "Slice": (functions.slice, "starts ends axes steps"),
-    "SoftMax": (functions.softmax, "axis"),
-    "SoftMaxCrossEntropy": (functions.softmax_cross_entropy, "labels"),
-    "SpaceToDepth": (functions.space_to_depth, "blocksize mode"),
-    "Split": (functions.split, "axis parts num_output"),
-    "Squeeze": (functions.squeeze, "axis"),
-    "Tile": (functions.tile, "repeats"),
-    "Transpose": (functions.transpose, "shape"),
-    "Unsqueeze": (functions.unsqueeze, "axis"),
-    "UpSample": (functions.upsample, "mode scales"),
-    "Where": (functions.where, "condition"),
-    "Xor": (_xor, ""),
+_CLASSES: dict[str, tuple[str | Callable[..., Any], str]] = {  # by class: its function, and the names of its options
+    **{name: (name.lower(), "") for name in _PLAIN.split()},
+    "AddBias": ("add_bias", "axis"),
+    "And": ("logical_and", ""),
+    "BinaryCrossEntropy": ("binary_cross_entropy", "t"),
+    "Cast": ("cast", "to"),
+    "Clip": ("clip", "min max"),
+    "Concat": (lambda *xs, axis=0: _shape.cat(xs, axis), "axis"),
+    "ConstantOfShape": ("constant_of_shape", "value"),
+    "CrossEntropy": ("cross_entropy", "t"),
+    "DepthToSpace": ("depth_to_space", "blocksize mode"),
+    "Dropout": ("dropout", "seed ratio"),
+    "Elu": ("elu", "alpha"),
+    "Expand": ("expand", "shape"),
+    "Flatten": ("flatten", "axis"),
+    "Gather": ("gather", "axis indices"),
+    "Gemm": ("gemm", "alpha beta transA transB"),
+    "GlobalAveragePool": ("globalaveragepool", "data_format"),
+    "HardSigmoid": ("hardsigmoid", "alpha gamma"),
+    "LeakyRelu": ("leakyrelu", "a"),
+    "MeanSquareError": ("mse_loss", "target"),
+    "Not": ("logical_not", ""),
+    "OneHot": (lambda indices, axis, depth, values: _index.onehot(axis, indices, depth, values), "axis depth values"),
+    "Or": ("logical_or", ""),
+    "Pad": ("pad", "mode pads constant"),
+    "RankingLoss": ("ranking_loss", "M"),
+    "ReduceMean": ("reduce_mean", "axes keepdims"),
+    "ReduceSum": ("reduce_sum", "axes keepdims"),
+    "Reshape": ("reshape", "shape"),
+    "ScatterElements": ("scatter_elements", "indices updates axis"),
+    "SeLU": ("selu", "alpha gamma"),
+    "Slice": ("slice", "starts ends axes steps"),
+    "SoftMax": ("softmax", "axis"),
+    "SoftMaxCrossEntropy": ("softmax_cross_entropy", "labels"),
+    "SpaceToDepth": ("space_to_depth", "blocksize mode"),
+    "Split": ("split", "axis parts num_output"),
+    "Squeeze": ("squeeze", "axis"),
+    "Tile": ("tile", "repeats"),
+    "Transpose": ("transpose", "shape"),
+    "Unsqueeze": ("unsqueeze", "axis"),
+    "UpSample": ("upsample", "mode scales"),
+    "Where": ("where", "condition"),
+    "Xor": ("logical_xor", ""),
 }
 globals().update({name: _class(name, *row) for name, row in _CLASSES.items()})
 __all__ += list(_CLASSES)

@@ -24,13 +24,16 @@ from .compress import CODECS, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
 from .launch import Job
-from .nn import autograd
-from .nn.accumulation import Accumulation
-from .nn.device import Device, find_gpu, get_default_device, tell_once
-from .nn.hyperparameters import CurrentValue, Hyperparameter
-from .nn.mode import mode
-from .nn.optim import Optimizer
-from .nn.tensor import Tensor
+from .nn.core import autograd
+from .nn.core.mode import mode
+from .nn.core.tensor import Tensor
+from .nn.devices.device import Device, get_default_device
+from .nn.devices.discovery import find_gpu
+from .nn.notices import tell_once
+from .nn.optim.accumulation import Accumulation
+from .nn.optim.hyperparameters import Hyperparameter
+from .nn.optim.optimizer import Optimizer
+from .nn.singa.views import CurrentValue
 from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from .sync.layout import Layout, under

@@ -5,8 +5,8 @@ from __future__ import annotations
 from . import launch
 from .errors import explain_absent
 from .nn import model
-from .nn.device import tell_once
-from .nn.optim import Optimizer
+from .nn.notices import tell_once
+from .nn.optim.optimizer import Optimizer
 
 __all__ = ["Model"]
 

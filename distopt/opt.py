@@ -15,17 +15,20 @@ from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, Top
 from .dist_opt import DEFAULT_CHECK_EVERY
 from .errors import UsageError, explain_absent
 from .launch import Job, Ticket
-from .nn import optim
-from .nn.optim import *  # noqa: F403 - a face of that module
-from .nn.optim import SGD, Optimizer
-from .nn.optim_base import check_gradient
-from .nn.raw import RawTensor
-from .nn.tensor import Array, Tensor
+from .nn.core.array import Array
+from .nn.core.raw import RawTensor
+from .nn.core.tensor import Tensor
+from .nn.optim import rules, schedules
+from .nn.optim.optimizer import Optimizer, check_gradient
+from .nn.optim.rules import *  # noqa: F403 - a face of these modules
+from .nn.optim.rules import SGD
+from .nn.optim.schedules import *  # noqa: F403
 from .sync.by_hand import Fusion, memory_of
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, NonFinite
 
-__all__ = ["DIST_OPTIONS", "DistOpt"]
-__all__ += optim.__all__
+__all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
+__all__ += rules.__all__
+__all__ += schedules.__all__
 
 # The values of the scripts' `dist_option`.
 PARTIAL = "partialUpdate"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import absent_name
 from .launch.join.multiprocess import Ticket as NcclIdHolder
-from .nn.device import gpu_is_usable
-from .nn.raw import RawTensor as Tensor
-from .nn.tensor import from_raw_tensor
+from .nn.core.raw import RawTensor as Tensor
+from .nn.core.tensor import from_raw_tensor
+from .nn.devices.discovery import gpu_is_usable
 
 __all__ = ["USE_CUDA", "USE_DIST", "Gaussian", "NcclIdHolder", "Tensor"]
 

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .errors import UsageError, explain_absent
-from .nn.device import Device, device_of
-from .nn.tensor import Tensor, float16, float32, float64, from_raw_tensor, int32, int64
+from .nn.core.array import float16, float32, float64, int32, int64
+from .nn.core.tensor import Tensor, from_raw_tensor
+from .nn.devices.device import Device, device_of
 
 # fmt: off
 __all__ = [

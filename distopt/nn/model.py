@@ -11,12 +11,12 @@ import numpy as np
 
 from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
-from .device import Device
-from .layer_base import Layer
-from .layer_images import SyncBatchNorm2d
-from .mode import mode as process_mode
+from .core.mode import mode as process_mode
+from .core.tensor import Tensor
+from .devices.device import Device
+from .layers.base import Layer
+from .layers.normalization import SyncBatchNorm2d
 from .replay.graphs import StepGraphs
-from .tensor import Tensor
 
 _FORMAT = {"format": "distopt states", "version": "1"}
 
@@ -32,7 +32,7 @@ class TrainingOptimizer(Protocol):
 
 
 def _is_on(what: str, value: bool | str) -> bool:
-    """The meaning of a switch, which may be a text: SINGA's scripts give `argparse` the default "True"."""
+    """Whether a switch is on. It may be a string: SINGA's scripts give `argparse` the default "True"."""
     if isinstance(value, str) and value not in ("True", "False"):
         raise UsageError(f"{what} is True or False; got {value!r}")
     return value == "True" if isinstance(value, str) else bool(value)
@@ -67,7 +67,7 @@ class Model(Layer):
     _compiled: bool = False
     _optimizer: TrainingOptimizer | None = None
     _device: Device | None = None
-    _graph_device: Device | None = None  # the device chosen in `compile`
+    _graph_device: Device | None = None  # set by `compile`
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ class Model(Layer):
             raise
 
     def _mistake(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
-        """What is wrong with the arguments of a call, and the cure; empty if nothing is known to be."""
+        """The mistake in the arguments of a call, with its cure; empty if none is known."""
         kind = type(self).__name__
         if any(isinstance(value, np.ndarray) for value in (*inputs, *options.values())):
             return f"{kind} takes tensors, got a NumPy array; make it one with tensor.from_numpy"
@@ -140,8 +140,8 @@ class Model(Layer):
                 Values that it computes from anything but its arguments, parameters and states stay constant, and it may
                 only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be recorded,
                 for example because of dropout, runs normally, and the log says why, once. On a GPU, the failed attempt
-                runs the step's Python code one extra time, without effect on the device. The text "True" or "False"
-                will do, too.
+                runs the step's Python code one extra time, without effect on the device. The strings "True" and "False"
+                are accepted, too.
             sequential: accepted for SINGA's scripts, and ignored.
 
         Raises:
@@ -195,10 +195,10 @@ class Model(Layer):
     # -- optimizer ---------------------------------------------------------------------------------------------------
     @property
     def optimizer(self) -> Any:
-        """The optimizer, of a type that only the script knows.
+        """The optimizer, as `Any`, since only the script knows its type.
 
         Raises:
-            UsageError: none was set.
+            UsageError: the model has none.
         """
         if self._optimizer is None:
             raise UsageError(f"{type(self).__name__} has no optimizer; call set_optimizer before training")
@@ -226,9 +226,9 @@ class Model(Layer):
             self._optimizer.attach(self.get_params().values())
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
-        """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once.
+        """Local. The names of states that are equal on all ranks, so that a checkpoint saves them once.
 
-        They are the parameters, if the optimizer says that these agree. Running statistics are each rank's own.
+        These are the parameters, if the optimizer says that they agree. Running statistics differ between ranks.
         """
         return self.get_params().keys() & names if getattr(self._optimizer, "parameters_agree", False) else set()
 

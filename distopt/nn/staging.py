@@ -1,4 +1,4 @@
-"""Transfer of batches to the device, while the device still computes on the previous batch."""
+"""Transfer of batches to the device while it still computes on the previous batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .device import Device
-from .tensor import Tensor
+from .core.tensor import Tensor
+from .devices.device import Device
 
 
 class _Slot:

@@ -22,8 +22,8 @@ MISTAKES = {
     "skip": Mistake("codecs", "distopt.compress.base", "if not any(verdicts):", "if True:"),
     "options": Mistake("codecs", "distopt.compress.state", ' if key.split("/", 1)[0] in names}', "}"),
     "overlap": Mistake("communicators", "distopt.comm.base", "if count and -part", "if False and -part"),
-    "in place": Mistake("operations", "distopt.nn.changes", "if mode.last_change < op.order:", "if True:"),
-    "alias": Mistake("operations", "distopt.nn.combine", "(operator.add, xs) if len(xs) > 1 else xs[0].copy()",
+    "in place": Mistake("operations", "distopt.nn.core.changes", "if mode.last_change < op.order:", "if True:"),
+    "alias": Mistake("operations", "distopt.nn.ops.elementwise", "(operator.add, xs) if len(xs) > 1 else xs[0].copy()",
                      "(operator.add, xs)"),
 }  # fmt: skip
 

@@ -21,8 +21,8 @@ from distopt.comm.single import SingleCommunicator
 from distopt.errors import UsageError
 from distopt.launch.topology import Topology
 from distopt.model import Model
-from distopt.nn import operations
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import matrix
 
 __all__ = ["Change", "Program", "Take", "run"]
 
@@ -83,9 +83,9 @@ OPERATIONS = {
     "tanh": (lambda a, *_: autograd.tanh(a), lambda a, *_: np.tanh(a)),
     "softmax": (lambda a, *_: autograd.softmax(a), lambda a, *_: (e := np.exp(a)) / e.sum(-1, keepdims=True)),
     "reshape": (lambda a, *_: a.reshape((6,)).reshape(SHAPE), lambda a, *_: a),
-    "linear": (lambda a, _, w, v: operations.Linear()(a, w, v), lambda a, _, w, v: a @ w + v[:, None]),
+    "linear": (lambda a, _, w, v: matrix.Linear()(a, w, v), lambda a, _, w, v: a @ w + v[:, None]),
     "linear relu": (
-        lambda a, _, w, v: operations.Linear(relu=True)(a, w, v),
+        lambda a, _, w, v: matrix.Linear(relu=True)(a, w, v),
         lambda a, _, w, v: _positive(a @ w + v[:, None]),
     ),
     "add": _both(lambda a, b, *_: a + b),

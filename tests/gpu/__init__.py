@@ -7,8 +7,8 @@ import pytest
 
 def require_gpu() -> None:
     """Skip the module that calls it where nothing can be computed on a GPU, with the reason."""
-    from distopt.nn import device
+    from distopt.nn.devices.discovery import find_cupy
 
-    cupy, missing = device.find_cupy()
+    cupy, missing = find_cupy()
     if cupy is None:
         pytest.skip(missing, allow_module_level=True)

@@ -23,9 +23,9 @@ def lacks() -> dict[str, str]:
     """Why needs are not met here: of a GPU, and of an NCCL that lets two ranks share it; and the GPU's name."""
     from distopt.comm.gpu import dotted_version, gpu_stack
     from distopt.errors import MissingDependencyError
-    from distopt.nn import device
+    from distopt.nn.devices.discovery import find_cupy
 
-    cupy, missing = device.find_cupy()
+    cupy, missing = find_cupy()
     facts = {"GPU": missing, "name": "", "NCCL 2.30": missing}
     if cupy is None:
         return facts
@@ -91,7 +91,7 @@ def load_libraries() -> int:
 
     from distopt.comm.gpu import dotted_version, find_nccl
     from distopt.errors import MissingDependencyError
-    from distopt.nn.device import find_cudnn
+    from distopt.nn.devices.discovery import find_cudnn
 
     absent = []
     try:
@@ -147,7 +147,7 @@ def one_product() -> int:
 def one_plan() -> int:
     import cupy
 
-    from distopt.nn.device import find_cudnn
+    from distopt.nn.devices.discovery import find_cudnn
     from distopt.nn.kernels import cpu, gpu, gpu_cudnn
 
     cudnn, missing = find_cudnn()

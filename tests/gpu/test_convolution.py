@@ -15,11 +15,12 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from distopt import autograd  # noqa: E402
+from distopt import autograd, device  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
-from distopt.nn import device, operations_images  # noqa: E402
+from distopt.nn.core.tensor import Tensor  # noqa: E402
+from distopt.nn.devices.discovery import find_cudnn  # noqa: E402
 from distopt.nn.kernels import gpu, gpu_cudnn  # noqa: E402
-from distopt.nn.tensor import Tensor  # noqa: E402
+from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
@@ -29,7 +30,7 @@ from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max
 
 @pytest.fixture(params=["cudnn", "lowering"], autouse=True)
 def road(request, monkeypatch):
-    cudnn, missing = device.find_cudnn()
+    cudnn, missing = find_cudnn()
     if request.param == "cudnn" and cudnn is None:
         pytest.skip(missing)
     monkeypatch.setattr(on_cpu, "cpu", hosted)
@@ -127,16 +128,16 @@ def test_arrays_may_begin_anywhere():
 
 
 WINDOWS = {
-    "conv": (lambda: operations_images.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "grouped": (lambda: operations_images.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "conv": (lambda: convolution.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
+    "grouped": (lambda: convolution.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
     "depthwise": (
-        lambda: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True),
+        lambda: convolution.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
         (3,),
     ),
-    "max pool": (lambda: operations_images.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
-    "avg pool": (lambda: operations_images.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "max pool": (lambda: pooling.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "avg pool": (lambda: pooling.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
 }
 
 

@@ -11,7 +11,7 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from distopt.nn.device import find_cudnn  # noqa: E402
+from distopt.nn.devices.discovery import find_cudnn  # noqa: E402
 from distopt.nn.kernels import cpu, gpu, gpu_cudnn  # noqa: E402
 from tests.gpu.hosted import to_device  # noqa: E402
 from tests.unit.test_ops import array  # noqa: E402

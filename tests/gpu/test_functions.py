@@ -10,7 +10,7 @@ from tests.gpu import require_gpu
 require_gpu()
 
 from distopt import autograd, device  # noqa: E402
-from distopt.nn.tensor import Tensor  # noqa: E402
+from distopt.nn.core.tensor import Tensor  # noqa: E402
 from tests.unit import test_functions as on_cpu  # noqa: E402
 
 

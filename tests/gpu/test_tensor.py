@@ -8,7 +8,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 
 from distopt import device, singa_wrap, tensor  # noqa: E402
-from distopt.nn.tensor import Tensor  # noqa: E402
+from distopt.nn.core.tensor import Tensor  # noqa: E402
 from tests.unit.test_tensor_functions import ONE, TWO, values  # noqa: E402
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, opt, tensor
-from distopt.nn import operations
+from distopt.nn.ops import elementwise
 from tests.ranks import graph_refused, small_net
 from tests.ranks.graph_refused import told_and_trained
 from tests.ranks.graph_steps import BODIES, Net
@@ -20,7 +20,7 @@ class Dropping(Net):
         return super().forward(autograd.dropout(x, 0.5))
 
 
-class _Doubled(operations.ReLU):
+class _Doubled(elementwise.ReLU):
     """Its base computes by kernels alone."""
 
     def forward(self, x):

@@ -12,7 +12,7 @@ import pytest
 from distopt import device, launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import GradientError, RankFailedError, UsageError
-from distopt.nn import autograd
+from distopt.nn.core import autograd
 from tests.ranks.small_net import (
     SMALL,
     Net,

@@ -9,7 +9,7 @@ import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.errors import UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 from tests.users_rules import ByApply, ByHook, built_in
 
 FEATURES, HIDDEN, CLASSES = 11, 7, 5

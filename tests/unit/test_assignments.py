@@ -8,7 +8,7 @@ import pytest
 from distopt import layer, model, opt, tensor
 from distopt.compress import Fp16, Fp32
 from distopt.errors import UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 from tests.users_rules import ByApply
 
 NO_EFFECT = "so an assignment would have no effect"

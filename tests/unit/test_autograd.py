@@ -8,10 +8,12 @@ import pytest
 
 from distopt import autograd, layer
 from distopt.errors import UsageError
-from distopt.nn import operations, operations_images
-from distopt.nn.autograd import backward
-from distopt.nn.mode import mode
-from distopt.nn.tensor import MatMul, Operation, Tensor
+from distopt.nn.core.arithmetic import MatMul
+from distopt.nn.core.autograd import backward
+from distopt.nn.core.mode import mode
+from distopt.nn.core.operation import Operation
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import convolution, matrix, normalization, pooling
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def parameter(name, shape, seed=0, dtype=np.float64):
 
 
 def conv(relu=False, stride=(1, 1), padding=(0, 0)):
-    return lambda *inputs: operations_images.Conv2d(stride, padding, relu)(*inputs)
+    return lambda *inputs: convolution.Conv2d(stride, padding, relu)(*inputs)
 
 
 def pool(kind, kernel, stride, padding):
@@ -35,7 +37,7 @@ def pool(kind, kernel, stride, padding):
 
 
 def batch_norm(x, gamma, beta):
-    return operations_images.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
+    return normalization.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
 
 
 LABELS = Tensor.of(np.array([2, 0, 1, 2]))
@@ -69,40 +71,40 @@ CASES = {
     "softmax_cross_entropy": (lambda a: autograd.softmax_cross_entropy(a, LABELS), (4, 3)),
     "softmax_cross_entropy one-hot": (lambda a: autograd.softmax_cross_entropy(a, ONE_HOT), (4, 3)),
     "mse_loss": (autograd.mse_loss, (4, 3), (4, 3)),
-    "linear": (lambda x, w, b: operations.Linear()(x, w, b), (4, 3), (3, 5), (5,)),
-    "linear without bias": (lambda x, w: operations.Linear()(x, w), (4, 3), (3, 5)),
-    "linear relu": (lambda x, w, b: operations.Linear(relu=True)(x, w, b), (4, 3), (3, 5), (5,)),
+    "linear": (lambda x, w, b: matrix.Linear()(x, w, b), (4, 3), (3, 5), (5,)),
+    "linear without bias": (lambda x, w: matrix.Linear()(x, w), (4, 3), (3, 5)),
+    "linear relu": (lambda x, w, b: matrix.Linear(relu=True)(x, w, b), (4, 3), (3, 5), (5,)),
     "conv": (conv(), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
     "conv without bias": (conv(), (2, 3, 5, 6), (4, 3, 3, 2)),
     "conv relu": (conv(relu=True), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
     "conv stride padding": (conv(stride=(2, 1), padding=(1, 2)), (2, 2, 5, 4), (3, 2, 3, 3), (3,)),
     "conv uneven padding": (conv(stride=(2, 1), padding=(0, 1, 2, 1)), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
     "depthwise": (
-        lambda x, w: operations_images.DepthwiseConv2d((2, 1), (1, 0))(x, w),
+        lambda x, w: convolution.DepthwiseConv2d((2, 1), (1, 0))(x, w),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
     ),
     "depthwise bias relu uneven padding": (
-        lambda x, w, b: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
+        lambda x, w, b: convolution.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
         (3,),
     ),
     "grouped": (
-        lambda x, w, b: operations_images.GroupedConv2d(2, (1, 2), (1, 0), relu=False)(x, w, b),
+        lambda x, w, b: convolution.GroupedConv2d(2, (1, 2), (1, 0), relu=False)(x, w, b),
         (2, 4, 5, 4),
         (6, 2, 3, 2),
         (6,),
     ),
     "grouped relu uneven padding": (
-        lambda x, w: operations_images.GroupedConv2d(3, (1, 1), (0, 1, 1, 0), relu=True)(x, w),
+        lambda x, w: convolution.GroupedConv2d(3, (1, 1), (0, 1, 1, 0), relu=True)(x, w),
         (2, 3, 4, 4),
         (6, 1, 2, 3),
     ),
-    "max_pool": (pool(operations_images.MaxPool2d, (2, 3), (2, 1), (1, 1)), (2, 2, 5, 4)),
-    "max_pool uneven padding": (pool(operations_images.MaxPool2d, (2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
-    "avg_pool uneven padding": (pool(operations_images.AvgPool2d, (3, 2), (1, 2), (1, 0, 0, 1)), (2, 2, 5, 4)),
-    "avg_pool": (pool(operations_images.AvgPool2d, (3, 2), (1, 2), (1, 1)), (2, 2, 5, 4)),
+    "max_pool": (pool(pooling.MaxPool2d, (2, 3), (2, 1), (1, 1)), (2, 2, 5, 4)),
+    "max_pool uneven padding": (pool(pooling.MaxPool2d, (2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "avg_pool uneven padding": (pool(pooling.AvgPool2d, (3, 2), (1, 2), (1, 0, 0, 1)), (2, 2, 5, 4)),
+    "avg_pool": (pool(pooling.AvgPool2d, (3, 2), (1, 2), (1, 1)), (2, 2, 5, 4)),
     "batch_norm": (batch_norm, (4, 3, 2, 2), (3,), (3,)),
 }
 
@@ -167,7 +169,7 @@ def test_branches_whose_kernels_overwrite_their_gradient_do_not_meet():
     b = parameter("b", (3,))
 
     def function(x, w0, w1, b):
-        return operations.Linear(relu=True)(x, w0, b) + operations.Linear(relu=True)(x, w1, b) + x
+        return matrix.Linear(relu=True)(x, w0, b) + matrix.Linear(relu=True)(x, w1, b) + x
 
     w[1].array[...] = -w[0].array  # where one branch is off, the other is on
     b.array[...] = 1e-3
@@ -243,11 +245,11 @@ def test_gradients_land_in_the_memory_they_are_given(case):
 def test_parameter_gradients_of_layers_are_written_without_a_copy(monkeypatch):
     w, b = parameter("w", (3, 5)), parameter("b", (5,))
     seen = []
-    gradients = operations.Linear.gradients
+    gradients = matrix.Linear.gradients
     monkeypatch.setattr(
-        operations.Linear, "gradients", lambda self, dy, into: seen.append(gradients(self, dy, into)) or seen[-1]
+        matrix.Linear, "gradients", lambda self, dy, into: seen.append(gradients(self, dy, into)) or seen[-1]
     )
-    list(autograd.backward(autograd.reduce_sum(operations.Linear()(Tensor.of(np.ones((2, 3))), w, b))))
+    list(autograd.backward(autograd.reduce_sum(matrix.Linear()(Tensor.of(np.ones((2, 3))), w, b))))
     assert seen[0][1] is w.grad.array
     assert seen[0][2] is b.grad.array
 
@@ -319,7 +321,7 @@ def test_gradient_of_the_result_can_be_given():
     list(autograd.backward(w * 2 + w, dy))
     np.testing.assert_array_equal(w.grad.array, [3, 6, 9])
     np.testing.assert_array_equal(dy.array, [1, 2, 3])
-    y = operations.Linear(relu=True)(Tensor.of(np.eye(3)), parameter("v", (3, 3)))  # overwrites what it is given
+    y = matrix.Linear(relu=True)(Tensor.of(np.eye(3)), parameter("v", (3, 3)))  # overwrites what it is given
     assert 0 < (y.array == 0).sum() < 9
     ones = Tensor.of(np.ones((3, 3)))
     list(autograd.backward(y, ones))
@@ -329,11 +331,11 @@ def test_gradient_of_the_result_can_be_given():
 def test_only_what_leads_to_parameters_is_recorded():
     x, w = Tensor((2, 3)), Tensor((3, 4), stores_grad=True)
     assert (x + x).creator is None
-    y = operations.Linear()(x, w)
+    y = matrix.Linear()(x, w)
     assert y.creator.needs == (False, True)
     autograd.training = False
     assert mode.training is autograd.training is False
-    assert operations.Linear()(x, w).creator is None
+    assert matrix.Linear()(x, w).creator is None
 
 
 def test_misuse_is_explained():

@@ -7,9 +7,11 @@ import pytest
 
 from distopt import autograd, device, layer, model, opt, tensor
 from distopt.errors import UsageError
-from distopt.nn import changes, operations
-from distopt.nn.mode import mode
-from distopt.nn.tensor import Operation, Tensor
+from distopt.nn.core import changes
+from distopt.nn.core.mode import mode
+from distopt.nn.core.operation import Operation
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import matrix
 
 F32 = np.float32
 
@@ -155,7 +157,7 @@ OPERATIONS = {
     "Max": lambda x, w: autograd.max(x, w),
     "CosSim": lambda x, w: autograd.cossim(x, w),
     "MeanSquareError": lambda x, w: autograd.mse_loss(autograd.sum(w), x),
-    "Linear": lambda x, w: operations.Linear()(x, w),
+    "Linear": lambda x, w: matrix.Linear()(x, w),
     "Gather": lambda x, w: autograd.gather(w, 0, x),
 }
 

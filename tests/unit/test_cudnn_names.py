@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distopt.nn.device import find_cudnn
+from distopt.nn.devices.discovery import find_cudnn
 from tests.emulation import build
 
 pytestmark = pytest.mark.skipif(find_cudnn()[0] is None, reason=find_cudnn()[1])

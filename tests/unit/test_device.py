@@ -13,7 +13,7 @@ from distopt.errors import MissingDependencyError, UsageError
 
 @pytest.fixture
 def untold(monkeypatch):
-    monkeypatch.setattr("distopt.nn.device._told", set())
+    monkeypatch.setattr("distopt.nn.notices._told", set())
     monkeypatch.delenv("DISTOPT_DEVICE", raising=False)
 
 
@@ -38,7 +38,7 @@ def fake_cupy(monkeypatch, count):
     cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "distopt._cuda", types.ModuleType("distopt._cuda"))
-    monkeypatch.setattr("distopt.nn.device._gpus", {})
+    monkeypatch.setattr("distopt.nn.devices.device._gpus", {})
     return used
 
 

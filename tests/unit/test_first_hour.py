@@ -117,7 +117,7 @@ def test_an_empty_batch_is_refused_in_training():
 @pytest.mark.parametrize(("rank", "warns"), [(0, False), (1, True), (2, False)])
 def test_ranks_that_train_apart_are_told_once(rank, warns, monkeypatch, caplog):
     monkeypatch.setattr(origin, "invitation", (None, rank, 3))
-    monkeypatch.setattr("distopt.nn.device._told", set())
+    monkeypatch.setattr("distopt.nn.notices._told", set())
     with caplog.at_level(logging.WARNING, "distopt"):
         for _ in range(2):
             net = Net()

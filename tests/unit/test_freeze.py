@@ -7,8 +7,8 @@ import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.errors import UsageError
-from distopt.nn import operations
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import matrix
 from tests.unit.test_accumulation import Native, Twin, batch, build, tensors
 
 
@@ -60,10 +60,8 @@ def test_a_step_is_recorded_anew_for_other_parameters():
 
 def test_nothing_is_computed_for_frozen_layers_at_the_bottom(monkeypatch):
     walked = []
-    gradients = operations.Linear.gradients
-    monkeypatch.setattr(
-        operations.Linear, "gradients", lambda op, *args: walked.append(op.needs) or gradients(op, *args)
-    )
+    gradients = matrix.Linear.gradients
+    monkeypatch.setattr(matrix.Linear, "gradients", lambda op, *args: walked.append(op.needs) or gradients(op, *args))
     net = build(sgd(), Native)
     net(*tensors(0))
     assert walked == [(True, True, True), (False, True, True)]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from distopt import autograd, layer, model, opt, tensor
+from distopt.nn.core.mode import mode
 from distopt.nn.kernels import cpu as kernels
-from distopt.nn.mode import mode
 from distopt.tensor import Tensor
 
 SHAPE = (6, 3, 9, 7)

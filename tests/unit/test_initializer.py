@@ -5,7 +5,7 @@ import pytest
 
 from distopt import device, initializer
 from distopt.errors import UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 SHAPES = {  # fan_in, fan_out
     (200, 300): (200, 300),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from distopt import _core, autograd, layer, model, opt
+from distopt.nn.core.tensor import Tensor
 from distopt.nn.kernels import cpu
-from distopt.nn.tensor import Tensor
 
 ISAS = _core.supported_isas()
 FUSED = [isa for isa in ISAS if isa != "portable"]

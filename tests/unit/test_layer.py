@@ -5,7 +5,7 @@ import pytest
 
 from distopt import autograd, device, layer
 from distopt.errors import StateError, UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 
 class Block(layer.Layer):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, layer
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle of these tests; pip install torch==2.13.0")
 nn = torch.nn

@@ -5,10 +5,10 @@ import pytest
 import safetensors.numpy
 
 from distopt import autograd, device, layer, opt, tensor
+from distopt import opt as optim
 from distopt.errors import StateError, UsageError
-from distopt.nn import optim
+from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
-from distopt.nn.tensor import Tensor
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from distopt.nn.kernels.pool import Pool
+from distopt.nn.kernels.memory import Pool
 
 LARGE = 50_000
 

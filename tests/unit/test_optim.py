@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from distopt import autograd
+from distopt import opt as optim
 from distopt.errors import StateError, UsageError
-from distopt.nn import optim
-from distopt.nn.optim import ExponentialDecay
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.optim.schedules import ExponentialDecay
 
 FALLING = ExponentialDecay(0.8, 2, 0.5)
 

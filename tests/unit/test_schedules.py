@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from distopt import opt, tensor
+from distopt import opt as optim
 from distopt.errors import UsageError
-from distopt.nn import optim
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 
 def step_tensor(step):

@@ -5,8 +5,8 @@ import pytest
 
 from distopt import autograd, layer, opt
 from distopt.errors import UsageError
-from distopt.nn.raw import RawTensor
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.raw import RawTensor
+from distopt.nn.core.tensor import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +151,9 @@ def test_the_class_of_split_returns_all_parts():
 def test_every_class_is_made_of_options_that_its_function_has():
     import inspect
 
-    for name, (function, options) in autograd._CLASSES.items():
-        assert set(options.split()) <= set(inspect.signature(function).parameters), name
+    for name in autograd._CLASSES:
+        kind = getattr(autograd, name)
+        assert set(kind.options) <= set(inspect.signature(kind.function).parameters), name
 
 
 def test_dropout_has_the_arguments_of_singa():

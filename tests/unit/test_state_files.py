@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from distopt import layer, model
 from distopt.errors import StateError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 # Forks writers that save one content after the other, and kills each at a random moment.
 KILLER = """

@@ -9,7 +9,7 @@ from distopt import layer, model, opt, tensor
 from distopt.checkpoint import parts
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 BAD = [
     float("nan"),

@@ -8,8 +8,8 @@ import pytest
 
 from distopt import autograd, device, tensor
 from distopt.errors import UsageError
-from distopt.nn.mode import mode
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.mode import mode
+from distopt.nn.core.tensor import Tensor
 
 
 def ramp(*shape, dtype=np.float32):
@@ -52,7 +52,7 @@ def test_numpy_arrays_are_copied_in_and_out(make):
 
 
 def test_float64_arrays_become_float32_with_one_notice(monkeypatch, caplog):
-    monkeypatch.setattr("distopt.nn.device._told", set())
+    monkeypatch.setattr("distopt.nn.notices._told", set())
     with caplog.at_level(logging.WARNING, "distopt"):
         assert Tensor(data=[0.5, 1.5]).dtype == np.float32  # Python's numbers have no other type
         assert not caplog.records

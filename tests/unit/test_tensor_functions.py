@@ -5,7 +5,7 @@ import pytest
 
 from distopt import autograd, device, singa_wrap, tensor
 from distopt.errors import UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 
 
 def values(*shape, dtype=np.float32, low=0.5):

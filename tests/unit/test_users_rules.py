@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, layer, model, opt, tensor
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 from tests.users_rules import ByApply, ByHook, WithStates, built_in
 
 RULES = [ByApply, WithStates, ByHook]

@@ -207,7 +207,7 @@ def _cupy() -> dict[str, Any]:
 
 
 def _cudnn() -> dict[str, Any]:
-    from ...nn.device import find_cudnn
+    from ...nn.devices.discovery import find_cudnn
 
     cudnn, missing = find_cudnn()
     return {"missing_part": missing} if cudnn is None else {"version": cudnn.backend_version_string()}

@@ -1,4 +1,6 @@
-"""The numerical kernels used by autograd, one module per kind of array.
+"""The numerical kernels of operations and optimizers, one module for each kind of array.
+
+Imports devices only; never knows a tensor or an operation.
 
 | module | arrays | role |
 | --- | --- | --- |
@@ -25,12 +27,12 @@ def kernels_of(array: object) -> ModuleType:
     """Return the module of kernels for arrays of this kind.
 
     Raises:
-        UsageError: there are no kernels for this type of array.
+        UsageError: no kernels exist for this type of array.
         MissingDependencyError: a CuPy array, and distopt was built without `_cuda`.
     """
     if isinstance(array, np.ndarray):
         return cpu
-    cupy = sys.modules.get("cupy")  # if it is not imported, there are no CuPy arrays
+    cupy = sys.modules.get("cupy")  # without CuPy, `array` cannot be a CuPy array
     if cupy is not None and isinstance(array, cupy.ndarray):
         from . import gpu
 

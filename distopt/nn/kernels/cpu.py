@@ -2,8 +2,8 @@
 
 Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
 images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
-`saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. No function changes
-an argument unless it says so. Equal inputs give equal bits on all processors.
+`saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. A function changes
+an argument only if its docstring says so. Equal inputs give equal bits on all processors.
 
 Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
 or layout does not fit.
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...errors import UsageError
-from ..mode import noted
 from .geometry import out_size, pool_out, with_border, without_border
-from .pool import empty
+from .memory import empty
+from .recorder import noted
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
@@ -313,7 +313,7 @@ def batch_norm2d(
 def _channel_statistics(
     x: Array, running: tuple[Array, Array], momentum: float | None, eps: float, mean: Array, inverse_deviation: Array
 ) -> None:
-    """Mean and inverse deviation: the running ones, or with a momentum those of x, by which it moves them."""
+    """Compute mean and inverse deviation of x, and update the running ones; without momentum, take the running ones."""
     running_mean, running_var = running
     np.copyto(mean, running_mean)
     var = running_var.copy()
@@ -346,7 +346,7 @@ def _channel_sums(x: Array, sums: Array) -> None:
     mean, var = np.zeros((2, c), x.dtype)
     if n * pixels:
         _core.channel_moments(x, mean, var)
-    # From the variance, which squares of float32 would lose if it is small relative to the mean.
+    # Squares are computed from the variance: sums of float32 squares lose it where it is small relative to the mean.
     wide = mean.astype(np.float64)
     np.concatenate([wide, var + wide * wide, [1.0]], out=sums)
     sums *= n * pixels
@@ -354,7 +354,7 @@ def _channel_sums(x: Array, sums: Array) -> None:
 
 # -- updates -----------------------------------------------------------------------------------------------------------
 def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
-    """Update `param` and `slots` in place by one of these rules of `optim`, which says how; `grad` does not change.
+    """Update `param` and `slots` in place by one of these rules, described in `optim.rules`; `grad` does not change.
 
     | rule | slots, of the shape of `param` | values |
     | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Sizes and borders of images under convolution and pooling, for every kind of array.
+"""Sizes and borders of images in convolution and pooling, for every kind of array.
 
 Padding is two numbers, of rows above and below and of columns left and right, or four where the sides differ: top,
 bottom, left, right. Kernels take two; `with_border` makes four part of the images.
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from ...errors import ShapeError
-from ..mode import noted
+from .recorder import noted
 
 Pair: TypeAlias = tuple[int, int]
 Padding: TypeAlias = tuple[int, ...]
@@ -75,7 +75,7 @@ def _check_images(images: tuple[int, ...]) -> None:
 
 
 def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float = 0.0) -> Any:
-    """Local. A copy of images `x` in a frame of `fill`; `x` itself if there is no padding. `empty` allocates."""
+    """Local. A copy of images `x` in a frame of `fill`, or `x` itself without padding. `empty` allocates the copy."""
     if not any(padding):
         return x
     (top, bottom), (left, right) = _sides(padding)
@@ -87,7 +87,7 @@ def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float
 
 
 def without_border(wide: Any, padding: Padding, empty: Callable[..., Any]) -> Any:
-    """Local. A copy of what `with_border` framed; `wide` itself if there is no padding."""
+    """Local. A copy of the images inside the frame of `with_border`, or `wide` itself without padding."""
     if not any(padding):
         return wide
     (top, bottom), (left, right) = _sides(padding)

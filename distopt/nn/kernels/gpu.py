@@ -20,7 +20,7 @@ import cupy
 import numpy as np
 
 from ...errors import UsageError
-from ..device import label_flag
+from ..devices.label_flag import label_flag
 from . import gpu_cudnn
 from .cpu import SavedLinear, SavedLoss, SavedNorm
 from .geometry import Pair, out_size, pool_out

@@ -2,8 +2,8 @@
 
 A plan is a convolution, or one of its gradients, for one geometry and type in the layout N, C, H, W. Its engine is the
 best by cuDNN's heuristics among those that give equal bits on every run and compute in the type of the arrays.
-Bias and ReLU stay kernels of distopt: a ReLU that is fused by cuDNN need not pass a NaN on. Where cuDNN is missing, or
-has no such engine, there is no plan, and the caller lowers.
+Bias and ReLU stay kernels of distopt: a ReLU fused by cuDNN need not pass a NaN on. Where cuDNN is missing or has no
+such engine, the caller gets no plan, and lowers the images.
 
 Plans and handles belong to a thread and a device, as cuDNN requires for handles. They are never freed: a CUDA graph
 launches kernels that its plans hold, and to destroy a handle while another stream is captured breaks the capture. For
@@ -24,7 +24,7 @@ import cupy
 
 from ...errors import MissingDependencyError
 from ...settings import Settings
-from ..device import find_cudnn
+from ..devices.discovery import find_cudnn
 from .gpu_base import Array, code_of, current_stream
 
 ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines

@@ -7,17 +7,18 @@ import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from .. import autograd
-from ..device import Device
-from ..tensor import Array, Tensor
+from ..core import autograd
+from ..core.array import Array
+from ..core.tensor import Tensor
+from ..devices.device import Device
 from .step import Piece, RecordedStep
 
 
 class _Recorder:
-    """Records pieces on a stream of its own, for another one, in memory of its own.
+    """Records pieces of work on a stream of its own, in memory of its own, to be launched on CuPy's current stream.
 
     Attributes:
-        memory: all that was allocated, which lasts as long as this.
+        memory: all memory allocated for the pieces; it lives as long as the recorder.
     """
 
     def __init__(self, device: Device) -> None:
@@ -33,7 +34,7 @@ class _Recorder:
         self._inside: contextlib.ExitStack | None = None
 
     def own_memory(self) -> Any:
-        """Within this, new arrays lie in the graph's memory."""
+        """A context in which new arrays lie in the graph's memory."""
         return self._cuda.using_allocator(self._pool.malloc)
 
     def holds(self, array: Array) -> bool:
@@ -41,7 +42,7 @@ class _Recorder:
         return any(run.ptr <= address < run.ptr + run.size for run in self.memory)
 
     def begin(self, what: str) -> None:
-        """Record the work of this thread on CuPy's current stream, which is replaced until `end`."""
+        """Record the work of this thread until `end`; until then, another stream is CuPy's current one."""
         with contextlib.ExitStack() as inside:
             inside.enter_context(_no_collection())
             inside.enter_context(self._stream)

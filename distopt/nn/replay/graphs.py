@@ -1,8 +1,8 @@
 """Recording and replay of training steps: on a GPU as CUDA graphs, on the CPU as calls of kernels.
 
-For the CPU, see `distopt.nn.replay.replayed`. On a GPU, the forward pass is captured, and so is the backward pass,
-split at the parameters that complete a bucket. (This is known as piecewise CUDA graphs.) The optimizer's collectives,
-checks, codecs and updates are not captured, because they use values on the host and wait for the device. A replay
+For the CPU, see `distopt.nn.replay.replayed`. On a GPU, the forward pass is captured, and so is the backward pass, in
+pieces that end at the parameters that complete a bucket (piecewise CUDA graphs). The optimizer's collectives, checks,
+codecs and updates are not captured, because they use values on the host and wait for the device. A replay
 launches the forward piece, then calls the optimizer method that `train_one_batch` called. That method's
 `autograd.backward` launches the remaining pieces in turn and yields the gradients of each. The optimizer needs no
 changes, and communication overlaps the remaining pieces.
@@ -24,17 +24,18 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from ..device import Device, tell_once
-from ..mode import mode
-from ..tensor import Tensor
+from ..core.mode import mode
+from ..core.tensor import Tensor
+from ..devices.device import Device
+from ..notices import tell_once
 from .captured import CapturedStep
 from .replayed import ReplayedStep
 from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 
 # Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}
-KINDS = 8  # of arguments; each has memory of its own
-CAPTURES = 3  # of one kind, if parameters or buckets have moved since the last one
+KINDS = 8  # most kinds of arguments; each kind has memory of its own
+CAPTURES = 3  # most recordings of one kind: each follows a move of parameters or buckets
 
 _log = logging.getLogger("distopt")
 
@@ -65,12 +66,12 @@ class _Watched:
 
 
 class _Kind:
-    """Arguments of one kind: their attempts, and the recorded step, or why there is none."""
+    """One kind of arguments: the attempts to record it, and the recorded step or the reason why there is none."""
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
         self.step: RecordedStep | None = None
-        self.candidate: ReplayedStep | None = None  # the step if the next does the same
+        self.candidate: ReplayedStep | None = None  # becomes the step if the next one does the same
         self.reason = ""
 
 
@@ -93,7 +94,7 @@ class StepGraphs:
         return self._device.graph_generation, mode.freezes
 
     def fits(self) -> bool:
-        """Whether graphs have not been reset, and the same parameters train as ever."""
+        """Whether, since this object was made, no graph was reset and no parameter frozen or unfrozen."""
         return self._generation == self._current()
 
     def run(
@@ -104,7 +105,7 @@ class StepGraphs:
         inputs: Sequence[Any],
         options: dict[str, Any],
     ) -> Any:
-        """One training step, recorded or replayed where that can be.
+        """Run one training step: replay it or record it where possible.
 
         Args:
             train: `train_one_batch`.
@@ -219,10 +220,10 @@ class StepGraphs:
 
     @staticmethod
     def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
-        """Whether no earlier step of this kind has run, with which to compare this one.
+        """Whether this is the first recorded step of its kind, with none to compare it with.
 
         Raises:
-            CaptureError: one has, and did something else.
+            CaptureError: an earlier one did something else.
         """
         earlier, kind.candidate = kind.candidate, step
         if earlier is None:

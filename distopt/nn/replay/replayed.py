@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from .. import autograd
-from ..device import Device
-from ..mode import Ran, mode
-from ..tensor import Operation, Tensor
+from ..core import autograd
+from ..core.mode import Ran, mode
+from ..core.operation import Operation
+from ..core.tensor import Tensor
+from ..devices.device import Device
+from ..kernels.recorder import recorder
 from .step import CaptureError, Piece, RecordedStep
 
-_OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation
+_OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation that differ from call to call
 
 
 class ReplayedStep(RecordedStep):
@@ -38,13 +40,13 @@ class ReplayedStep(RecordedStep):
         return f"recorded as {len(self.forward) + sum(len(piece.work) for piece in self.pieces)} calls of kernels"
 
     def begin(self) -> None:
-        mode.ran, mode.calls = [], []
+        mode.ran, recorder.calls = [], []
 
     def abort(self) -> None:
-        mode.ran = mode.calls = None
+        mode.ran = recorder.calls = None
 
     def end_forward(self, loss: Tensor) -> None:
-        ran, self.forward = mode.ran or [], mode.calls
+        ran, self.forward = mode.ran or [], recorder.calls
         self.abort()
         self._ran = [entry for entry in ran if isinstance(entry, Ran)]
         hindrance = next((entry for entry in ran if isinstance(entry, str)), None) or self._foreign()
@@ -52,7 +54,7 @@ class ReplayedStep(RecordedStep):
             self.failure = CaptureError(hindrance or "the loss was not computed in this step")
 
     def _foreign(self) -> str:
-        """Something that a replay would not recompute; empty if nothing."""
+        """Why a replay would not recompute everything; empty if it would."""
         known = {*self._arguments(), *(tensor for tensor, _ in self._states)}
         for op, inputs, out in self._ran:
             if op.half or not _is_native(op):
@@ -68,11 +70,11 @@ class ReplayedStep(RecordedStep):
         self.failure = CaptureError("the optimizer does not take all gradients")
         piece = Piece([], [])
         for visit in visits:
-            mode.calls = piece.work
+            recorder.calls = piece.work
             try:
                 final = autograd.visit_one(visit, pending)
             finally:
-                mode.calls = None
+                recorder.calls = None
             piece.pairs.extend((param, grad.array) for param, grad in final)
             if not self.pieces or self.pieces[-1] is not piece:
                 self.pieces.append(piece)
@@ -89,7 +91,7 @@ class ReplayedStep(RecordedStep):
             function(*args)
 
     def difference(self, other: ReplayedStep) -> str:
-        """How this step differed from another one with the same kind of arguments; empty if it did not."""
+        """The difference between this step and another one with the same kind of arguments; empty if there is none."""
         if len(self._ran) != len(other._ran):
             return "another number of operations runs"
         for mine, its in zip(self._ran, other._ran, strict=True):
@@ -104,7 +106,7 @@ class ReplayedStep(RecordedStep):
         return ""
 
     def _origins(self, ran: Ran) -> list[Any]:
-        """Each input by its number among arguments and results, or the id of the state that it is."""
+        """For each input, its number among arguments and results or, for a state, its id."""
         numbers = {out: i for i, (_, _, out) in enumerate(self._ran)}
         numbers.update({tensor: ~i for i, tensor in enumerate(self._arguments())})
         return [numbers.get(tensor, id(tensor)) for tensor in ran.inputs]
@@ -114,7 +116,7 @@ class ReplayedStep(RecordedStep):
 
 
 def _is_native(op: Operation) -> bool:
-    """Whether the classes that have its `forward` and `gradients` say so: a subclass may compute in another way."""
+    """Whether the classes that define its `forward` and `gradients` are native: a subclass may compute otherwise."""
     owners = (next(base for base in type(op).__mro__ if name in vars(base)) for name in ("forward", "gradients"))
     return all(vars(owner).get("native") for owner in owners)
 
@@ -124,7 +126,7 @@ def _settings(op: Operation) -> list[Any]:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether both are one object, or equal numbers or texts, or collections of such."""
+    """Whether both are the same object, equal numbers or strings, or collections of such."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import DistoptError
-from .. import autograd
-from ..device import Device
-from ..tensor import Array, Tensor
+from ..core import autograd
+from ..core.array import Array
+from ..core.tensor import Tensor
+from ..devices.device import Device
 
 
 class CaptureError(DistoptError):
@@ -31,7 +32,7 @@ class OptimizerCall(NamedTuple):
     place: int | str | None
 
     def on(self, optimizer: Any, loss: Tensor | None = None) -> Any:
-        """The same call, of another optimizer, and with another loss if one is given."""
+        """Make the same call of `optimizer`, with `loss` in place of the recorded loss if one is given."""
         values = [
             (key, loss if loss is not None and key == self.place else value) for key, value in self.values.items()
         ]
@@ -40,7 +41,7 @@ class OptimizerCall(NamedTuple):
 
     @property
     def others(self) -> tuple[Any, ...]:
-        """All but the loss."""
+        """The call without its loss, to compare with other calls."""
         return self.name, self.place, {key: value for key, value in self.values.items() if key != self.place}
 
     @property
@@ -52,7 +53,7 @@ class OptimizerCall(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Work of the backward pass, and whose gradients are final after it: parameter, and where it was written."""
+    """Work of the backward pass, and the parameters whose gradients are final after it, each with its gradient."""
 
     work: Any
     pairs: list[tuple[Tensor, Array]]
@@ -91,7 +92,7 @@ class RecordedStep(ABC):
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def seen(self, optimizer: Any, call: OptimizerCall) -> Any:
-        """The optimizer is called; the first time with a loss, the forward pass is complete."""
+        """Handle a call of the optimizer. The first call with a loss completes the forward pass."""
         if call.place is None and self._calls:
             self.later.append(call)
             return call.on(optimizer)
@@ -164,7 +165,7 @@ class RecordedStep(ABC):
 
     @abstractmethod
     def end_forward(self, loss: Tensor) -> None:
-        """The forward pass is complete: see to it that it is computed."""
+        """Complete the forward pass: end its recording, and compute it if the recording did not."""
 
     @abstractmethod
     def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:

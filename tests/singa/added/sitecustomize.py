@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from distopt import opt
-from distopt.nn import autograd
+from distopt.nn.core import autograd
 
 params = {}  # by id, in the order in which they were seen first
 losses = []

@@ -1,0 +1,1 @@
+"""The CPU, and the GPUs that this process can use. Imports nothing else of `nn`; never knows a tensor."""

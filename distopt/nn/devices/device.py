@@ -1,0 +1,186 @@
+"""Devices: each has an array module, random generators and a profile of its operations. Method names follow SINGA."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...errors import UsageError, check_integer
+from .label_flag import check_labels
+
+T = TypeVar("T")
+
+_log = logging.getLogger("distopt")
+
+
+class Device:
+    """A CPU or a GPU.
+
+    Args:
+        kind: "cpu" or "cuda".
+        index: number of the device within its kind.
+        xp: the array module, numpy or cupy.
+
+    Attributes:
+        kind: as given.
+        xp: as given.
+        host_rng: NumPy generator for initial parameters, so that a seed gives the same parameters on every device. On
+            the CPU it is the same object as `rng`.
+        recording: the pass that is being captured in a CUDA graph, "forward" or "backward"; else empty.
+        graph_generation: incremented when recorded steps become invalid.
+        verbosity: if 1 or more, every operation is timed.
+    """
+
+    def __init__(self, kind: str, index: int, xp: ModuleType) -> None:
+        self.kind = kind
+        self.xp: Any = xp
+        self._rng = self.xp.random.default_rng()
+        self.host_rng = self._rng if kind == "cpu" else np.random.default_rng()
+        self.recording = ""
+        self.graph_generation = 0
+        self.verbosity = 0
+        self._index = index
+        self._skip = 0
+        self._graph = False
+        self._profile: dict[str, list[float]] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.kind}:{self._index}"
+
+    @property
+    def rng(self) -> Any:
+        """Random generator of this device's array module, for dropout masks.
+
+        Raises:
+            UsageError: a training step is being captured; every replay would draw the same numbers.
+        """
+        if self.recording:
+            raise UsageError("random numbers, such as those of dropout, would be the same in every replay of a graph")
+        return self._rng
+
+    def id(self) -> int:
+        """Number of the device within its kind."""
+        return self._index
+
+    def lang(self) -> str:
+        """SINGA's name for the kind: "kCpp" or "kCuda"."""
+        return "kCpp" if self.kind == "cpu" else "kCuda"
+
+    def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
+        """Seed `rng` and `host_rng`, which makes parameters and dropout masks reproducible.
+
+        Raises:
+            UsageError: the seed is not an integer of at least 0.
+        """
+        seed = check_integer("the seed of random numbers", seed, 0)
+        self._rng = self.xp.random.default_rng(seed)
+        self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
+
+    def Sync(self) -> None:  # noqa: N802
+        """Wait until the device has finished all its work. On the CPU, return at once."""
+        if self.kind == "cuda":
+            self.xp.cuda.Device(self._index).synchronize()
+            self.check()
+
+    def host(self, array: Any) -> Any:
+        """The values of `array` on this device as a NumPy array; on the CPU, `array` itself.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if self.kind == "cpu":
+            return array
+        values = self.xp.asnumpy(array)
+        self.check()
+        return values
+
+    def check(self) -> None:
+        """Raise errors found by kernels that have finished. On a GPU, errors are detected only here, to avoid waiting.
+
+        Raises:
+            UsageError: a label of a cross entropy was out of range; its loss and gradients are NaN.
+        """
+        if self.kind == "cuda":
+            check_labels(self._index)
+
+    # -- profile -----------------------------------------------------------------------------------------------------
+    def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
+        """Time every operation if `verbosity` is 1 or more; on a GPU, this waits for each operation.
+
+        Meanwhile, steps are not replayed.
+        """
+        self.verbosity = verbosity
+
+    def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
+        """Exclude the first `iterations` calls of each operation from the profile, as warm-up."""
+        self._skip = check_integer("iterations", iterations, 0)
+
+    def timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
+        """The result of `call(*args)`, with its time added to the profile as one call of operation `name`."""
+        start = perf_counter()
+        result = call(*args)
+        self.Sync()
+        self._profile.setdefault(name, []).append(perf_counter() - start)
+        return result
+
+    def PrintTimeProfiling(self) -> str:  # noqa: N802
+        """Log and return the profile: calls, total time and mean time of each operation. The log level is INFO."""
+        lines = [f"time of operations on {self!r}, without the first {self._skip} calls of each"]
+        for name, times in sorted(self._profile.items()):
+            if times := times[self._skip :]:
+                total = math.fsum(times)
+                mean_us = total / len(times) * 1e6
+                lines.append(f"{name:32} {len(times):8} calls {total * 1e3:10.3f} ms {mean_us:10.1f} us each")
+        text = "\n".join(lines)
+        _log.info("%s", text)
+        return text
+
+    # -- graph -------------------------------------------------------------------------------------------------------
+    def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
+        """Whether models on this device record and replay training steps; see `distopt.nn.replay.graphs`.
+
+        Args:
+            enabled: any value, taken as Python takes its truth: SINGA's scripts pass the text "True".
+        """
+        self._graph = bool(enabled)
+
+    def graph_enabled(self) -> bool:
+        """The last argument of `EnableGraph`."""
+        return self._graph
+
+    def ResetGraph(self) -> None:  # noqa: N802
+        """Discard all recorded training steps; models record them again."""
+        self.graph_generation += 1
+
+
+_cpu = Device("cpu", 0, np)
+_gpus: dict[int, Device] = {}
+
+
+def get_default_device() -> Device:
+    """The CPU. All calls return the same object."""
+    return _cpu
+
+
+def device_of(array: Any) -> Device:
+    """Local. The device that holds the memory of `array`; the CPU for anything but a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or isinstance(array, np.ndarray) or not isinstance(array, cupy.ndarray):
+        return _cpu
+    index = array.device.id
+    return _gpus[index] if index in _gpus else gpu(cupy, index)
+
+
+def gpu(cupy: Any, index: int) -> Device:
+    """Local. GPU `index`, which becomes the current one of `cupy`. All calls return the same object."""
+    cupy.cuda.Device(index).use()
+    if index not in _gpus:
+        _gpus[index] = Device("cuda", index, cupy)
+    return _gpus[index]

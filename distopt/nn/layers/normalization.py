@@ -1,0 +1,103 @@
+"""Batch normalization layers for images [N, C, H, W]."""
+
+from __future__ import annotations
+
+from ...errors import UsageError, check_integer
+from ..core.mode import mode
+from ..core.numbers import checked
+from ..core.tensor import Tensor
+from ..ops import normalization
+from .base import TensorLayer
+
+__all__ = [
+    "BatchNorm2d",
+    "SyncBatchNorm2d",
+]
+
+
+class BatchNorm2d(TensorLayer):
+    """Batch normalization of images [N, C, H, W] per channel (Ioffe and Szegedy, arXiv 1502.03167).
+
+    `BatchNorm2d(channels)` checks the number of channels; by default it comes from the first input.
+
+    Args:
+        momentum: weight of the old value in a running statistic (PyTorch's momentum is 1 minus this).
+        eps: added to the variance.
+
+    Attributes:
+        scale: [C]; initially 1.
+        bias: [C]; initially 0.
+        running_mean: [C], a state.
+        running_var: [C], a state.
+    """
+
+    scale: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        if checked("momentum", momentum) > 1:
+            raise UsageError(f"momentum {momentum} is not in [0, 1]")
+        self.channels = None if channels is None else check_integer("channels", channels, 1)
+        self.momentum, self.eps = momentum, eps
+
+    def initialize(self, x: Tensor) -> None:  # noqa: D102
+        self.channels = self._channels(x, self.channels)
+        self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
+        self.scale.set_value(1)
+        self.running_mean = Tensor((self.channels,), x.device, self.scale.dtype)
+        self.running_var = Tensor((self.channels,), x.device, self.scale.dtype)
+        self.running_var.set_value(1)
+
+    def own_states(self) -> dict[str, Tensor]:  # noqa: D102
+        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._initialized else {}
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        assert self.channels is not None
+        self._check_images(x, self.channels, self.scale)
+        return self._run(self._operation(x), x, self.scale, self.bias)
+
+    def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
+        running = self.running_mean.array, self.running_var.array
+        return normalization.BatchNorm2d(*running, 1 - self.momentum, self.eps)
+
+
+class SyncBatchNorm2d(BatchNorm2d):
+    """`BatchNorm2d` by the statistics of all ranks' images, as if they were one batch; for small batches.
+
+    All values count equally, for any sizes of the ranks' batches. Running statistics are the same on all ranks,
+    bit for bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
+    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A recorded step repeats
+    the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
+
+    Args:
+        channels: see `BatchNorm2d`.
+        momentum: see `BatchNorm2d`.
+        eps: see `BatchNorm2d`.
+        reduce: sums an array over the ranks, such as a DistOpt's `reduce` (default: the `reduce` of the model's
+            optimizer; if it has none, statistics are those of this rank).
+    """
+
+    def __init__(
+        self,
+        channels: int | None = None,
+        momentum: float = 0.9,
+        eps: float = 1e-5,
+        reduce: normalization.Reduce | None = None,
+    ) -> None:
+        super().__init__(channels, momentum, eps)
+        self.reduce, self._is_given = reduce, reduce is not None
+
+    def take(self, reduce: normalization.Reduce | None) -> None:
+        """Local. Use `reduce`, that of the model's optimizer, unless the constructor was given another."""
+        if not self._is_given:
+            self.reduce = reduce
+
+    def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
+        if self.reduce is None or not mode.training:
+            return super()._operation(x)
+        if x.device.recording:
+            raise UsageError(f"{self._label} sums over ranks, which a CUDA graph cannot hold")
+        running = self.running_mean.array, self.running_var.array
+        return normalization.SyncBatchNorm2d(*running, 1 - self.momentum, self.eps, self.reduce)

@@ -1,0 +1,118 @@
+"""Layers without parameters: functions of `ops` as layers, losses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.numbers import checked
+from ..core.tensor import Tensor
+from ..ops import elementwise, loss, reduction, shape
+from .base import TensorLayer
+
+__all__ = [
+    "Add",
+    "BinaryCrossEntropy",
+    "Cat",
+    "CrossEntropy",
+    "Dropout",
+    "Flatten",
+    "MeanSquareError",
+    "ReLU",
+    "Reshape",
+    "Sigmoid",
+    "SoftMax",
+    "SoftMaxCrossEntropy",
+]
+
+
+class ReLU(TensorLayer):
+    """max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return elementwise.relu(x)
+
+
+class Sigmoid(TensorLayer):
+    """1 / (1 + exp(-x))."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return elementwise.sigmoid(x)
+
+
+class SoftMax(TensorLayer):
+    """exp(x) / sum(exp(x)) over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return reduction.softmax(x)
+
+
+class Flatten(TensorLayer):
+    """Reshape to a matrix: dimensions before `axis` become rows, the others columns."""
+
+    def __init__(self, axis: int = 1) -> None:
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return shape.flatten(x, self.axis)
+
+
+class Reshape(TensorLayer):
+    """The same elements with the dimensions `shape`, where one may be -1."""
+
+    def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: D102
+        return x.reshape(shape)
+
+
+class Dropout(TensorLayer):
+    """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
+
+    def __init__(self, ratio: float = 0.5) -> None:
+        self.ratio = checked("dropout ratio", ratio, below=1)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return elementwise.dropout(x, self.ratio)
+
+
+class Add(TensorLayer):
+    """The sum of two tensors."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:  # noqa: D102
+        return elementwise.add(a, b)
+
+
+class Cat(TensorLayer):
+    """A list of tensors joined along dimension `axis`."""
+
+    def __init__(self, axis: int = 0) -> None:
+        self.axis = axis
+
+    def forward(self, xs: Sequence[Tensor]) -> Tensor:  # noqa: D102
+        return shape.cat(xs, self.axis)
+
+
+class SoftMaxCrossEntropy(TensorLayer):
+    """Mean cross entropy of softmax(logits); see `loss.softmax_cross_entropy`."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
+        return loss.softmax_cross_entropy(logits, labels)
+
+
+class CrossEntropy(TensorLayer):
+    """Mean cross entropy of probabilities; see `loss.cross_entropy`."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+        return loss.cross_entropy(x, t)
+
+
+class BinaryCrossEntropy(TensorLayer):
+    """Mean cross entropy of probabilities of two classes each; see `loss.binary_cross_entropy`."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+        return loss.binary_cross_entropy(x, t)
+
+
+class MeanSquareError(TensorLayer):
+    """Mean over all elements of (x - target)**2."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # noqa: D102
+        return loss.mse_loss(x, target)

@@ -1,0 +1,15 @@
+"""Notices to the user: one line in the log, once."""
+
+from __future__ import annotations
+
+import logging
+
+_log = logging.getLogger("distopt")
+_told: set[str] = set()
+
+
+def tell_once(text: str) -> None:
+    """Local. Log `text` as a warning, unless this process has done so before."""
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)

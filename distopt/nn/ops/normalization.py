@@ -1,0 +1,115 @@
+"""Batch normalization of images [N, C, H, W], by the batch of this rank or of all ranks."""
+
+from __future__ import annotations
+
+from operator import iadd, imul, setitem
+from typing import Protocol
+
+from ..core.array import Array
+from ..core.mode import mode
+from ..core.operation import Arrays
+from ..kernels import kernels_of
+from ..kernels.recorder import noted
+from .weighted import Weighted
+
+
+class BatchNorm2d(Weighted):
+    """Each channel of x [N, C, H, W] normalized, scaled by gamma [C], and shifted by beta [C].
+
+    Args:
+        running_mean: [C]; updated in place during training, used otherwise.
+        running_var: [C]; likewise.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+    """
+
+    native = at_once = True
+
+    def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float) -> None:
+        self.running = running_mean, running_var
+        self.momentum, self.eps = momentum, eps
+
+    def forward(self, x: Array, gamma: Array, beta: Array) -> Array:
+        y, self.saved = kernels_of(x).batch_norm2d(
+            x, gamma, beta, *self.running, self.momentum, self.eps, mode.training
+        )
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        dgamma, dbeta = self.gradient_memory(into)
+        return kernels_of(dy).batch_norm2d_backward(dy, self.saved, dgamma, dbeta), dgamma, dbeta
+
+
+class Reduce(Protocol):
+    """Replaces a contiguous array of float64, in place, by its sum over all ranks. Collective."""
+
+    def __call__(self, array: Array, /) -> object: ...
+
+
+class SyncBatchNorm2d(BatchNorm2d):
+    """`BatchNorm2d` in training, by the statistics of all ranks; the gradients of gamma and beta are this rank's share.
+
+    Both passes sum an array over the ranks, and are collective.
+
+    Args:
+        running_mean: see `BatchNorm2d`.
+        running_var: see `BatchNorm2d`.
+        momentum: see `BatchNorm2d`.
+        eps: see `BatchNorm2d`.
+        reduce: sums an array over the ranks.
+    """
+
+    native = True
+
+    def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float, reduce: Reduce) -> None:
+        super().__init__(running_mean, running_var, momentum, eps)
+        self.reduce = reduce
+
+    def forward(self, x: Array, gamma: Array, beta: Array) -> Array:
+        kernels = kernels_of(x)
+        sums = kernels.channel_sums(x)
+        noted(self.reduce, sums)
+        mean, var = (kernels.empty(array.shape, array.dtype) for array in self.running)
+        noted(_all_statistics, sums, mean, var, self.running, self.momentum)
+        y, saved = kernels.batch_norm2d(x, gamma, beta, mean, var, 0.0, self.eps, False)
+        self.saved = saved, mean, var, sums
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        saved, mean, var, sums = self.saved
+        kernels = kernels_of(dy)
+        dgamma, dbeta = self.gradient_memory(into)
+        dx = kernels.batch_norm2d_backward(dy, saved, dgamma, dbeta)  # as if mean and variance were constants
+        if not self.needs[0]:
+            return None, dgamma, dbeta
+        totals = kernels.empty((2, len(mean)), "float64")
+        noted(setitem, totals, 0, dgamma)
+        noted(setitem, totals, 1, dbeta)
+        noted(imul, totals, saved.gamma)
+        noted(self.reduce, totals)
+        # Mean and variance depend on every x; through them the gradient gains an affine function of x.
+        slope, shift = (kernels.empty(mean.shape, mean.dtype) for _ in range(2))
+        noted(_through_statistics, totals, sums, saved.inverse_deviation, slope, shift)
+        more, _ = kernels.batch_norm2d(saved.x, slope, shift, mean, var, 0.0, self.eps, False)
+        return noted(iadd, dx, more), dgamma, dbeta
+
+
+def _all_statistics(sums: Array, mean: Array, var: Array, running: tuple[Array, Array], momentum: float) -> None:
+    """Compute mean and biased variance from the `channel_sums` of all ranks, and update the running statistics."""
+    count, channels = sums[-1], len(mean)
+    wide = sums[:channels] / count
+    mean[...] = wide
+    var[...] = (sums[channels:-1] / count - wide * wide).clip(0)
+    running_mean, running_var = running
+    running_mean += momentum * (mean - running_mean)
+    running_var += momentum * (var * (count / (count - 1).clip(1)) - running_var)
+
+
+def _through_statistics(totals: Array, sums: Array, inverse_deviation: Array, slope: Array, shift: Array) -> None:
+    """Compute scale and shift of the normalized x in its gradient.
+
+    `totals` are the gradients of gamma and beta, times gamma, summed over all ranks. Each rank multiplies by gamma
+    before the sum, since between partial updates the ranks have different gammas.
+    """
+    factor = inverse_deviation / -sums[-1]
+    slope[...], shift[...] = factor * totals[0], factor * totals[1]

@@ -1,0 +1,74 @@
+"""Pooling of images [N, C, H, W]. Padding is two numbers or four, see `distopt.nn.kernels.geometry`."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...errors import UsageError
+from ..core.array import Array
+from ..core.operation import Arrays, Operation
+from ..core.tensor import Tensor
+from ..kernels import kernels_of
+from ..kernels.geometry import Padding, Pair, pool_out
+from .border import evened, trimmed
+from .reduction import ReduceMean
+
+__all__ = [
+    "globalaveragepool",
+]
+
+
+class _Pool2d(Operation):
+    fill: float  # of a border: a value without effect
+
+    def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
+        self.kernel, self.stride, self.padding = kernel, stride, padding
+
+    def evened(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
+        """Images and window as kernels take them."""
+        pool_out(x.shape, self.kernel, self.stride, self.padding)  # its error names the padding that was given
+        x, padding = evened(x, self.kernel, self.stride, self.padding, self.fill)
+        return x, (self.kernel, self.stride, padding)
+
+
+class MaxPool2d(_Pool2d):
+    """The maximum of each window of x [N, C, H, W]."""
+
+    native = True
+    fill = -inf
+
+    def forward(self, x: Array) -> Array:
+        x, window = self.evened(x)
+        y, self.saved = kernels_of(x).max_pool2d(x, *window)
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        return (trimmed(kernels_of(dy).max_pool2d_backward(dy, self.saved), self.padding),)
+
+
+class AvgPool2d(_Pool2d):
+    """The mean of each window of x [N, C, H, W]; padding counts as zeros."""
+
+    native = True
+    fill = 0.0
+
+    def forward(self, x: Array) -> Array:
+        x, window = self.evened(x)
+        y, self.saved = kernels_of(x).avg_pool2d(x, *window)
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        return (trimmed(kernels_of(dy).avg_pool2d_backward(dy, self.saved), self.padding),)
+
+
+def globalaveragepool(x: Tensor, data_format: str = "channels_first") -> Tensor:
+    """The mean of each channel of images [N, C, H, W]: [N, C, 1, 1].
+
+    With `data_format` "channels_last", images are [N, H, W, C], and the result is [N, 1, 1, C].
+    """
+    first = 2 if data_format == "channels_first" else 1
+    if data_format not in ("channels_first", "channels_last", "channel_last") or x.ndim() < 3:
+        raise UsageError(
+            f"globalaveragepool takes images, 'channels_first' or 'channels_last'; got {x.shape} and {data_format!r}"
+        )
+    return ReduceMean(range(first, first + x.ndim() - 2), keepdims=True)(x)

@@ -1,0 +1,40 @@
+"""Hyperparameters of optimizers, which are numbers or schedules."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from ...errors import UsageError
+from ..core.numbers import checked, number_of
+from .schedules import Constant, DecayScheduler
+
+
+class Hyperparameter:
+    """An attribute of an optimizer: assigned a number or a schedule, and read as a schedule.
+
+    `Optimizer.values` has its value at this step.
+
+    Args:
+        below: exclusive upper bound of a number.
+    """
+
+    def __init__(self, below: float = math.inf) -> None:
+        self._below = below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> DecayScheduler:
+        schedule: DecayScheduler = optimizer._schedules[self._name]
+        return schedule
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        if not isinstance(value, (Real, DecayScheduler)):
+            raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
+        schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
+        optimizer.values[self._name] = number_of(schedule(optimizer._steps))
+        optimizer._schedules[self._name] = schedule
+        for param, slots in optimizer._slots.items():  # a momentum that was 0 until now needs a slot
+            optimizer._slots[param] = {**optimizer._new_slots(param), **slots}

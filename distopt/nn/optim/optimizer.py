@@ -1,0 +1,372 @@
+"""The base of optimizers: steps, hyperparameters, slots and states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ...errors import StateError, UsageError, check_assignment, check_count
+from ...kernels import kernels_of
+from ..core import autograd, changes
+from ..core.array import Array, float32
+from ..core.mode import mode
+from ..core.numbers import number_of
+from ..core.tensor import Tensor
+from ..devices.device import get_default_device
+from ..singa.views import CurrentValue
+from .accumulation import Accumulation
+from .hyperparameters import Hyperparameter
+from .schedules import DecayScheduler
+
+
+class Optimizer:
+    """Base of all optimizers.
+
+    An optimizer keeps arrays for each parameter, its *slots*, with the parameter's shape and dtype. A step is an
+    `apply` to every parameter, followed by `step()`; calling the optimizer on a loss does both.
+
+    A subclass defines one of two methods. `apply(param_name, param_value, param_grad)` is SINGA's: it gets tensors, and
+    it may keep any state. `_apply(param, grad, slots)` is distopt's: it gets arrays, and those
+    that `slots` names, which begin as zeros. State kept elsewhere belongs in `get_states` and `set_states`, too, as a
+    dict of arrays; `DistOpt` averages it over the ranks where partial updates have let it drift.
+
+    Args:
+        lr: learning rate, a number or a schedule.
+        dtype: accepted for SINGA's scripts; slots have the dtype of their parameter.
+        clip_grad_norm: see `clip_gradients`.
+
+    Attributes:
+        lr: the schedule of the learning rate. An assigned number becomes a constant schedule. An assignment takes
+            effect with the next step, as with every hyperparameter.
+        lr_value: the learning rate of this step, as a tensor of shape (1,).
+        values: all hyperparameters of this step, by name.
+        grad_norm: the norm that `clip_gradients` measured in the last update, None before.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    dtype: DTypeLike
+    values: dict[str, float]
+    former_slots: ClassVar[tuple[str, ...]] = ()  # names that `slots` may have had under other hyperparameters
+    lr = Hyperparameter()
+    lr_value = CurrentValue("lr")
+    grad_norm: float | None = None
+    _clip_grad_norm: float | None = None
+
+    def __init__(
+        self, lr: float | DecayScheduler, dtype: DTypeLike = float32, *, clip_grad_norm: float | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.clip_grad_norm = clip_grad_norm
+        self._steps = 0
+        self._schedules: dict[str, DecayScheduler] = {}
+        self.values = {}
+        self._device = get_default_device()
+        self._slots: dict[Tensor, dict[str, Array]] = {}
+        self._updated: dict[Tensor, int] = {}  # when, by `changes.clock`
+        self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
+        self._accumulation = Accumulation()
+        self.lr = lr
+
+    if not TYPE_CHECKING:  # with it, type checkers accept every name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in vars(self):
+                check_assignment(self, name)
+            object.__setattr__(self, name, value)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots; a subclass may set it as an attribute of the class."""
+        return ()
+
+    def __call__(self, loss: Tensor) -> None:
+        """Local. One training step from `loss`."""
+        self.call(loss)
+        self.step()
+
+    def backward_and_update(self, loss: Tensor) -> None:
+        """Local. The same as a call of the optimizer; SINGA's name."""
+        self(loss)
+
+    def call(self, loss: Tensor) -> None:
+        """Local. Update every parameter behind `loss`, each as soon as its gradient is final. `step` must follow."""
+        pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss)
+        if self._accumulation.active:
+            self._accumulation.add(pairs)
+            return
+        if self._accumulation.sums:
+            pairs = self._accumulation.taken(pairs)
+        if self._clip_grad_norm is not None:
+            pairs = list(pairs)
+            self.clip_gradients([grad.array.reshape(-1) for _, grad in pairs])
+        for param, grad in pairs:
+            self.update(param, grad)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Local. In the body of a `with`, a call of the optimizer only adds the gradients of its loss to earlier ones.
+
+        The next call outside adds them to its own and updates. To have the gradient of a mean over n such batches,
+        divide each loss by n. `DistOpt.no_sync` has the same effect on every rank; the name is PyTorch's.
+        """
+        return self._accumulation.collecting()
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """The norm to which `clip_gradients` limits a gradient; None for no limit, `math.inf` to measure only."""
+        return self._clip_grad_norm
+
+    @clip_grad_norm.setter
+    def clip_grad_norm(self, value: Any) -> None:
+        number = float(value) if isinstance(value, Real) else math.nan
+        if value is not None and not number > 0:
+            raise UsageError(f"clip_grad_norm {value!r} is neither None nor a number above 0")
+        self._clip_grad_norm = None if value is None else number
+
+    def clip_gradients(self, grads: Sequence[Array]) -> None:
+        """Local. Scale all gradients of a step down, so that their common l2 norm is at most `clip_grad_norm`.
+
+        The factor is that of `torch.nn.utils.clip_grad_norm_`; `grad_norm` is the norm before. Steps from a loss call
+        this before they update; loops that call `update` by hand call it themselves.
+
+        Args:
+            grads: flat arrays, changed in place.
+        """
+        assert self._clip_grad_norm is not None
+        self.grad_norm = math.sqrt(float(sum(kernels_of(grad).squared_norm(grad) for grad in grads)))
+        factor = self._clip_grad_norm / (self.grad_norm + 1e-6)
+        if not factor >= 1:  # it may be NaN
+            for grad in grads:
+                grad *= factor
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Local. `apply` to a parameter under its own name.
+
+        Raises:
+            UsageError: shapes or dtypes differ.
+        """
+        training, mode.training = mode.training, False  # a rule that computes with tensors is not a forward pass
+        if self._device is not param.device:
+            self._device = param.device
+        try:
+            self._updated[param] = next(changes.clock)
+            self.apply(param.name or f"{id(param):#x}", param, grad)
+        finally:
+            mode.training = training
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        """Local. Update a parameter in place.
+
+        Args:
+            param_name: for subclasses that keep states by name. Slots are kept by tensor, so it need not be unique.
+            param_value: the parameter.
+            param_grad: its gradient, of the same shape and dtype. It is not changed; subclasses may change it.
+
+        Raises:
+            UsageError: shapes or dtypes differ.
+        """
+        check_gradient(param_value, param_grad)
+        slots = self._slots.get(param_value)
+        self._apply(param_value.array, param_grad.array, self._claim(param_value) if slots is None else slots)
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        """Apply the rule to `param`, in place. `values` has the hyperparameters."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no rule; define apply(self, param_name, param_value, param_grad)"
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Local. Everything that decides the next update besides parameters, gradients and slots, by name.
+
+        The values are numbers, booleans and strings. `DistOpt` checks in every step that all ranks have the same. A
+        subclass with more constants adds them to this dict.
+        """
+        return {
+            "optimizer": type(self).__name__,
+            **self.values,
+            "clip_grad_norm": self._clip_grad_norm,
+            "step_counter": self._steps,
+        }
+
+    def step(self) -> None:
+        """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
+        if not self._accumulation.active:
+            changes.updated(self, self._updated)
+            self._go_to(self._steps + 1)
+
+    def _go_to(self, step: int) -> None:
+        self.values = {name: number_of(schedule(step)) for name, schedule in self._schedules.items()}
+        self._steps = step
+
+    def attach(self, params: Iterable[Tensor]) -> None:
+        """Local. Receive the parameters before the first step; called by `Model`.
+
+        Raises:
+            UsageError: two of them share a name.
+            StateError: loaded states do not fit.
+        """
+        seen: set[str | None] = set()
+        for param in params:
+            if param.name in seen:
+                raise UsageError(f"two parameters are named {param.name}; give every parameter a name of its own")
+            seen.add(param.name)
+            self._unclaimed_for(param)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+    def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Local. Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
+
+        Raises:
+            UsageError: a parameter has no unique name, or gradients of `no_sync` wait for an update.
+        """
+        self._accumulation.check_empty()
+        states = {"step_counter": np.array(self._steps)}
+        for param, slots in self._slots.items():
+            for slot, array in slots.items():
+                key = f"{param.name}:{slot}"
+                if param.name is None or key in states:
+                    raise UsageError(
+                        f"the states of parameter {param.name} cannot be told apart; give every parameter a name of "
+                        "its own (Model.compile does)"
+                    )
+                states[key] = np.array(param.device.host(array))
+        for name, slots in self._unclaimed.items():
+            states.update({f"{name}:{slot}": array.copy() for slot, array in slots.items()})
+        return states
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Continue from the result of `get_states`; parameters are identified by name.
+
+        Values may be tensors, as `Model.load_states` returns them. Names without a colon, other than "step_counter",
+        are left to subclasses. Gradients accumulated in `no_sync` are dropped.
+
+        Raises:
+            StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
+        """
+        loaded = self._loaded(states)
+        self._go_to(check_count("step_counter", states["step_counter"]))
+        self._accumulation.sums.clear()
+        self._unclaimed = loaded
+        known = list(self._slots)
+        self._slots.clear()
+        for param in known:
+            if param.name in loaded:
+                self._claim(param)
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Check that `set_states` would accept these states.
+
+        Raises:
+            StateError: see `set_states`.
+        """
+        self._loaded(states)
+
+    def _loaded(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> dict[str, dict[str, Array]]:
+        """Copies of the slots by parameter and name, once they have been checked."""
+        if "step_counter" not in states:
+            raise StateError("these are not states of an optimizer: step_counter is missing")
+        check_count("step_counter", states["step_counter"])
+        loaded: dict[str, dict[str, Array]] = {}
+        for key, value in states.items():
+            name, colon, slot = key.rpartition(":")
+            if not colon:
+                continue
+            array = value.to_numpy() if isinstance(value, Tensor) else value
+            dtype = getattr(array, "dtype", None)
+            if dtype is None or dtype.kind != "f":
+                raise StateError(f"state {key} is {dtype or type(value).__name__}; expected an array of floats")
+            loaded.setdefault(name, {})[slot] = array.copy()
+        for name, slots in loaded.items():
+            if not set(self.slots) <= set(slots) <= {*self.slots, *self.former_slots}:
+                raise StateError(
+                    f"the states of parameter {name} are {sorted(slots)}, where {type(self).__name__} as it is set up "
+                    f"has {sorted(self.slots)}"
+                )
+        for param in self._slots:
+            _check_fit(param, loaded.get(str(param.name), {}))
+        return loaded
+
+    def _unclaimed_for(self, param: Tensor) -> dict[str, Array] | None:
+        slots = self._unclaimed.get(param.name) if param.name else None
+        if slots is not None:
+            _check_fit(param, slots)
+        return slots
+
+    def _claim(self, param: Tensor) -> dict[str, Array]:
+        """The slots of a parameter that is met for the first time: loaded ones, or zeros."""
+        xp = param.device.xp
+        loaded = self._unclaimed_for(param)
+        if loaded is None:
+            slots = self._new_slots(param)
+        else:
+            slots = {slot: xp.asarray(array) for slot, array in loaded.items()}
+            del self._unclaimed[str(param.name)]
+        self._slots[param] = slots
+        return slots
+
+    def _new_slots(self, param: Tensor) -> dict[str, Array]:
+        return {slot: param.device.xp.zeros_like(param.array) for slot in self.slots}
+
+    # -- SINGA's view ------------------------------------------------------------------------------------------------
+    @property
+    def step_counter(self) -> Tensor:
+        """Number of finished steps, as a tensor of shape (1,). A number or such a tensor may be assigned."""
+        return self.as_tensor(self._steps)
+
+    @step_counter.setter
+    def step_counter(self, value: Any) -> None:
+        self._go_to(int(number_of(value)))
+
+    def as_tensor(self, value: float) -> Tensor:
+        """Local. A number as a float32 tensor of shape (1,), where the parameters are.
+
+        It is a copy, on the CPU a read-only one: to change a hyperparameter, assign to it.
+        """
+        array = self._device.xp.full((1,), value, float32)
+        if self._device.kind == "cpu":
+            array.flags.writeable = False
+        return Tensor.of(array, self._device, requires_grad=False)
+
+    def tensors_of(self, slot: str) -> dict[str | None, Tensor]:
+        """Local. A slot of all parameters, by their names, as tensors that share its memory."""
+        return {
+            param.name: Tensor.of(slots[slot], param.device, requires_grad=False)
+            for param, slots in self._slots.items()
+            if slot in slots
+        }
+
+    def device_check(self, *inputs: Tensor) -> None:
+        """Local. Move the `inputs`, and later results of `as_tensor`, to the device of the first of them."""
+        self._device = inputs[0].device
+        for tensor in inputs:
+            tensor.to_device(self._device)
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Local. Check that `grad` can be the gradient of `param`.
+
+    Raises:
+        UsageError: shapes or dtypes differ.
+    """
+    own, given = param.array, grad.array
+    if own.shape != given.shape or own.dtype != given.dtype:
+        raise UsageError(
+            f"a gradient of {given.dtype} and shape {given.shape} is none of {param.name or 'a parameter'} of "
+            f"{own.dtype} and shape {own.shape}"
+        )
+
+
+def _check_fit(param: Tensor, slots: Mapping[str, Array]) -> None:
+    for slot, array in slots.items():
+        if array.shape != param.shape or array.dtype != param.dtype:
+            raise StateError(
+                f"state {param.name}:{slot} is {array.dtype} of shape {array.shape}; expected {param.dtype} of shape "
+                f"{param.shape}"
+            )

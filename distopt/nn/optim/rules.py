@@ -1,0 +1,203 @@
+"""Optimizers: rules that update a parameter in place from its gradient.
+
+Rules, names and the order of arguments are SINGA's, or PyTorch's where SINGA has none. Every hyperparameter is a number
+or a schedule. For `clip_grad_norm` see `Optimizer.clip_gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from numpy.typing import DTypeLike
+
+from ...errors import UsageError
+from ..core.array import Array, float32
+from ..kernels import kernels_of
+from ..singa.views import CurrentValue, SlotView
+from .hyperparameters import Hyperparameter
+from .optimizer import Optimizer
+from .schedules import Constant, DecayScheduler
+
+__all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent.
+
+    g = grad + weight_decay * param; with momentum, buffer = momentum * buffer + (1 - dampening) * g (initially 0), and
+    g = buffer, or with Nesterov g + momentum * buffer; then param -= lr * g.
+
+    Raises:
+        UsageError: a value is negative or not finite, or nesterov without momentum or with dampening.
+    """
+
+    nesterov: bool
+    former_slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    moments = SlotView("momentum")
+    momentum, mom_value = Hyperparameter(), CurrentValue("momentum")
+    dampening, dam_value = Hyperparameter(), CurrentValue("dampening")
+    weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.1,
+        momentum: float | DecayScheduler = 0.0,
+        dampening: float | DecayScheduler = 0.0,
+        weight_decay: float | DecayScheduler = 0.0,
+        nesterov: bool = False,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
+        self.momentum, self.dampening, self.weight_decay = momentum, dampening, weight_decay
+        self.nesterov = nesterov
+        if nesterov and (self.values["momentum"] == 0 or self.values["dampening"] != 0):
+            raise UsageError("nesterov needs a momentum above 0 and a dampening of 0")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """A buffer, unless the momentum is always 0."""
+        never = isinstance(self.momentum, Constant) and self.momentum.init_value == 0
+        return () if never else ("momentum",)
+
+    def constants(self) -> dict[str, Any]:
+        """Local. See `Optimizer.constants`."""
+        return super().constants() | {"nesterov": self.nesterov}
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        values = self.values
+        rule = values["lr"], values["momentum"], values["dampening"], values["weight_decay"], self.nesterov
+        kernels_of(param).update("sgd", param, grad, [slots.get("momentum")], *rule)
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1), with weight decay added to the gradient.
+
+    The t of its bias corrections is the number of this step, counted from 1, for all parameters.
+
+    Raises:
+        UsageError: a value is negative or not finite, or a beta is not below 1.
+    """
+
+    slots = ("m", "v")
+    _decoupled = False  # whether weight decay acts on the parameter, not on the gradient
+    m, v = SlotView("m"), SlotView("v")
+    beta_1, beta_1_value = Hyperparameter(below=1), CurrentValue("beta_1")
+    beta_2, beta_2_value = Hyperparameter(below=1), CurrentValue("beta_2")
+    epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
+    weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.1,
+        beta_1: float | DecayScheduler = 0.9,
+        beta_2: float | DecayScheduler = 0.999,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.0,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
+        self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        values, weight_decay = self.values, self.values["weight_decay"]
+        if self._decoupled:
+            param *= 1 - values["lr"] * weight_decay
+            weight_decay = 0.0
+        rule = self._steps + 1, values["lr"], values["beta_1"], values["beta_2"], values["epsilon"], weight_decay
+        kernels_of(param).update("adam", param, grad, [slots["m"], slots["v"]], *rule)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
+
+    param *= 1 - lr * weight_decay; then Adam without weight decay. The defaults are PyTorch's.
+
+    Raises:
+        UsageError: as `Adam`.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.001,
+        beta_1: float | DecayScheduler = 0.9,
+        beta_2: float | DecayScheduler = 0.999,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.01,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype, clip_grad_norm=clip_grad_norm)
+
+
+class RMSProp(Optimizer):
+    """RMSProp (Tieleman and Hinton, lecture 6.5, 2012): steps divided by the root of the mean squared gradient.
+
+    g = grad + weight_decay * param; mean = rho * mean + (1 - rho) * g * g (initially 0);
+    param -= lr * g / sqrt(mean + epsilon).
+
+    Raises:
+        UsageError: a value is negative or not finite, or rho is not below 1.
+    """
+
+    slots = ("running",)
+    running_average = SlotView("running")
+    rho, rho_value = Hyperparameter(below=1), CurrentValue("rho")
+    epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
+    weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.1,
+        rho: float | DecayScheduler = 0.9,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.0,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
+        self.rho, self.epsilon, self.weight_decay = rho, epsilon, weight_decay
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        values = self.values
+        rule = values["lr"], values["rho"], values["epsilon"], values["weight_decay"]
+        kernels_of(param).update("rmsprop", param, grad, [slots["running"]], *rule)
+
+
+class AdaGrad(Optimizer):
+    """AdaGrad (Duchi et al., JMLR 12, 2011): steps divided by the root of the sum of squared gradients.
+
+    g = grad + weight_decay * param; history += g * g (initially 0); param -= lr * g / sqrt(history + epsilon).
+
+    Raises:
+        UsageError: a value is negative or not finite.
+    """
+
+    slots = ("history",)
+    history = SlotView("history")
+    epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
+    weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.1,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.0,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
+        self.epsilon, self.weight_decay = epsilon, weight_decay
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        values = self.values
+        rule = values["lr"], values["epsilon"], values["weight_decay"]
+        kernels_of(param).update("adagrad", param, grad, [slots["history"]], *rule)
