@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import absent_name
-from .launch.join.multiprocess import Ticket as NcclIdHolder
+from .launch.job.multiprocess import Ticket as NcclIdHolder
 from .nn.device import gpu_is_usable
 from .nn.raw import RawTensor as Tensor
 from .nn.tensor import from_raw_tensor

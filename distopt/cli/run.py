@@ -16,7 +16,7 @@ from ..errors import LaunchError, UsageError
 from .values import at_least, positive
 
 if TYPE_CHECKING:
-    from ..launch.run.options import RunOptions
+    from ..launch.nodes.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -105,7 +105,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.run.options import RunOptions
+    from ..launch.nodes.options import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
@@ -197,8 +197,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         options = options_of(args)
         _check_tasks(options)
-        from ..launch.run.agent import run
-        from ..launch.run.ranks import LIMITS
+        from ..launch.nodes.agent import run
+        from ..launch.supervise.ranks import LIMITS
 
         try:
             return run(options)
@@ -213,7 +213,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_tasks(options: RunOptions) -> None:
     """Under a launcher of several tasks, each of them would start a job of its own."""
-    from ..launch.join.env import launcher
+    from ..launch.launchers.base import launcher
 
     info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if info is not None and info.size not in {1, options.nodes}:

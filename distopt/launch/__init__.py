@@ -9,14 +9,15 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .join.env import LauncherInfo, launcher, origin, unstarted_tasks
-from .join.job import Job
-from .join.meeting import LaunchedJob, meeting
-from .join.mpi import MpiJob
-from .join.multiprocess import MultiprocessJob, Ticket, refuse_worker
-from .run.output import open_standard_streams
-from .run.spawn import main, spawn
-from .watch.report import supervisor
+from .end_together.report import supervisor
+from .job.base import Job
+from .job.launched import LaunchedJob
+from .job.mpi import MpiJob
+from .job.multiprocess import MultiprocessJob, Ticket, refuse_worker
+from .launchers.base import LauncherInfo, launcher, origin, unstarted_tasks
+from .rendezvous.meeting import meeting
+from .supervise.output import open_standard_streams
+from .supervise.spawn import main, spawn
 
 __all__ = [
     "Job",

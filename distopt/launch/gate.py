@@ -98,16 +98,6 @@ def listener_of(name: str) -> int | None:
         return peer_of(probe)[1]
 
 
-def is_own(host: str) -> bool:
-    """Local. Whether this host has the address, or the name, `host`."""
-    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
-
-
 def peer_of(link: socket.socket) -> tuple[int, int]:
     """Local. Process and user at the other end of a Unix socket, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

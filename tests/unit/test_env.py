@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distopt.errors import LaunchError
-from distopt.launch.join.env import launcher, unstarted_tasks
+from distopt.launch.launchers.base import launcher, unstarted_tasks
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -30,10 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..ending import die_with
+from ..end_together import siblings
+from ..end_together.report import VARIABLE, supervisor
+from ..processes import die_with
 from ..threads import THREAD_VARIABLES
-from ..watch import siblings
-from ..watch.report import VARIABLE, supervisor
 from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h

@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from .watch.siblings import children
+from .end_together.siblings import children
 
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h

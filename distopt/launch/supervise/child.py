@@ -19,10 +19,10 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
-from ..ending import ENDING_SIGNALS, describe_exit, die_with, exit_status, ignore
-from ..join.env import origin
-from ..join.multiprocess import UNGUARDED, Ticket, is_importing
-from ..watch.report import supervisor
+from ..end_together.report import supervisor
+from ..job.multiprocess import UNGUARDED, Ticket, is_importing
+from ..launchers.base import origin
+from ..processes import ENDING_SIGNALS, describe_exit, die_with, exit_status, ignore
 from .output import mark_output
 from .ranks import Rank
 

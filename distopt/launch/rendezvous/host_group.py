@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ...errors import LaunchError
+from ..end_together.siblings import Absence
 from ..gate import (
     Gate,
     Link,
@@ -35,7 +36,6 @@ from ..gate import (
     turn,
 )
 from ..stopwatch import Deadline
-from ..watch.siblings import Absence
 
 _log = logging.getLogger("distopt")
 

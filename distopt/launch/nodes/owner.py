@@ -1,6 +1,6 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent (`distopt.launch.run.agent`) runs on each node. The owner of the endpoint listens, numbers
+An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers
 the nodes, and orders all agents to start and end their ranks, and reports how the job has ended. An agent reports to
 the owner when a rank of its own fails, and when all have ended. On the connections, those of
 `distopt.launch.gate`, each line is an object in JSON.
@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..ending import ENDING_SIGNALS, SAVING_SECONDS
-from ..gate import Gate, Link, is_own
+from ..addresses import is_own
+from ..gate import Gate, Link
+from ..processes import ENDING_SIGNALS, SAVING_SECONDS
 from ..stopwatch import Stopwatch
-from .ranks import Failure, first_of
+from ..supervise.ranks import Failure, first_of
 
 if TYPE_CHECKING:
     from .options import RunOptions

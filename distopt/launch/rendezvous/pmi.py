@@ -1,4 +1,4 @@
-"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.watch.server`."""
+"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.end_together.server`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import struct
 from functools import partial
 
 from ...errors import LaunchError
+from ..end_together.watch import Watch, start_server
 from ..gate import CONNECT_SECONDS, in_slices, listen
+from ..launchers.base import RUN, LauncherInfo, environment
 from ..stopwatch import Deadline
-from ..watch.watch import Watch, start_server
-from .env import RUN, LauncherInfo, environment
 from .meeting import Meeting
 
 # Ranks wait this much longer than the server, which can say who is missing.

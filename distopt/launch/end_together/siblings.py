@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import LaunchError
-from ..ending import end_of
+from ..processes import end_of
 from ..stopwatch import Stopwatch
 from .report import supervisor
 

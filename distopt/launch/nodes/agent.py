@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
-(`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+(`distopt.launch.nodes.owner`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -21,24 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..ending import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
-from ..gate import (
-    CONNECT_SECONDS,
-    LONGEST_CALL_SECONDS,
-    RefusedError,
-    SilentError,
-    StrangerError,
-    call,
-    is_own,
-    listen,
-    turn,
-)
+from ..addresses import is_own
+from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call, listen, turn
 from ..heal.slots import Slots
+from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..stopwatch import Stopwatch
-from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
-from .output import Output
-from .program import Program, variables
-from .ranks import Failure, LocalRanks, starting
+from ..supervise.output import Output
+from ..supervise.program import Program
+from ..supervise.ranks import Failure, LocalRanks, starting
+from .owner import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
+from .variables import variables
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer

@@ -20,13 +20,13 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError, check_integer
 from ...settings import Settings
+from ..end_together.siblings import Absence, children, end_with_parent, is_first
 from ..gate import listener_of
+from ..launchers.base import launcher, origin
+from ..rendezvous.host_group import HostGroup
 from ..threads import cap_threads
-from ..topology import Topology
-from ..watch.siblings import Absence, children, end_with_parent, is_first
-from .env import launcher, origin
-from .job import Job
-from .rendezvous import HostGroup
+from .base import Job
+from .topology import Topology
 
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 

@@ -40,19 +40,20 @@ from typing import Any
 from ... import _core
 from ...errors import LaunchError, MissingDependencyError, pip_install
 from ...settings import Settings
-from ..isolation import spare_reads
+from ..end_together.exit_guard import finalize_at_exit, guard
+from ..end_together.siblings import Absence, ends_of_siblings
+from ..end_together.watch import Watch
+from ..launchers.base import LauncherInfo, launcher
+from ..mpi_quirks import spare_reads
+from ..rendezvous.host_group import MAX_BYTES, HostGroup, check_length, pack, unpack
+from ..rendezvous.meeting import meeting
+from ..rendezvous.pmi import Member
 from ..stopwatch import Stopwatch
 from ..threads import cap_threads, cores
-from ..topology import Topology, host_identity
-from ..watch.exit_guard import finalize_at_exit, guard
-from ..watch.siblings import Absence, ends_of_siblings
-from ..watch.watch import Watch, watch_ranks
-from .env import LauncherInfo, launcher
-from .job import Job
-from .meeting import meeting
+from .base import Job
 from .multiprocess import Ticket
-from .pmi import Member
-from .rendezvous import MAX_BYTES, HostGroup, check_length, pack, unpack
+from .topology import Topology, host_identity
+from .watched import watch_ranks
 
 _TAG = 17_185  # the first exchange uses a communicator that the user may also use
 # The other ranks wait this much longer than rank 0, which can report who is missing.

@@ -1,4 +1,4 @@
-"""Ranks end together: each is connected to the server of its job, `distopt.launch.watch.server`.
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.end_together.server`.
 
 The launcher may be slow to notice that a rank has ended or a host cannot be reached, or never notice it.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import logging
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,18 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, listen
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
 from ..stopwatch import Stopwatch
-from ..topology import Topology
 from .report import supervisor
 
-_log = logging.getLogger("distopt")
-
-_JOIN_SECONDS = 5.0  # in a job that can do without
 _RETRY_SECONDS = 0.01  # before calling a server again that has not been there
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 # Open MPI's mpiexec and daemons, and at how many signals they end in spite of that host.
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
@@ -46,7 +38,7 @@ _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
 package.__path__ = [sys.argv.pop(1)]
-from launch.watch.server import main
+from launch.end_together.server import main
 main()
 """
 
@@ -232,50 +224,6 @@ class Watch:
         os._exit(int(code))  # not by MPI_Abort: of several at a time, Open MPI may never end
 
 
-def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], timeout: float) -> Watch | None:
-    """Collective. A watch for each rank of a job; None if TCP does not connect them all.
-
-    Args:
-        topology: the job's.
-        all_gather: gives each rank the payloads of all.
-        timeout: seconds that ranks may be late.
-    """
-    offer, server = b"", None
-    if topology.rank == 0:
-        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
-            key = os.urandom(32)
-            server = start_server(listener, key, topology.world_size, timeout)
-            offer = json.dumps([key.hex(), listener.getsockname()[1], own_addresses()]).encode()
-    offer = all_gather(offer)[0]
-    watch = None
-    with contextlib.suppress(LaunchError, ValueError):
-        secret, port, addresses = json.loads(offer)
-        local = topology.single_host or topology.rank == 0
-        places = [(address, port) for address in (["localhost"] if local else addresses)]
-        watch = Watch(
-            topology.rank,
-            topology.world_size,
-            bytes.fromhex(secret),
-            places,
-            _JOIN_SECONDS,
-            speaks=topology.local_rank == 0,
-        )
-    unwatched = [str(r) for r, connected in enumerate(all_gather(b"" if watch is None else b"1")) if not connected]
-    if not unwatched and watch is not None:
-        watch.server = server
-        return watch
-    if watch is not None:
-        watch.close()
-    if server is not None:
-        server.kill()
-    if topology.rank == 0:
-        _log.warning(
-            "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
-            ", ".join(unwatched),
-        )
-    return None
-
-
 def _end_waiting_daemon() -> None:
     """Local. End the parent soon, if it is one that waits without end for a host that cannot be reached."""
     parent = os.getppid()
@@ -284,19 +232,3 @@ def _end_waiting_daemon() -> None:
         if n_signals:  # by another process, because the first ends this one, too
             signals = f"sleep {_SIGNAL_SECONDS}; kill {parent}; " * n_signals
             subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
-
-
-def own_addresses() -> list[str]:
-    """Local. Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):  # a kernel without IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, _ = line.split()
-            if scope == "00":  # global
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return [address for address in found if not address.startswith("127.")]

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from ... import _core
 from ...errors import DistoptError, UsageError
-from ..ending import exit_status, shortened
+from ..processes import exit_status, shortened
 from .report import supervisor
 from .siblings import end_with_parent
 from .watch import Watch

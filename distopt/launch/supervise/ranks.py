@@ -1,9 +1,9 @@
 """The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
 
-A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of another program only the exit status
-counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without
-a message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its
-supervisor ends the job.
+A rank that runs distopt reports why it fails (`distopt.launch.end_together.report`). Of another program only the exit
+status counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without a
+message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its supervisor
+ends the job.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 from ... import _core
 from ...errors import UsageError
-from ..ending import end_of
+from ..end_together.report import VARIABLE
 from ..gate import turn
+from ..processes import end_of
 from ..stopwatch import Stopwatch
-from ..watch.report import VARIABLE
 from .orphans import Orphans
 
 _LOOK_SECONDS = 0.2
@@ -94,7 +94,7 @@ class Rank:
         pid: process id.
         source: descriptor from which its reports are read.
         sink: its other end, for the process.
-        said: its last message of each kind; see `distopt.launch.watch.report`.
+        said: its last message of each kind; see `distopt.launch.end_together.report`.
         exit_code: once it has ended; -n if signal n has ended it.
         ended: whether `look` has noticed that.
         failure: once it has failed.

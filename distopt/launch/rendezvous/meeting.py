@@ -1,4 +1,4 @@
-"""Jobs whose launcher numbers the ranks and does no more: torchrun, srun, `distopt run`, or variables set by hand.
+"""How ranks meet whose launcher numbers them and does no more: torchrun, srun, `distopt run`, variables set by hand.
 
 The ranks have no parent in common. They meet by values that their launcher gives to this job only: for srun,
 cluster, job and step; otherwise the address and port of torchrun's store. A process with these and `DISTOPT_JOB_SECRET`
@@ -8,22 +8,16 @@ the kernel also gives the user of a peer.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import LaunchError
 from ...settings import Settings
-from ..threads import cap_threads, cores
-from ..watch.siblings import end_with_parent
-from ..watch.watch import Watch, watch_ranks
-from .env import RUN, LauncherInfo
-from .multiprocess import MultiprocessJob, Ticket
+from ..launchers.base import RUN, LauncherInfo
 
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _SLURM = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -77,44 +71,3 @@ def _first_host(nodes: str) -> str:
     """The first name of Slurm's compressed list: node[07-12,20],other gives node07. A plain name is its own list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
-
-
-class LaunchedJob(MultiprocessJob):
-    """One rank of a job that torchrun, srun or `distopt run` started on this host alone; no MPI is needed.
-
-    Collective.
-
-    Args:
-        info: the launcher's view of this process.
-        place: how the ranks meet.
-
-    Raises:
-        LaunchError: a rank is missing or duplicated, or another user's process listens for this job.
-    """
-
-    def __init__(self, info: LauncherInfo, place: Meeting) -> None:
-        self._watch: Watch | None = None
-        self._has_agents = info.name == RUN  # which end the other ranks when one fails
-        super().__init__(Ticket(place.key[:16]), info.rank, info.size)
-
-    def _settle(self) -> None:
-        end_with_parent(launched=True)
-        usable = self.all_gather(json.dumps(sorted(cores())).encode())
-        cap_threads(self.topology.world_size, map(json.loads, usable))
-        if self.topology.world_size > 1 and not self._has_agents:
-            self._watch = watch_ranks(self.topology, self.all_gather, Settings.from_env().timeout)
-        if self._watch is not None:
-            self._watch.end_with_others()
-            atexit.register(_leave, self._watch)
-
-    def close(self) -> None:
-        """Local. Leave the job; idempotent."""
-        super().close()
-        if self._watch is not None:
-            self._watch.leave()
-
-
-def _leave(watch: Watch) -> None:
-    """At the end of the interpreter: an uncaught exception is a failure, which the others are notified of."""
-    if getattr(sys, "last_value", None) is None:
-        watch.leave()

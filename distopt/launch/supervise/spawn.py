@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError, check_integer
-from ..ending import ENDING_SIGNALS, PREEMPTION_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..end_together.report import VARIABLE
 from ..gate import turn
-from ..join.env import RUN, LauncherInfo, environment, launcher, origin
-from ..join.meeting import meeting
-from ..join.mpi import start_mpi
-from ..join.multiprocess import Ticket
+from ..job.mpi import start_mpi
+from ..job.multiprocess import Ticket
+from ..launchers.base import RUN, LauncherInfo, environment, launcher, origin
+from ..processes import ENDING_SIGNALS, PREEMPTION_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..rendezvous.meeting import meeting
 from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
-from ..watch.report import VARIABLE
 from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
 

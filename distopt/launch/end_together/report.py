@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ...errors import DistoptError
-from ..ending import shortened
+from ..processes import shortened
 
 # Process id of the supervisor, and the descriptor that its rank has inherited; of a rank of `spawn`, -1.
 VARIABLE = "DISTOPT_AGENT"

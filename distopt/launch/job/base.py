@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from ...errors import LaunchError
-from ..topology import Topology
-from .rendezvous import HostGroup
+from ..rendezvous.host_group import HostGroup
+from .topology import Topology
 
 
 class Job(ABC):

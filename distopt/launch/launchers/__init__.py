@@ -1,0 +1,1 @@
+"""What each launcher says to the processes that it starts."""

@@ -1,0 +1,1 @@
+"""The processes that one process starts as ranks, and supervises until all have ended."""
