@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
 from ..launch.end_together.report import supervisor
-from ..launch.launchers.base import origin
+from ..launch.job.origin import origin
 from ..launch.processes import PREEMPTION_SIGNALS, ignore
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..launch.nodes.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _EXAMPLES = """\
 on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
@@ -213,9 +212,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_tasks(options: RunOptions) -> None:
     """Under a launcher of several tasks, each of them would start a job of its own."""
-    from ..launch.launchers.base import launcher
+    from ..launch.launchers import launcher
+    from ..launch.launchers.distopt_run import DISTOPT_RUN
 
-    info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
+    own = (DISTOPT_RUN.rank, DISTOPT_RUN.size, DISTOPT_RUN.local_rank, DISTOPT_RUN.local_size)
+    info = launcher({name: value for name, value in os.environ.items() if name not in own})
     if info is not None and info.size not in {1, options.nodes}:
         raise UsageError(
             f"{info.name} has started {info.size} copies of distopt run ({info.source}), which is right only with "

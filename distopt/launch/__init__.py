@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shlex
-import sys
-from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
@@ -14,7 +10,9 @@ from .job.base import Job
 from .job.launched import LaunchedJob
 from .job.mpi import MpiJob
 from .job.multiprocess import MultiprocessJob, Ticket, refuse_worker
-from .launchers.base import LauncherInfo, launcher, origin, unstarted_tasks
+from .job.origin import origin
+from .launchers import LauncherInfo, launcher
+from .launchers.srun import warn_of_unstarted_tasks
 from .rendezvous.meeting import meeting
 from .supervise.output import open_standard_streams
 from .supervise.spawn import main, spawn
@@ -74,7 +72,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     if info is not None and met is not None and met.one_host:
         return LaunchedJob(info, met)
     if info is None:
-        _warn_of_unstarted_tasks()
+        warn_of_unstarted_tasks()
     if info is not None or find_spec("mpi4py") is not None:
         return MpiJob()
     return MultiprocessJob(Ticket(), 0, 1)
@@ -86,13 +84,3 @@ def place() -> tuple[int, int]:
         return origin.invitation[1:]
     info = launcher()
     return origin.place or ((0, 1) if info is None else (info.rank, info.size))
-
-
-@cache  # once
-def _warn_of_unstarted_tasks() -> None:
-    if (tasks := unstarted_tasks()) > 1:
-        logging.getLogger("distopt").warning(
-            "this process trains alone, although its Slurm job has %d tasks; start all of them by: srun python %s",
-            tasks,
-            shlex.join(sys.argv),
-        )

@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from .end_together.siblings import children
+from .processes import children
 
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h
@@ -48,3 +48,13 @@ def _refusal() -> str:
     except OSError:  # /proc is hidden, or a process has ended
         pass
     return ""
+
+
+def is_open_mpi(library: str) -> bool:
+    """Local. Whether it is the description of a version of Open MPI."""
+    return "Open MPI" in library
+
+
+def is_mpich(library: str) -> bool:
+    """Local. Whether it is that of a version of MPICH which honours `PMI_FD`: Cray's, built on it, does not."""
+    return "MPICH Version" in library and "CRAY" not in library

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 
 from ..errors import UsageError
@@ -130,3 +131,29 @@ def shortened(text: str) -> str:
         return text
     half = _MAX_TEXT // 2 - 40
     return f"{text[:half]}\n... {left_out + 80:,} characters are left out ...\n{text[-half:]}"
+
+
+def children(pid: int) -> list[int]:
+    """Local. Process ids of the children of process `pid`, as far as they can be seen."""
+    pids: list[int] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            pids += map(int, (task / "children").read_text().split())
+    except OSError:  # the parent has ended, or belongs to another user
+        return []
+    return pids
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Local. Set variables for a while, which processes that are started then inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

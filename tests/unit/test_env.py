@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distopt.errors import LaunchError
-from distopt.launch.launchers.base import launcher, unstarted_tasks
+from distopt.launch.launchers import launcher
+from distopt.launch.launchers.srun import unstarted_tasks
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",

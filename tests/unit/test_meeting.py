@@ -3,7 +3,7 @@
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch.launchers.base import launcher
+from distopt.launch.launchers import launcher
 from distopt.launch.rendezvous.meeting import meeting
 from distopt.launch.rendezvous.pmi import ports
 

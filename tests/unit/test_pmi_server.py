@@ -12,7 +12,7 @@ from distopt.errors import LaunchError
 from distopt.launch.end_together.server import Server
 from distopt.launch.end_together.watch import Watch
 from distopt.launch.gate import proof
-from distopt.launch.launchers.base import LauncherInfo
+from distopt.launch.launchers import LauncherInfo
 from distopt.launch.rendezvous import pmi
 from distopt.launch.rendezvous.meeting import Meeting
 from distopt.launch.rendezvous.pmi import Member, ports

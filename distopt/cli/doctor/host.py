@@ -169,7 +169,7 @@ def host_name() -> Finding:
 
 def launcher_variables() -> Finding:
     """The launcher that started this process, according to its environment variables."""
-    from ...launch.launchers.base import launcher  # not before the probe runs: the package may be incomplete
+    from ...launch.launchers import launcher  # not before the probe runs: the package may be incomplete
     from ...launch.rendezvous.meeting import meeting
 
     try:

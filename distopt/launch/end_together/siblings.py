@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import LaunchError
-from ..processes import end_of
+from ..processes import children, end_of
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
@@ -164,17 +164,6 @@ def _outlive(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_LEAVE_SECONDS)  # a handler may put the signal off, and needs the main thread, which may wait for a peer
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def children(pid: int) -> list[int]:
-    """Local. Process ids of the children of process `pid`, as far as they can be seen."""
-    pids: list[int] = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            pids += map(int, (task / "children").read_text().split())
-    except OSError:  # the parent has ended, or belongs to another user
-        return []
-    return pids
 
 
 def _process(pid: str) -> tuple[bytes, bytes]:

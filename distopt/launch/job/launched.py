@@ -9,7 +9,7 @@ import sys
 from ...settings import Settings
 from ..end_together.siblings import end_with_parent
 from ..end_together.watch import Watch
-from ..launchers.base import RUN, LauncherInfo
+from ..launchers import LauncherInfo, launcher_of
 from ..rendezvous.meeting import Meeting
 from ..threads import cap_threads, cores
 from .multiprocess import MultiprocessJob, Ticket
@@ -31,7 +31,7 @@ class LaunchedJob(MultiprocessJob):
 
     def __init__(self, info: LauncherInfo, place: Meeting) -> None:
         self._watch: Watch | None = None
-        self._has_agents = info.name == RUN  # which end the other ranks when one fails
+        self._has_agents = launcher_of(info).has_agents  # which end the other ranks when one fails
         super().__init__(Ticket(place.key[:16]), info.rank, info.size)
 
     def _settle(self) -> None:

@@ -43,8 +43,9 @@ from ...settings import Settings
 from ..end_together.exit_guard import finalize_at_exit, guard
 from ..end_together.siblings import Absence, ends_of_siblings
 from ..end_together.watch import Watch
-from ..launchers.base import LauncherInfo, launcher
-from ..mpi_quirks import spare_reads
+from ..launchers import LauncherInfo, launcher, launcher_of
+from ..launchers.srun import plugin
+from ..mpi_quirks import is_open_mpi, spare_reads
 from ..rendezvous.host_group import MAX_BYTES, HostGroup, check_length, pack, unpack
 from ..rendezvous.meeting import meeting
 from ..rendezvous.pmi import Member
@@ -204,23 +205,15 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
-    library = _library(MPI)
-    of_open_mpi = "Open MPI" in library
-    place = meeting(info)
-    if place is None and of_open_mpi != (info.name == "mpiexec of Open MPI"):
-        raise LaunchError(_mismatch(info, library, "cannot be started by it"))
-    if info.name == "srun" and ("MPICH Version" not in library or "CRAY" in library):
-        if ("PMIX_RANK" if of_open_mpi else "PMI_RANK") not in os.environ:
-            raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
-        place = None  # the plugin connects the ranks
-    if not of_open_mpi:
+    library, started_by, place = _library(MPI), launcher_of(info), meeting(info)
+    if fact := started_by.misfit(library, os.environ):
+        raise LaunchError(_mismatch(info, library, fact))
+    if not is_open_mpi(library):
         spare_reads(info.local_rank, info.local_size)
-    if place is None:
+    if place is None or started_by.connects(library):
         with _bounded_init(info):
             MPI.Init_thread()
         return
-    if of_open_mpi:
-        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started, as MPICH can"))
     member = Member(info, place, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
@@ -271,7 +264,7 @@ def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
     return (
         f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library in "
         f"use ({library}) {fact}; start the job with the mpiexec of that library (under Slurm: "
-        f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}), or install the mpi4py and MPI library of that "
+        f"srun --mpi={plugin(library)}), or install the mpi4py and MPI library of that "
         "launcher"
     )
 

@@ -20,12 +20,14 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError, check_integer
 from ...settings import Settings
-from ..end_together.siblings import Absence, children, end_with_parent, is_first
+from ..end_together.siblings import Absence, end_with_parent, is_first
 from ..gate import listener_of
-from ..launchers.base import launcher, origin
+from ..launchers import launcher
+from ..processes import children
 from ..rendezvous.host_group import HostGroup
 from ..threads import cap_threads
 from .base import Job
+from .origin import origin
 from .topology import Topology
 
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'

@@ -24,6 +24,7 @@ from ...settings import Settings
 from ..addresses import is_own
 from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call, listen, turn
 from ..heal.slots import Slots
+from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..stopwatch import Stopwatch
 from ..supervise.output import Output
@@ -261,7 +262,7 @@ class _Agent:
                 folder = None
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
-                env = {**self._common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                env = {**self._common, DISTOPT_RUN.rank: str(rank), DISTOPT_RUN.local_rank: str(local_rank)}
                 with starting(rank):
                     ranks.add(Program(rank, options.program, env, folder, self._outputs, self._server))
         except UsageError as error:

@@ -11,16 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import LaunchError
 from ...settings import Settings
-from ..launchers.base import RUN, LauncherInfo
-
-_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-_SLURM = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+from ..launchers import LauncherInfo, launcher_of
 
 
 @dataclass(frozen=True)
@@ -51,23 +47,14 @@ def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting
         LaunchError: variables that the launcher sets are missing.
     """
     env = os.environ if env is None else env
-    if info.name in {"torchrun", RUN}:
-        names, place, one_host = _TORCHRUN, "MASTER_ADDR", info.local_size == info.size
-    elif info.name == "srun":
-        names, place, one_host = _SLURM, "SLURM_STEP_NODELIST", env.get("SLURM_STEP_NUM_NODES") == "1"
-    else:
+    one = launcher_of(info)
+    if not one.job_variables:
         return None
-    one_host = one_host or info.size == 1
-    for name in (*names[:2], place) if info.size > 1 else ():
+    one_host = info.size == 1 or one.one_host(info, env)
+    for name in (*one.job_variables[:2], one.address) if info.size > 1 else ():
         if not env.get(name):
             raise LaunchError(f"{info.source}, but {name} is not set; start the job with {info.name}, which sets it")
-    identity = json.dumps([info.name, info.size, [env.get(name, "") for name in names]])
+    identity = json.dumps([info.name, info.size, [env.get(name, "") for name in one.job_variables]])
     key = hashlib.sha256(f"distopt job {identity} {Settings.from_env(env).job_secret}".encode()).digest()
-    address = "localhost" if one_host else _first_host(env[place])
-    return Meeting(key, one_host, address, f"{place}={env.get(place, '')}")
-
-
-def _first_host(nodes: str) -> str:
-    """The first name of Slurm's compressed list: node[07-12,20],other gives node07. A plain name is its own list."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
+    address = "localhost" if one_host else one.host_of_rank_0(env)
+    return Meeting(key, one_host, address, f"{one.address}={env.get(one.address, '')}")

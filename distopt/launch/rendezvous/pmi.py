@@ -11,7 +11,8 @@ from functools import partial
 from ...errors import LaunchError
 from ..end_together.watch import Watch, start_server
 from ..gate import CONNECT_SECONDS, in_slices, listen
-from ..launchers.base import RUN, LauncherInfo, environment
+from ..launchers import LauncherInfo, launcher_of
+from ..processes import environment
 from ..stopwatch import Deadline
 from .meeting import Meeting
 
@@ -38,7 +39,7 @@ class Member(Watch):
     """
 
     def __init__(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
-        self._has_agents = info.name == RUN
+        self._has_agents = launcher_of(info).has_agents
         address = place.address
         if info.rank == 0:
             self._serve(info, place, timeout)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ...errors import DistoptError, Preempted, UsageError
 from ..end_together.report import supervisor
 from ..job.multiprocess import UNGUARDED, Ticket, is_importing
-from ..launchers.base import origin
+from ..job.origin import origin
 from ..processes import ENDING_SIGNALS, describe_exit, die_with, exit_status, ignore
 from .output import mark_output
 from .ranks import Rank

@@ -20,8 +20,16 @@ from ..end_together.report import VARIABLE
 from ..gate import turn
 from ..job.mpi import start_mpi
 from ..job.multiprocess import Ticket
-from ..launchers.base import RUN, LauncherInfo, environment, launcher, origin
-from ..processes import ENDING_SIGNALS, PREEMPTION_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..job.origin import origin
+from ..launchers import LauncherInfo, launcher, launcher_of
+from ..processes import (
+    ENDING_SIGNALS,
+    PREEMPTION_SIGNALS,
+    SAVING_SECONDS,
+    caught_signals,
+    environment,
+    waitable_children,
+)
 from ..rendezvous.meeting import meeting
 from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
@@ -100,7 +108,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         raise  # as all ranks do; not through sys.exit, with which one rank ends the others
     except KeyboardInterrupt:
         info = launcher()
-        if info is None or info.name != RUN:
+        if info is None or not launcher_of(info).has_agents:
             raise
         sys.stdout.flush()  # the agent reports this, once for all ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
