@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ..errors import LaunchError
+from .end_together import siblings
 from .end_together.report import supervisor
 from .job.base import Job
 from .job.launched import LaunchedJob
@@ -31,8 +32,13 @@ __all__ = [
     "spawn",
 ]
 
-open_standard_streams()  # before this package opens anything
+# Alone in this room, the import of this package acts. A rank may fail minutes before it joins: from here on, its
+# supervisor gets the reason, and the ranks beside it know that it has run. Nothing may be opened in the place of a
+# standard stream before.
+open_standard_streams()
+supervisor.find()
 supervisor.hook()
+siblings.remember()
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:

@@ -15,7 +15,7 @@ def is_own(host: str) -> bool:
     """Local. Whether this host has the address, or the name, `host`."""
     with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
         for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:  # another host's
                 probe.bind(address)
                 return True
     return False

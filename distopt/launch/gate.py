@@ -62,7 +62,7 @@ def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T
     """
     while True:
         link.settimeout(min(SLICE_SECONDS, deadline.left()))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # of this slice
             return operation()
 
 

@@ -18,7 +18,6 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVING_SECONDS = 30.0  # after a signal from outside, on which ranks may save what they have
-_MAX_TEXT = 1 << 16  # characters; the most that launchers forward at once
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,7 +56,7 @@ def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tu
 
     def catch(signum: int, _: FrameType | None) -> None:
         caught.append(signum)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # full, and so readable
             os.write(write, b"!")
 
     # Python runs signal handlers in the main thread only; in other threads, the existing handlers stay.
@@ -118,19 +117,6 @@ def end_of(pid: int) -> int | None:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-
-
-def shortened(text: str) -> str:
-    """Local. A text of 65,536 characters at most: of a longer one, such as an exception that shows an array, both ends.
-
-    A launcher may not survive much more on stderr: Open MPI's mpiexec needs minutes for 50 MB, and the job does not end
-    before.
-    """
-    left_out = len(text) - _MAX_TEXT
-    if left_out <= 0:
-        return text
-    half = _MAX_TEXT // 2 - 40
-    return f"{text[:half]}\n... {left_out + 80:,} characters are left out ...\n{text[-half:]}"
 
 
 def children(pid: int) -> list[int]:

@@ -14,7 +14,8 @@ import pytest
 
 from distopt.comm import shm
 from distopt.errors import UsageError
-from distopt.launch.processes import shortened, waitable_children
+from distopt.launch.mpi_quirks import shortened
+from distopt.launch.processes import waitable_children
 from tests.processes import ROOT, Ended, Program, mpiexec_command
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "environment_script.py")

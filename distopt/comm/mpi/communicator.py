@@ -16,7 +16,8 @@ from ... import _core
 from ...errors import CommunicatorError, UsageError, WireMemoryError
 from ...launch.end_together.exit_guard import close_at_exit
 from ...launch.job.base import Job
-from ...launch.job.mpi import MpiJob, import_mpi
+from ...launch.job.mpi import MpiJob
+from ...launch.rendezvous.mpi import import_mpi
 from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
 from ..native import NativeCommunicator
 from .messages import MpiMessages

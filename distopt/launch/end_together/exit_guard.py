@@ -1,15 +1,33 @@
 """The exit of a rank under an MPI launcher, so that no other rank waits for it forever.
 
-Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes.
+If a single rank exits early, MPI_Finalize, and with it the whole job, waits forever. Therefore, in jobs of more than
+one rank:
+
+- An uncaught exception prints its traceback and calls MPI_Abort(1). The code of an error of distopt is the error's own,
+  that of Ctrl-C is 130.
+- `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before. MPICH's
+  mpiexec ends with 9 instead of n where it had to kill another rank.
+- `os._exit(0)` and C's `exit(0)` print a line, and end this process with code 1. After the job was closed,
+  `os._exit(0)` calls MPI_Finalize first.
+
+This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
+MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.watch`.
+
+Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes. In a
+script that imports mpi4py.MPI before distopt, mpi4py itself calls MPI_Finalize at the end of every forked child, which
+breaks the job: end such children by `os._exit`.
+
+Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
+`launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Use
+`sys.exit(n)` instead. A script that catches its own `sys.exit` and continues should close the job at its end.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,14 +40,11 @@ from typing import Any, NoReturn, Protocol
 
 from ... import _core
 from ...errors import DistoptError, UsageError
-from ..processes import exit_status, shortened
+from .. import mpi_quirks
+from ..processes import exit_status
 from .report import supervisor
 from .siblings import end_with_parent
 from .watch import Watch
-
-# mpiexec reads the ranks' output through pipes; on an abort, it drops output that it has not read yet.
-_FORWARD_SECONDS = 0.1
-_ABORT_SECONDS = 2
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
 
@@ -66,13 +81,14 @@ class ExitGuard:
         if self._mpi is None:
             self._mpi, self._pid = mpi, os.getpid()
             sys.excepthook = partial(self._uncaught, supervisor.unhook())
+            # Nothing else serves than to replace both. Whether to close the communicators or to abort is decided in an
+            # exit handler of Python, which does not get the exit code; C's `on_exit` gets it when Python has ended.
             sys.exit = partial(self._exit, sys.exit)
+            # This one calls no handler at all, and mpiexec acts on the code at once.
             os._exit = partial(self._exit_now, os._exit)
             _core.refuse_early_exit(self._says(_EARLY.format("exit(0) of C")))
             atexit.register(self._at_exit)
-            with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
-                # UCX, which MPICH uses, takes SIGHUP to turn its debugging output on.
-                signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+            mpi_quirks.keep_hangups()
             end_with_parent(launched=True)
 
     def watch(self, job: object) -> None:
@@ -107,7 +123,7 @@ class ExitGuard:
         who = self._says("failed:")
         if before is sys.__excepthook__:
             # In a single write: mpiexec may end this process between two writes because another rank failed.
-            _say(shortened("".join([who, *traceback.format_exception(kind, error, trace)])))
+            _say(mpi_quirks.shortened("".join([who, *traceback.format_exception(kind, error, trace)])))
         else:
             _say(who)
             before(kind, error, trace)
@@ -124,11 +140,11 @@ class ExitGuard:
             if self._left and threading.current_thread() is threading.main_thread():
                 self._finalize()
                 _core.refuse_early_exit("")
-                ctypes.CDLL(None).exit(0)  # whose handlers, set by MPICH, report to mpiexec that this is not a crash
+                mpi_quirks.exit_well()
             _say(self._says(_EARLY.format("os._exit(0)")))
             if self.others is not None:
                 self.others.end_others(1)
-            time.sleep(_FORWARD_SECONDS)
+            time.sleep(mpi_quirks.FORWARD_SECONDS)
             status = 1
         before(status)
         raise AssertionError("os._exit returned")
@@ -162,16 +178,11 @@ class ExitGuard:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
                 stream.flush()
-        time.sleep(_FORWARD_SECONDS)
+        time.sleep(mpi_quirks.FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
             if self.others is not None:
                 self.others.end_others(code)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
-            # Open MPI's Abort waits for an answer from mpiexec, which may not come.
-            last = _core.Watchdog(_ABORT_SECONDS, "", code, [])
-            self._mpi.COMM_WORLD.Abort(code)
-            last.stop()
-            os._exit(code)  # MPICH's Abort may return; this process must not continue
+            mpi_quirks.abort(self._mpi, code)
 
 
 def _say(text: str) -> None:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ...errors import DistoptError
-from ..processes import shortened
+from ..mpi_quirks import shortened
 
 # Process id of the supervisor, and the descriptor that its rank has inherited; of a rank of `spawn`, -1.
 VARIABLE = "DISTOPT_AGENT"
@@ -39,9 +39,12 @@ class Reports:
     """
 
     def __init__(self) -> None:
-        self._fd, self._pid = -1, os.getpid()
+        self._fd, self._pid = -1, 0
         self._has_failed = False
         self._before: Callable[..., object] | None = None
+
+    def find(self) -> None:
+        """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
         agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
         if agent == str(os.getppid()):  # else it is that of a process further up
             with contextlib.suppress(OSError):  # the program has closed it

@@ -184,5 +184,7 @@ def look() -> None:
     _seen.update(_siblings()[0])
 
 
-look()
-os.register_at_fork(after_in_child=look)
+def remember() -> None:
+    """Local. From now on, and in forked children from their start on, know the siblings that have run."""
+    look()
+    os.register_at_fork(after_in_child=look)

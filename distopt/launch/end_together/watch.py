@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
+from ..mpi_quirks import end_waiting_daemon
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
@@ -25,9 +26,6 @@ _RETRY_SECONDS = 0.01  # before calling a server again that has not been there
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
 
-# Open MPI's mpiexec and daemons, and at how many signals they end in spite of that host.
-_WAITING_DAEMONS = {"prterun": 3, "prted": 1}
-_SIGNAL_SECONDS = 0.5
 
 # Of a process that ends, Linux closes the highest descriptors first. The server must notice its end before other ranks
 # do through MPI, which may crash them at once.
@@ -177,7 +175,7 @@ class Watch:
             time.sleep(_RETRY_SECONDS)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
             self._link.sendall(f"{line}\n".encode())
 
     def _read_line(self) -> str:
@@ -211,7 +209,7 @@ class Watch:
             return
         kind, code, speaker, text = line.split(" ", 3)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # streams of the script's own; whatever they raise, this process ends
             sys.stdout.flush()
             if text and int(speaker) == self._rank:
                 sys.stderr.write(f"{text}\n")
@@ -219,16 +217,6 @@ class Watch:
         time.sleep(self._patience)
         if kind == "lost":
             if self._speaks:
-                _end_waiting_daemon()
+                end_waiting_daemon()
             self._abort(int(code))
-        os._exit(int(code))  # not by MPI_Abort: of several at a time, Open MPI may never end
-
-
-def _end_waiting_daemon() -> None:
-    """Local. End the parent soon, if it is one that waits without end for a host that cannot be reached."""
-    parent = os.getppid()
-    with contextlib.suppress(OSError):  # it has ended
-        n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
-        if n_signals:  # by another process, because the first ends this one, too
-            signals = f"sleep {_SIGNAL_SECONDS}; kill {parent}; " * n_signals
-            subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
+        os._exit(int(code))  # not by MPI_Abort, as others do at this moment: see `mpi_quirks`

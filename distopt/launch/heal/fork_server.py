@@ -105,7 +105,7 @@ class ForkServer:
         pid = 0
         if self.ready:
             self._orders.settimeout(_FORK_SECONDS)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended, or does not answer
                 _send(self._orders, order, fds)
                 pid = int(self._orders.recv(64) or b"0")
             if not pid:
@@ -115,7 +115,7 @@ class ForkServer:
     def close(self) -> None:
         """Local. End the process; idempotent."""
         self.ready, self.ended = False, True
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError):  # closed before
             self._selector.unregister(self._link)
         self._link.close()
         self._orders.close()
@@ -167,7 +167,9 @@ def _import(modules: Sequence[str]) -> None:
     else:
         sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
     for name in modules:
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(
+            BaseException
+        ):  # SystemExit, too; the rank imports the module again, and reports why it fails
             importlib.import_module(name)
     if not with_mpi:
         del sys.modules["mpi4py.MPI"]
@@ -239,7 +241,7 @@ def _let_listen(env: Mapping[str, str]) -> None:
     """Let rank 0 be ahead: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
     end = time.monotonic() + _AHEAD_SECONDS
     while time.monotonic() < end:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not yet
             socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), _AHEAD_SECONDS).close()
             return
         time.sleep(_AHEAD_SECONDS / 100)

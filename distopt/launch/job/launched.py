@@ -39,7 +39,7 @@ class LaunchedJob(MultiprocessJob):
         usable = self.all_gather(json.dumps(sorted(cores())).encode())
         cap_threads(self.topology.world_size, map(json.loads, usable))
         if self.topology.world_size > 1 and not self._has_agents:
-            self._watch = watch_ranks(self.topology, self.all_gather, Settings.from_env().timeout)
+            self._watch = watch_ranks(self, Settings.from_env().timeout)
         if self._watch is not None:
             self._watch.end_with_others()
             atexit.register(_leave, self._watch)

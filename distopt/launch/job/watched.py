@@ -6,35 +6,34 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
 
 from ...errors import LaunchError
 from ..addresses import own_addresses
 from ..end_together.watch import Watch, start_server
 from ..gate import listen
-from .topology import Topology
+from .base import Job
 
 _JOIN_SECONDS = 5.0  # in a job that can do without
 _log = logging.getLogger("distopt")
 
 
-def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], timeout: float) -> Watch | None:
+def watch_ranks(job: Job, timeout: float) -> Watch | None:
     """Collective. A watch for each rank of a job; None if TCP does not connect them all.
 
     Args:
-        topology: the job's.
-        all_gather: gives each rank the payloads of all.
+        job: the job.
         timeout: seconds that ranks may be late.
     """
-    offer, server = b"", None
+    topology, offer, server = job.topology, b"", None
     if topology.rank == 0:
+        # No port or process may be had.
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(32)
             server = start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], own_addresses()]).encode()
-    offer = all_gather(offer)[0]
+    offer = job.all_gather(offer)[0]
     watch = None
-    with contextlib.suppress(LaunchError, ValueError):
+    with contextlib.suppress(LaunchError, ValueError):  # rank 0 cannot be reached; it has offered nothing
         secret, port, addresses = json.loads(offer)
         local = topology.single_host or topology.rank == 0
         places = [(address, port) for address in (["localhost"] if local else addresses)]
@@ -46,7 +45,7 @@ def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], 
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
-    unwatched = [str(r) for r, connected in enumerate(all_gather(b"" if watch is None else b"1")) if not connected]
+    unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]
     if not unwatched and watch is not None:
         watch.server = server
         return watch

@@ -385,7 +385,7 @@ def _owns(options: RunOptions) -> bool:
 
 def _reap() -> None:
     """Processes that ranks started became children of this one when the ranks ended, and would count as siblings."""
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # there are none
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 

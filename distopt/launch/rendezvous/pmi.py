@@ -72,7 +72,7 @@ class Member(Watch):
 
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
         for port in ports(place.key):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # taken
                 listener = listen(port, 2 * info.size + 16)
                 break
         else:

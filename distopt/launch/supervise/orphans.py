@@ -42,7 +42,7 @@ class Orphans:
     def add(self, pid: int) -> None:
         """Local. A rank has been started: its session is the job's."""
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # either has ended
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # either has ended
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Orphans:
 def _marked(mark: bytes, sessions: set[int]) -> list[int]:
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):  # noqa: PTH208 - names suffice
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's
             if os.getsid(pid) in sessions and mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)
     return found
@@ -69,7 +69,7 @@ def _main() -> None:
     sessions = {int(line) for line in sys.stdin.buffer}
     while pids := _marked(mark, sessions):
         for pid in pids:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
 

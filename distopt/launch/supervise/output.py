@@ -103,7 +103,7 @@ class Output:
         self._fd = fd
         mode = os.fstat(fd).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened: others that have it open may rely on its blocking
-            with contextlib.suppress(OSError):  # it is another user's
+            with contextlib.suppress(OSError):  # it is another user's; its reader has gone
                 self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self._files.callback(os.close, self._fd)
         self._arrange()
@@ -186,7 +186,7 @@ class Relay:
         target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
 
     def _on_readable(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # it has been read
             if not self.pass_on():
                 self.finish()
 
@@ -204,7 +204,7 @@ class Relay:
         if self.source < 0:
             return
         self._target.sources.unregister(self.source)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # no more now
             for _ in range(_RELAY_READS):  # a process that it has started may write forever
                 if not self.pass_on():
                     break

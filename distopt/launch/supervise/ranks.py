@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import _core
 from ...errors import UsageError
 from ..end_together.report import VARIABLE
 from ..gate import turn
+from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
 from ..processes import end_of
 from ..stopwatch import Stopwatch
 from .orphans import Orphans
@@ -75,12 +75,12 @@ def starting(rank: int) -> Iterator[None]:
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
     """Local. The failure that caused the others; they are given in the order in which they arrived.
 
-    Consequences are excluded; a lost node comes before ranks, then the earliest. Between hosts, a crash comes last:
-    MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
+    A lost node comes before ranks, and consequences come last. Among equals the earliest counts. Between hosts, a crash
+    of MPI may be a consequence, too.
     """
 
     def place(failure: Failure) -> tuple[bool, ...]:
-        crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
+        crashed = between_hosts and is_crash_of_a_send(failure.code)
         return failure.is_consequence, not failure.is_final, crashed
 
     return min(failures, key=place)
@@ -139,7 +139,7 @@ class Rank:
             groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
             path = "".join(group[3:] for group in groups if group.startswith("0::"))
             for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # not mounted there
                     return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
         return False
 
@@ -168,7 +168,7 @@ class Rank:
         """Local. Send a signal, if the process runs."""
         if self.running:
             if signum in (signal.SIGTERM, signal.SIGKILL):  # which end it at once if it is in MPI_Init
-                _core.remove_mpich_files(self.pid)
+                remove_shared_files(self.pid)
             os.kill(self.pid, signum)
 
     def end(self, signum: int) -> None:
@@ -198,7 +198,7 @@ class Rank:
 
     def read(self) -> bool:
         """Local. Read the rank's reports; False if there can be no more."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # no more now
             while part := os.read(self.source, 1 << 16):
                 *lines, self._received = (self._received + part).split(b"\n")
                 for line in lines:
@@ -318,5 +318,5 @@ class LocalRanks:
             self._forget(rank.source)
 
     def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError):  # forgotten before
             self._selector.unregister(fd)

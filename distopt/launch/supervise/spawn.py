@@ -18,7 +18,6 @@ from typing import Any
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError, check_integer
 from ..end_together.report import VARIABLE
 from ..gate import turn
-from ..job.mpi import start_mpi
 from ..job.multiprocess import Ticket
 from ..job.origin import origin
 from ..launchers import LauncherInfo, launcher, launcher_of
@@ -31,6 +30,7 @@ from ..processes import (
     waitable_children,
 )
 from ..rendezvous.meeting import meeting
+from ..rendezvous.mpi import start_mpi
 from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
 from .child import Child, check_call, check_script
