@@ -1,4 +1,8 @@
-"""How a process learns its rank and finds the others."""
+"""How a process learns its rank and finds the others, and how ranks start and end.
+
+Imports the errors, settings and native functions of the package; starts without NumPy. Never knows what ranks send or
+compute.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 def is_own(host: str) -> bool:
     """Local. Whether this host has the address, or the name, `host`."""
-    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
+    with contextlib.suppress(OSError):  # the host is unknown, and the connection will report that
         for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:  # another host's
                 probe.bind(address)

@@ -17,7 +17,7 @@ from ..errors import UsageError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-SAVING_SECONDS = 30.0  # after a signal from outside, on which ranks may save what they have
+SAVING_SECONDS = 30.0  # ranks may save their states so long after a signal from outside
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,7 +39,7 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
 
 
 def exit_status(code: object) -> int:
-    """Local. The exit status of a process that calls `sys.exit(code)`: 256, of a status of `os.system`, is 0."""
+    """Local. The exit status of a process that calls `sys.exit(code)`; 256, which `os.system` may return, gives 0."""
     if isinstance(code, int):
         return code & 0xFF if abs(code) <= sys.maxsize else 0xFF
     return int(code is not None)
@@ -72,7 +72,7 @@ def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tu
 
 
 def ignore(signum: int) -> None:
-    """Local. Have a signal no effect from now on. Of one that comes at this moment, Python would print a traceback."""
+    """Local. Let a signal have no effect from now on, not even a traceback if it comes at this moment."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     signal.signal(signum, signal.SIG_IGN)
     sys.unraisablehook = hook
@@ -80,7 +80,7 @@ def ignore(signum: int) -> None:
 
 @contextlib.contextmanager
 def waitable_children() -> Iterator[None]:
-    """Local. Have children keep their exit codes until they are asked for, also if SIGCHLD is ignored.
+    """Local. In the block, children keep their exit codes until they are asked for, also if SIGCHLD was ignored.
 
     A process inherits that from the one that started it. The kernel then forgets children at their ends, and
     multiprocessing takes them for running forever.

@@ -36,23 +36,17 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ... import _core
 from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
 from .report import supervisor
-from .siblings import end_with_parent
+from .siblings import Closable, end_with_parent
 from .watch import Watch
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
-
-
-class _Closeable(Protocol):
-    @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class ExitGuard:
@@ -62,12 +56,12 @@ class ExitGuard:
 
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
-        farewells: to be called afterwards.
+        farewells: functions to call after that.
         others: reports the ends of other ranks; None without a watch.
     """
 
     def __init__(self) -> None:
-        self.communicators: list[_Closeable] = []
+        self.communicators: list[Closable] = []
         self.farewells: list[Callable[[], object]] = []
         self.others: Watch | None = None
         self._jobs: set[int] = set()
@@ -157,12 +151,12 @@ class ExitGuard:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 _say(self._says(f"left with exit code {self._exit_code}"))
             self.abort(self._exit_code)
-        while self.communicators:  # sys.exit, which leads here, outlives them: nothing of theirs may remain
+        while self.communicators:  # they do not outlive sys.exit, which leads here
             self.communicators.pop().close()
         for farewell in self.farewells:
             farewell()
         if self.others is not None:
-            self._finalize()  # it waits for the other ranks; later, no thread is left that hears of their end
+            self._finalize()  # waits for the other ranks while a thread still hears of their end
 
     def _finalize(self) -> None:
         if not self._mpi.Is_finalized():
@@ -203,7 +197,7 @@ def _finalize(mpi: Any, pid: int) -> None:
         mpi.Finalize()
 
 
-def close_at_exit(communicator: _Closeable) -> None:
+def close_at_exit(communicator: Closable) -> None:
     """Local. Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
     if guard.armed:
         guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]

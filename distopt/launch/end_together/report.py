@@ -27,12 +27,12 @@ from typing import Any
 from ...errors import DistoptError
 from ..mpi_quirks import shortened
 
-# Process id of the supervisor, and the descriptor that its rank has inherited; of a rank of `spawn`, -1.
+# Process id of the supervisor, and the descriptor that its rank has inherited: -1 for a rank of `spawn`.
 VARIABLE = "DISTOPT_AGENT"
 
 
 class Reports:
-    """The pipe to the supervisor of this process, if it is a rank that has one. Nothing is said for forked children.
+    """The pipe to the supervisor of this process, if it is a rank that has one. Forked children report nothing.
 
     Attributes:
         is_heard: whether there is a supervisor.
@@ -46,7 +46,7 @@ class Reports:
     def find(self) -> None:
         """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
         agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
-        if agent == str(os.getppid()):  # else it is that of a process further up
+        if agent == str(os.getppid()):  # else the variable belongs to a process further up
             with contextlib.suppress(OSError):  # the program has closed it
                 if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
                     self.open(int(fd))
@@ -95,11 +95,11 @@ class Reports:
             self._before, sys.excepthook = sys.excepthook, self._uncaught
 
     def unhook(self) -> Callable[..., object]:
-        """Local. No more so: return the `sys.excepthook` to call instead."""
+        """Local. Do not report uncaught exceptions any more. Return the `sys.excepthook` to call instead."""
         return self._before if self._before is not None and sys.excepthook == self._uncaught else sys.excepthook
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.raised(error)  # first: while the traceback is printed, another rank's failure may end this one
+        self.raised(error)  # before the traceback is printed: the failure of another rank may end this one
         if self._before is not None:
             self._before(kind, error, trace)
 

@@ -39,7 +39,7 @@ _ANSWERS = {
     "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
     "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
     "get_appnum": "appnum appnum=0 rc=0",
-    # MPICH names its files in /dev/shm after it: jobs of one host must differ.
+    # MPICH names its files in /dev/shm after it, so that jobs of one host need different names.
     "get_my_kvsname": "my_kvsname kvsname=distopt_{job} rc=0",
     "get_universe_size": "universe_size size={size} rc=0",
     "finalize": "finalize_ack rc=0",

@@ -35,7 +35,7 @@ _seen: set[int] = set()  # siblings seen running at any time since this process 
 
 
 class Absence:
-    """Ranks of this host that have not joined: warns about them, and detects when they can no longer join.
+    """Ranks of this host that have not joined: warns about them, and notices when they cannot join any more.
 
     Args:
         stall_warning: seconds before the warning.
@@ -89,7 +89,7 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
     with contextlib.ExitStack() as stack:
         fds = {}
         for pid in sorted(running | ended):
-            if (fd := end_of(pid)) is not None:  # else only the launcher watches
+            if (fd := end_of(pid)) is not None:  # without it, only the launcher watches
                 fds[pid] = fd
                 stack.callback(os.close, fd)
         yield fds
@@ -98,13 +98,15 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
 class Closable(Protocol):
     """A communicator, for this room."""
 
+    @property
+    def closed(self) -> bool: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102
 
 
 def speak_last(communicator: Closable) -> None:
-    """Local. If this process fails, its siblings, which fail of it, print their tracebacks first: the cause is last.
+    """Local. If this process fails, let its siblings, which fail as a consequence, print first.
 
-    That is for children of a script's own multiprocessing; others have a supervisor, which says who failed first.
+    Only children of a script's own multiprocessing need this: others have a supervisor, which finds the cause.
 
     Args:
         communicator: makes the siblings fail when it closes.
@@ -136,7 +138,7 @@ def _siblings() -> tuple[set[int], set[int]]:
     own, running, zombies = _process("self"), set(), set()
     for pid in children(os.getppid()):
         name, command = _process(str(pid))
-        if name == own[0] and not command:  # by its name, not the process that forks the ranks
+        if name == own[0] and not command:  # its name shows that it is not the process that forks ranks
             zombies.add(pid)
         elif (name, command) == own and pid != os.getpid():
             running.add(pid)
@@ -162,7 +164,8 @@ def _outlive(sentinel: int) -> None:
     wait([sentinel])
     _log.error("the process that started this one (pid %d) has ended before it", os.getpid())
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LEAVE_SECONDS)  # a handler may put the signal off, and needs the main thread, which may wait for a peer
+    # A handler may put the signal off. It needs the main thread, and that may wait for a peer.
+    time.sleep(_LEAVE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -22,13 +22,13 @@ from ..mpi_quirks import end_waiting_daemon
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
-_RETRY_SECONDS = 0.01  # before calling a server again that has not been there
-# The end of the connection may be seen this much before MPI_Finalize returns.
+_RETRY_SECONDS = 0.01  # pause before the next call of a server that was absent
+# The connection may end that long before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
 
 
-# Of a process that ends, Linux closes the highest descriptors first. The server must notice its end before other ranks
-# do through MPI, which may crash them at once.
+# When a process ends, Linux closes the highest descriptors first. The server must notice the end before other ranks
+# notice it through MPI: that may crash them at once.
 _HIGH = 512
 
 # The server needs two modules of this package, and neither the rest of it nor its imports.
@@ -111,14 +111,14 @@ class Watch:
         self._source = source
         self._speaks = speaks
         self._left = False
-        self._patience = 0.0  # seconds for which this process lives on when another rank has failed
+        self._patience = 0.0  # seconds by which this process outlives the failure of another rank
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
             self._link = socket.socket(fileno=descriptor)
-        os.register_at_fork(after_in_child=self._link.close)  # else a child would hold it open after this rank's end
+        os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
 
     def fileno(self) -> int:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
@@ -195,7 +195,7 @@ class Watch:
         try:
             while (line := self._read_line()) == "go":
                 pass
-        except OSError as error:  # also when all ranks have left
+        except OSError as error:  # the regular end, too, after all ranks have left
             time.sleep(_FINALIZED_SECONDS)
             MPI = sys.modules.get("mpi4py.MPI")
             if MPI is not None and MPI.Is_finalized():

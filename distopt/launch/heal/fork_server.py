@@ -38,9 +38,9 @@ from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
-_REST_SECONDS = 0.5  # before a spare is replaced: ranks that start have more use for the cores
-_AHEAD_SECONDS = 0.1  # that rank 0 may be, at most
-_N_FDS = 5  # of the order, and those passed to the rank
+_REST_SECONDS = 0.5  # a spare is replaced that much later: ranks that start have more use for the cores
+_AHEAD_SECONDS = 0.1  # the longest lead of rank 0
+_N_FDS = 5  # the order, and the four for the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -80,7 +80,7 @@ class ForkServer:
         with link, orders:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, *map(str, fds), str(n_spares)],
-                # By the mark, children that ranks have forked are known.
+                # This mark shows which processes ranks have forked.
                 env={**env, **dict.fromkeys(THREAD_VARIABLES, "1"), VARIABLE: f"{os.getpid()} -1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -167,9 +167,7 @@ def _import(modules: Sequence[str]) -> None:
     else:
         sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
     for name in modules:
-        with contextlib.suppress(
-            BaseException
-        ):  # SystemExit, too; the rank imports the module again, and reports why it fails
+        with contextlib.suppress(BaseException):  # SystemExit, too; the rank imports it again, and reports why it fails
             importlib.import_module(name)
     if not with_mpi:
         del sys.modules["mpi4py.MPI"]
@@ -181,7 +179,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
     _import(_receive(link)[0])
     gc.freeze()  # a collection in a rank would write to every object, and so copy most pages
     link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
-    spares: list[int] = []  # of each, a pipe that it closes when it takes an order or ends
+    spares: list[int] = []  # for each, a pipe that it closes when it takes an order or ends
     while True:
         rest = _REST_SECONDS if len(spares) < n_spares else None
         ready, _, _ = select.select(spares or [orders.fileno()], [], [], rest)
@@ -200,7 +198,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
         if os.fork():
             os._exit(0)
         _libc.prctl(_PR_SET_NAME, b"distopt spare", 0, 0, 0)
-        link.close()  # else the agent would not notice the end of the process
+        link.close()  # so that the agent notices the end of the process
         while os.getppid() == between:
             time.sleep(0.0002)
         order, fds = _receive(orders)
@@ -268,7 +266,7 @@ def _run(program: Sequence[str]) -> None:
 
 
 def _main() -> None:
-    _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # else ranks would take it for one of them
+    _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # so that ranks do not take it for one of them
     link, orders, n_spares = map(int, sys.argv[1:])
     order, fds = _serve(socket.socket(fileno=link), socket.socket(fileno=orders), n_spares)
     _become(order, fds)

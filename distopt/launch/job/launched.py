@@ -31,7 +31,7 @@ class LaunchedJob(MultiprocessJob):
 
     def __init__(self, info: LauncherInfo, place: Meeting) -> None:
         self._watch: Watch | None = None
-        self._has_agents = launcher_of(info).has_agents  # which end the other ranks when one fails
+        self._has_agents = launcher_of(info).has_agents  # they end the other ranks when one fails
         super().__init__(Ticket(place.key[:16]), info.rank, info.size)
 
     def _settle(self) -> None:

@@ -35,8 +35,8 @@ class MpiJob(Job):
     Attributes:
         comm: the duplicate, used for setup traffic.
         ranks_of_hosts: the ranks of each host, in the order of the first of them.
-        local_ranks: those of this host, this one included.
-        numbers: numbers of the ranks in messages: those of the job that a subgroup is part of.
+        local_ranks: the ranks of this host, this one included.
+        numbers: the ranks' numbers for messages. A subgroup keeps the numbers of the whole job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.

@@ -33,12 +33,12 @@ from .topology import Topology
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16
-_SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that are slower to start
+_SEEN_SECONDS = 2.0  # a process stays that long, so that siblings which start later see it
 
 
 def is_importing() -> bool:
     """Local. Whether this is a child of multiprocessing that has yet to import its target."""
-    return getattr(current_process(), "_inheriting", False)  # which multiprocessing itself uses
+    return getattr(current_process(), "_inheriting", False)  # multiprocessing's own flag
 
 
 def refuse_worker() -> None:
@@ -56,7 +56,7 @@ def refuse_worker() -> None:
     fact = f"{current_process().name} (pid {os.getpid()}) was started by multiprocessing in {where}, and is not a rank"
     cure = 'put the call under `if __name__ == "__main__":`' if is_importing() else "let the rank itself join the job"
     if is_importing():
-        sys.excepthook = partial(_tell_once, f"{fact}; {cure}")
+        sys.excepthook = partial(_print_once, f"{fact}; {cure}")
     raise LaunchError(f"{fact}; {cure}")
 
 
@@ -65,7 +65,7 @@ def _parent() -> int:
     parent, pid = parent_process(), os.getppid()
     if parent is not None and parent.pid:
         return parent.pid
-    if current_process().name.startswith("ForkServer"):  # while it imports; its parent is the server
+    if current_process().name.startswith("ForkServer"):  # the parent of a process that imports is the server
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
 
@@ -80,7 +80,7 @@ def _rank_of(pid: int) -> int | None:
     return None
 
 
-def _tell_once(text: str, *_: object) -> None:
+def _print_once(text: str, *_: object) -> None:
     """An excepthook, for one line instead of a traceback of multiprocessing in every child."""
     if is_first():
         sys.stderr.write(f"{text}\n")
@@ -95,12 +95,12 @@ def _new_secret() -> bytes:
     secret = token_bytes(_TICKET_BYTES)
     origin.tickets[secret] = os.getpid()
     if is_importing():  # a script without guard will start processes next
-        sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
+        sys.excepthook = partial(_print_missing_guard, sys.excepthook)
     return secret
 
 
-def _tell_missing_guard(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook. Of the 40 lines that multiprocessing has for a missing guard, in every child, one is enough."""
+def _print_missing_guard(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An excepthook. One line for a missing guard, where multiprocessing would print 40 in every child."""
     if kind is not RuntimeError or "bootstrapping phase" not in str(error):
         before(kind, error, trace)
     elif is_first():
@@ -190,7 +190,7 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
         try:
             holder.bind(name)
             holder.listen()
-        except OSError:  # if another user has taken it, only that check is lost
+        except OSError:  # another user may have taken it, and only this check is lost
             if listener_of(name) == os.geteuid():
                 raise LaunchError(
                     f"another process joins as rank {rank} with the same ticket; number the processes of a job 0, 1, "

@@ -1,4 +1,4 @@
-"""What a launcher is for the rest of the package, and how its variables are read."""
+"""The interface of a launcher, and the reader of its variables."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Launcher(ABC):
         size: the variable with the number of ranks.
         local_rank: the variable with the rank among the processes of the host.
         local_size: the variable with the number of ranks of the host; None if there is none.
-        prefixes: of the variables that contradict those of a `distopt run` which this launcher has started.
+        prefixes: how its variables begin; a `distopt run` that it has started does not pass them on to ranks.
         may_start_launchers: whether its processes may be agents or daemons of another launcher, so that its numbers
             are not those of the ranks.
         has_agents: whether it ends all ranks when one has failed or Ctrl-C was pressed, and reports it, once for all.
-        job_variables: the variables whose values only this job has; the first two are always set. Empty if the
-            launcher connects the ranks of an MPI library, whichever it is.
+        job_variables: the variables whose values together belong to one job only; the first two are always set. Empty
+            if the launcher connects all ranks by itself.
         address: with `job_variables`, the variable that says where rank 0 runs.
     """
 
@@ -101,13 +101,13 @@ class Launcher(ABC):
         """Local. The host that the variable `address` names."""
         return env[self.address]
 
-    @abstractmethod
     def connects(self, library: str) -> bool:
         """Local. Whether the launcher connects the ranks of an MPI library by itself.
 
         Args:
             library: the library's description of its version.
         """
+        return not self.job_variables
 
     @abstractmethod
     def misfit(self, library: str, env: Mapping[str, str]) -> str:

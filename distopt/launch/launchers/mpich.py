@@ -21,8 +21,5 @@ class Mpich(Launcher):  # noqa: D101
         task = SRUN.read(env) if info is not None and "PMI_JOBID" in env else None
         return None if info is not None and task is not None and task.agrees(info) else info
 
-    def connects(self, library: str) -> bool:  # noqa: D102
-        return True
-
     def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
         return "cannot be started by it" if is_open_mpi(library) else ""

@@ -14,8 +14,5 @@ class OpenMpi(Launcher):  # noqa: D101
     local_rank, local_size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     prefixes = ("OMPI_COMM_WORLD_", "PMIX_")
 
-    def connects(self, library: str) -> bool:  # noqa: D102
-        return True
-
     def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
         return "" if is_open_mpi(library) else "cannot be started by it"

@@ -19,7 +19,7 @@ from functools import cache
 from ..mpi_quirks import is_mpich, is_open_mpi
 from .base import Launcher, LauncherInfo
 
-_INTERACTIVE_STEP = "4294967290"  # of the shell of salloc; SLURM_INTERACTIVE_STEP of slurm.h
+_INTERACTIVE_STEP = "4294967290"  # the shell of salloc; SLURM_INTERACTIVE_STEP in slurm.h
 _VARIABLES_OF_PLUGINS = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 

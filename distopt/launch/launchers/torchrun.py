@@ -30,8 +30,5 @@ class Torchrun(Launcher):  # noqa: D101
     def is_certain(self, env: Mapping[str, str]) -> bool:  # noqa: D102
         return "TORCHELASTIC_RUN_ID" in env
 
-    def connects(self, library: str) -> bool:  # noqa: D102
-        return False
-
     def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
         return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

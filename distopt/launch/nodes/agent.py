@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
-_FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
+_FOREIGN_SECONDS = 3.0  # another program may still hold the endpoint for so long
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
-_RECONNECT_SECONDS = 0.25  # that one attempt may take
-_STOPPED_SECONDS = 0.05  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
+_STILL_SECONDS = 1.0  # the last lines of a job that has failed, or must end, wait so long for a reader that takes none
+_RECONNECT_SECONDS = 0.25  # time for one attempt
+# A rank may be stopped so long before the others when the whole job is, by scontrol suspend, for example.
+_STOPPED_SECONDS = 0.05
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
 
@@ -86,15 +87,15 @@ class _Agent:
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
         self._reported = 0  # failures that the owner knows
-        self._ended = False  # and it knows that all ranks have ended
+        self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
         self._code: int | None = None
         self._slots = Slots(options.ranks, 3 if options.nodes > 1 else 2) if options.heal else None
         self._server: ForkServer | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
-        self._stopped_at = float("inf")  # on that clock: when ranks were seen to be, first
-        self._beat_at = 0.0  # of `time.monotonic`: the next sign of life
+        self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
+        self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`
 
     def run(self) -> int:
         self._meet()
@@ -144,7 +145,7 @@ class _Agent:
         options = self._options
         listener = None
         if options.nodes > 1 and _owns(options):
-            with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
+            with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
             self._owner = Owner(self._me, options, self._key, self._selector, self._print)
@@ -165,7 +166,7 @@ class _Agent:
                 raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
             except OSError as error:
                 fact, now = error.strerror or "no answer", clock.seconds()
-                if isinstance(error, socket.gaierror) and self._ranks is None:  # else the network may be lost
+                if isinstance(error, socket.gaierror) and self._ranks is None:  # later, the network may be lost
                     raise LaunchError(
                         f"the host of the endpoint {options.endpoint} cannot be found: {fact}; give a name or an "
                         "address that all nodes can reach"
@@ -216,9 +217,9 @@ class _Agent:
             if owner is not None:
                 owner.say({"say": "beat"})
 
-    # -- the owner's words -----------------------------------------------------------------------------------------
+    # -- orders of the owner ---------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
-        before, self._held = self._held, _hold_port()  # another for every attempt
+        before, self._held = self._held, _hold_port()  # every attempt gets another
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
         steps = self._slots.steps if self._slots is not None else []
@@ -235,7 +236,7 @@ class _Agent:
         elif do == "end" and self._ranks is not None:
             self._make_room()
             if message["patience"]:
-                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # which ranks have got
+                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # the ranks have got it, too
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
             else:
@@ -251,7 +252,7 @@ class _Agent:
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._reported, self._ended, self._kill_at = 0, False, float("inf")
-        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # while all ranks had ended
+        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
@@ -282,7 +283,7 @@ class _Agent:
         if not ranks.running:
             self._ended = True
             if ranks.failures:
-                ranks.kill()  # processes that they have started
+                ranks.kill()  # kills the processes that they have started
         if self._ended or len(ranks.failures) > self._reported:
             self._reported = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
@@ -347,7 +348,7 @@ class _Remote:
     ) -> None:
         self.name = name
         self.lost = False
-        self.heard = Stopwatch()  # since its last words
+        self.heard = Stopwatch()  # since its last message
         self._link = link
         self._selector = selector
         self._inbox = inbox

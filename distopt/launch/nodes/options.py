@@ -20,7 +20,7 @@ class RunOptions:
         static: whether node 0 owns the endpoint, instead of the node that has its address.
         run_id: name of the job.
         restarts: how many times to start all ranks again after a failure.
-        heal: whether to do so as long as that leads to new steps, warm, and from states in memory.
+        heal: whether to start all ranks again as long as that leads to new steps, by a fork and from states in memory.
         log_dir: folder for the output of the ranks.
         timeout: seconds within which all nodes must come.
     """

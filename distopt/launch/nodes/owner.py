@@ -1,11 +1,9 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers
-the nodes, and orders all agents to start and end their ranks, and reports how the job has ended. An agent reports to
-the owner when a rank of its own fails, and when all have ended. On the connections, those of
-`distopt.launch.gate`, each line is an object in JSON.
-
-Messages of the owner have the key "do", messages of an agent the key "say".
+An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
+all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
+its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. Each line is an object in JSON:
+messages of the owner have the key "do", messages of an agent the key "say".
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from ..supervise.ranks import Failure, first_of
 if TYPE_CHECKING:
     from .options import RunOptions
 
-NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
+NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
-_ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
+_ANSWER_SECONDS = 5.0  # an agent must report within them that its ranks have been killed
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
-SILENT_SECONDS = 1.2  # without one, after which it counts as cut off
-_SIGNALLED = 128  # exit codes of ranks that have ended by signals begin here
-_MOST_ATTEMPTS = 5  # of healing, without a new step
-_WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
+SILENT_SECONDS = 1.2  # an agent without a sign of life for so long counts as cut off
+_SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
+_MOST_ATTEMPTS = 5  # attempts of healing without a new step
+_WAITING_SECONDS = 10.0  # then the owner prints how many nodes it waits for
 
 
 @dataclass(eq=False)
@@ -106,17 +104,17 @@ class Owner(Gate):
         self._by_link: dict[Link, Node] = {}
         self._job = f"{options.run_id}_{os.urandom(4).hex()}"
         self._salt = os.urandom(16).hex()
-        self._attempt = -1  # none has been started
-        self._failures: dict[int, Failure] = {}  # by rank, in the order in which they were heard of
+        self._attempt = -1  # -1: none has been started
+        self._failures: dict[int, Failure] = {}  # by rank, in the order of the reports
         self._killed = False
         self._clock = Stopwatch()
         self._end_by = float("inf")  # on that clock
         self._finished = False
         self._warned = False
         self._say_at = _WAITING_SECONDS
-        self._healed: list[tuple[int, str]] = []  # since the last new step: after which one, and why
+        self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
         self._failed_at = 0.0  # on the clock
-        self._cause = ""  # of a failure after which no step has been done yet
+        self._cause = ""  # the last failure, until a step has been done after it
 
     # -- reports of agents -----------------------------------------------------------------------------------------
     def say(self, message: dict[str, Any]) -> None:
@@ -153,7 +151,9 @@ class Owner(Gate):
             node.signals = [int(signum) for signum in message["signals"]]
             for one in message["failures"]:
                 failure = Failure(**one)
-                self._failures.setdefault(failure.rank, failure)  # of one that cannot start, and of one ended then
+                self._failures.setdefault(
+                    failure.rank, failure
+                )  # a rank that cannot start may be reported as ended, too
             self._killed |= say == "kill"
             node.ended |= say == "ended"
             if self._failures or say == "kill":
@@ -196,7 +196,10 @@ class Owner(Gate):
         who = f"{link.host} (pid {link.pid})"
         if self._options.heal and self._attempt >= 0:
             for old, node in list(self._by_link.items()):
-                if (node.host, node.pid) == (link.host, link.pid):  # which has noticed first that it was cut off
+                if (node.host, node.pid) == (
+                    link.host,
+                    link.pid,
+                ):  # the agent itself has noticed first that it was cut off
                     self._drop(old)
                     self._lost(old)
             if self._place_of(link) is not None:
@@ -216,7 +219,7 @@ class Owner(Gate):
         def send(message: dict[str, Any]) -> None:
             self._send(link, json.dumps(message) + "\n")
 
-        # Names of hosts may be the same on two. This host's own addresses may be unknown to the other nodes.
+        # Two hosts may have the same name. Other nodes may not know this host by its own addresses.
         address = self._own.address if is_own(link.address) else link.address
         node = self._place_of(link)
         if node is None:
@@ -355,7 +358,9 @@ class Owner(Gate):
 
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless that has been in vain, or is bound to be."""
-        steps = [step for node in self._nodes for step in node.steps or [0] * node.ranks]  # none without --heal there
+        steps = [
+            step for node in self._nodes for step in node.steps or [0] * node.ranks
+        ]  # an agent without --heal reports none
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()

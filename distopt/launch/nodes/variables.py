@@ -22,7 +22,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
     """Local. The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
     return {
-        "PYTHONUNBUFFERED": "1",  # a killed rank would lose unwritten output
+        "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
         **env,
         **thread_variables(options.ranks, env),
         **DISTOPT_RUN.variables(

@@ -1,9 +1,9 @@
 """The ranks of one host find each other and exchange a few bytes.
 
 Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
-names vanish with their process, so nothing is left behind. They are public, so the name must not reveal the ticket,
-and another user may have taken it: rank 0 has the choice of some.
-Both sides prove that they know it: `distopt.launch.gate`.
+names vanish with their process, so nothing is left behind. They are public: the name must not reveal the ticket, and
+another user may have taken it, so that rank 0 has a choice of several. Both sides prove that they know the ticket
+(`distopt.launch.gate`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _log = logging.getLogger("distopt")
 
 _N_ADDRESSES = 8
 _FD = struct.Struct("i")
-_HEADER = struct.Struct("!BI")  # of a message: kind, length
+_HEADER = struct.Struct("!BI")  # kind and length of a message
 _DATA, _ERROR = 0, 1
 MAX_BYTES = 16 << 20
-_SENDER_SECONDS = 0.5  # within which the sender of a reason to give up may end
-_GRACE_SECONDS = 5.0  # by which joining ranks wait longer than rank 0, which can report who is missing
-_LOOK_SECONDS = 0.1  # between two looks of rank 0 for ranks that have not joined
+_SENDER_SECONDS = 0.5  # the sender of a reason to give up may end within them
+_GRACE_SECONDS = 5.0  # joining ranks wait longer than rank 0, because it can report who is missing
+_LOOK_SECONDS = 0.1  # time between two looks of rank 0 for absent ranks
 
 
 class HostGroup:
@@ -64,7 +64,7 @@ class HostGroup:
     """
 
     def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
-        self._links: dict[int, socket.socket] = {}  # rank 0: every other rank; the others: rank 0
+        self._links: dict[int, socket.socket] = {}  # rank 0 has every other rank, the others have rank 0
         if len(ticket) != 16:
             raise LaunchError(f"a ticket has 16 bytes, not {len(ticket)}; pass the launcher's as it is")
         if not 0 <= rank < size:
@@ -80,7 +80,7 @@ class HostGroup:
             peers = sorted(_Listener(ticket, size, timeout, absence).gather().items())
             self._links = {q: link.socket for q, link in peers}
             self.pids = (os.getpid(), *(link.pid for _, link in peers))
-            with self._telling():
+            with self._reporting_errors():
                 self._send_all(struct.pack(f"!{size}i", *self.pids))
         else:
             link, answer = _find_rank_0(ticket, rank, size, timeout, absence)
@@ -103,7 +103,7 @@ class HostGroup:
                     _send(link, payload, deadline)
                 return unpack(_receive(link, Deadline(self._timeout + _GRACE_SECONDS)), self.size)
         payloads = [payload]
-        with self._telling():
+        with self._reporting_errors():
             for q, link in sorted(self._links.items()):
                 with _rank_named(q, self.pids[q]):
                     payloads.append(_receive(link, deadline))
@@ -117,10 +117,10 @@ class HostGroup:
             LaunchError: rank 0 failed or ended.
         """
         if self.rank == 0:
-            with self._telling("rank 0 could not make the shared file: "):
+            with self._reporting_errors("rank 0 could not make the shared file: "):
                 fd = make()
             try:
-                with self._telling():
+                with self._reporting_errors():
                     self._send_all(b"a descriptor follows")
                     for q, link in self._links.items():
                         with _rank_named(q, self.pids[q]):
@@ -133,7 +133,7 @@ class HostGroup:
         with _rank_named(0):
             deadline = Deadline(self._timeout + _GRACE_SECONDS)
             _receive(link, deadline)
-            # Not socket.recv_fds, which drops the flag: a child that another thread starts now would inherit the file.
+            # socket.recv_fds drops the flag, and a child that another thread starts now would inherit the file.
             _, ancillary, _, _ = in_slices(
                 link, deadline, lambda: link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
             )
@@ -148,7 +148,7 @@ class HostGroup:
             link.close()
         self._links = {}
 
-    def __del__(self) -> None:  # of a job that its script never closes
+    def __del__(self) -> None:  # the script may never close its job
         self.close()
 
     def _send_all(self, payload: bytes) -> None:
@@ -157,7 +157,7 @@ class HostGroup:
                 _send(link, payload, Deadline(self._timeout))
 
     @contextlib.contextmanager
-    def _telling(self, prefix: str = "") -> Iterator[None]:
+    def _reporting_errors(self, prefix: str = "") -> Iterator[None]:
         """Rank 0: send exceptions raised in the block to the other ranks as text."""
         try:
             yield
@@ -286,7 +286,7 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
             except (ConnectionError, BlockingIOError):  # rank 0 is not listening yet, its queue is full, or it gave up
                 pass
         if choice == 0:
-            # More patient than rank 0, which can report who is missing.
+            # Rank 0 is less patient, because it can report who is missing.
             absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
             time.sleep(0.01)
     raise AssertionError

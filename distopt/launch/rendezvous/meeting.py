@@ -1,9 +1,9 @@
-"""How ranks meet whose launcher numbers them and does no more: torchrun, srun, `distopt run`, variables set by hand.
+"""The rendezvous of ranks that their launcher has numbered and not connected, as torchrun, srun and `distopt run` do.
 
-The ranks have no parent in common. They meet by values that their launcher gives to this job only: for srun,
-cluster, job and step; otherwise the address and port of torchrun's store. A process with these and `DISTOPT_JOB_SECRET`
-holds the job's key; `distopt run` makes a secret for each job, and no other launcher gives the ranks any. On one host
-the kernel also gives the user of a peer.
+The ranks have no parent in common. They meet by values that their launcher gives to this job only: cluster, job and
+step under srun, else the address and port of torchrun's store. A process with these values and `DISTOPT_JOB_SECRET`
+holds the job's key. `distopt run` makes a secret for each job; no other launcher gives the ranks one. On one host the
+kernel also names the user of a peer.
 """
 
 from __future__ import annotations

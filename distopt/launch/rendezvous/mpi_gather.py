@@ -15,9 +15,9 @@ from ..stopwatch import Stopwatch
 from .host_group import MAX_BYTES, check_length, pack, unpack
 
 _TAG = 17_185  # the first exchange uses a communicator that the user may also use
-# The other ranks wait this much longer than rank 0, which can report who is missing.
+# The other ranks wait that much longer than rank 0, because it can report who is missing.
 _GRACE_SECONDS = 5.0
-# Interval of checks on this host's processes. An end counts only if seen twice, since mpiexec may be ending all ranks.
+# Time between two looks at this host's processes. An end counts if seen twice: mpiexec may be ending all ranks.
 _LOOK_SECONDS = 0.3
 
 
@@ -103,6 +103,6 @@ class _Wait:
             raise LaunchError(f"{who}, for {waited:.1f} s; see the output of those processes")
         if waited > self._look_at:
             self._look_at = waited + _LOOK_SECONDS
-            # MPI_Finalize is collective, so none ends before all have met, however many are left.
+            # MPI_Finalize is collective: no rank ends well before all have met, however many are left.
             self._absence.check(who, math.inf, patience=_LOOK_SECONDS / 2)
         time.sleep(min(1e-3, waited / 8))

@@ -16,11 +16,11 @@ from ..processes import environment
 from ..stopwatch import Deadline
 from .meeting import Meeting
 
-# Ranks wait this much longer than the server, which can say who is missing.
+# Ranks wait that much longer than the server, because it can report who is missing.
 _GRACE_SECONDS = 5.0
-# Within which the agents of `distopt run` end all ranks when one has failed.
+# The agents of `distopt run` end all ranks within them when one has failed.
 _AGENTS_SECONDS = 3.0
-# Below the ports that Linux gives to outgoing connections (32768 and above), above those of services.
+# Linux gives ports from 32768 on to outgoing connections; services have lower ones than these.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
@@ -62,7 +62,7 @@ class Member(Watch):
             "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
             "PMI_RANK": str(self._rank),
             "PMI_SIZE": str(self._size),
-            "MPIR_CVAR_PMI_VERSION": "1",  # also where srun offers another
+            "MPIR_CVAR_PMI_VERSION": "1",  # srun may offer another
         }
         return environment(variables)
 

@@ -26,7 +26,7 @@ from ..processes import ENDING_SIGNALS, describe_exit, die_with, exit_status, ig
 from .output import mark_output
 from .ranks import Rank
 
-_NO_GUARD = os.EX_USAGE  # exit code of a rank whose import of the script reaches a call that starts ranks
+_NO_GUARD = os.EX_USAGE  # the exit code of a rank whose script starts ranks when it is imported
 
 
 class Child(Rank):
@@ -91,7 +91,7 @@ def _check_sendable(fn: Callable[..., object], args: Sequence[Any]) -> None:
 def _check_part(name: str, part: Any, cure: str) -> None:
     try:
         ForkingPickler.dumps(part)
-    except RuntimeError:  # one of multiprocessing's objects, which can be pickled only while a process starts
+    except RuntimeError:  # an object of multiprocessing: it can be pickled only while a process starts
         pass
     except Exception as error:
         raise UsageError(f"{name} cannot be sent to the ranks ({_in_one_line(error)}); {cure}") from None
@@ -194,7 +194,7 @@ def _import_on_demand(main: str) -> None:
             raise AttributeError(name)
         del module.__getattr__
         imported = ModuleType("__mp_main__")  # as multiprocessing names it
-        if main == "__main__":  # of a folder or zip
+        if main == "__main__":  # the script is a folder or zip
             content = runpy.run_path(sys.path[0], run_name=imported.__name__)
         else:
             content = runpy.run_module(main, run_name=imported.__name__, alter_sys=True)
@@ -208,7 +208,7 @@ def _import_on_demand(main: str) -> None:
 def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for _ in range(3):  # frames of multiprocessing
         trace = trace.tb_next if trace else None
-    if trace:  # code of the user's, which unpickling has called
+    if trace:  # unpickling has called code of the user's
         _fail(1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)), error)
     cure = "pass args that pickle can restore"
     if isinstance(error, (AttributeError, ImportError)):
@@ -258,7 +258,7 @@ def _fail_by(error: BaseException) -> NoReturn:
 
 
 def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
-    if not supervisor.is_heard and origin.invitation is not None:  # forked from the rank, which continues
+    if not supervisor.is_heard and origin.invitation is not None:  # the rank has forked this process, and continues
         forked = f"process {os.getpid()}, which rank {origin.invitation[1]} has forked,"
         sys.stderr.write(f"{forked} {text.rstrip()}\n")
         raise SystemExit(code & 0xFF or 1)

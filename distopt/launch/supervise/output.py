@@ -85,7 +85,7 @@ class Output:
     Attributes:
         sources: waits for descriptors whose contents are to be shown, each registered with a function to call.
         unread: output that waits for the reader.
-        room: how many bytes may wait for it when more are read.
+        room: `sources` are read while no more bytes than these are waiting.
         dropped: number of lines that could not be written.
         warn: the argument.
     """
@@ -102,7 +102,7 @@ class Output:
         self._files.callback(self.sources.close)
         self._fd = fd
         mode = os.fstat(fd).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened: others that have it open may rely on its blocking
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened, for others may rely on its blocking
             with contextlib.suppress(OSError):  # it is another user's; its reader has gone
                 self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self._files.callback(os.close, self._fd)
@@ -153,7 +153,7 @@ class Output:
             dropped_before = self.dropped
             self.dropped += len(self.unread.splitlines())
             self.unread.clear()
-            if not dropped_before:  # of stderr, the warning is dropped, too
+            if not dropped_before:  # one warning, itself dropped if this is stderr
                 self.warn(f"cannot write {self.name} ({error.strerror}); lines are dropped until it can be written")
         self._arrange()
 

@@ -50,7 +50,7 @@ class Program(Rank):
         super().__init__(rank)
         self._folder = folder
         self._relays: list[Relay] = []
-        self._process: subprocess.Popen[bytes] | None = None  # not if it is forked
+        self._process: subprocess.Popen[bytes] | None = None  # None if the fork server has forked it
         env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
         mark = b"[rank %d] " % rank if rank else b""
         logs: list[BinaryIO | None] = [None, None]
@@ -80,7 +80,7 @@ class Program(Rank):
                 self.pid = self._process.pid
         self._relays = relays
 
-    def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
+    def kill(self) -> None:  # noqa: D102 - with the group of processes that it has started, even if it has ended itself
         super().kill()
         os.killpg(self.pid, signal.SIGKILL)
 
@@ -107,7 +107,7 @@ class Program(Rank):
             quoted = reported or (self._relays[1].error if exit_code > 0 else "")
             text = f"{text}: {quoted}" if quoted else text
         else:
-            text = f"failed: {reported}"  # while it ended, a signal has come
+            text = f"failed: {reported}"  # a signal has come while it ended
         if self._folder is not None:
             text = f"{text}; see {self._folder}"
         return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"

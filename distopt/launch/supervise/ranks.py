@@ -32,7 +32,7 @@ from ..stopwatch import Stopwatch
 from .orphans import Orphans
 
 _LOOK_SECONDS = 0.2
-_FREEZER_SECONDS = 0.09  # between looks at the control groups, which take a few files each
+_FREEZER_SECONDS = 0.09  # time between two looks at the control groups: each takes a few files
 LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
     errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
@@ -62,12 +62,12 @@ class Failure:
 
 @contextlib.contextmanager
 def starting(rank: int) -> Iterator[None]:
-    """Local. Whatever the system refuses to a rank while it is started is a usage error, which names the limit."""
+    """Local. Turn errors of the system in the block, which starts a rank, into a usage error that names the limit."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
         fact = f"{error}{LIMITS.get(error.errno or 0, '') if isinstance(error, OSError) else ''}"
-        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd, which multiprocessing calls
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # multiprocessing calls os.getcwd
             fact = "the working directory has been deleted; change to another"
         raise UsageError(f"rank {rank} cannot be started: {fact}") from None
 
@@ -101,7 +101,7 @@ class Rank:
         failed_at: when it did, in ns of the monotonic clock.
     """
 
-    fails_by_report = False  # as soon as it reports a failure, not only when it has ended
+    fails_by_report = False  # true: when it reports a failure; false: when it has ended
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -128,7 +128,7 @@ class Rank:
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped the process."""
-        events = os.WSTOPPED | os.WEXITED  # without the latter, one that has just ended would be an error
+        events = os.WSTOPPED | os.WEXITED  # without WEXITED, a process that has just ended would be an error
         state = os.waitid(os.P_PID, self.pid, events | os.WNOHANG | os.WNOWAIT) if self.running else None
         return state is not None and state.si_code == os.CLD_STOPPED
 
@@ -167,7 +167,7 @@ class Rank:
     def signal(self, signum: int) -> None:
         """Local. Send a signal, if the process runs."""
         if self.running:
-            if signum in (signal.SIGTERM, signal.SIGKILL):  # which end it at once if it is in MPI_Init
+            if signum in (signal.SIGTERM, signal.SIGKILL):  # in MPI_Init, they end it at once
                 remove_shared_files(self.pid)
             os.kill(self.pid, signum)
 
@@ -224,7 +224,7 @@ class LocalRanks:
         self._selector = selector
         self._ends: list[int] = []
         self._frozen: list[Rank] = []
-        self._freezer_at = 0.0  # of `time.monotonic`: the next look at their control groups
+        self._freezer_at = 0.0  # when to look at the control groups again, by `time.monotonic`
         self._orphans = Orphans(f"{VARIABLE}={os.getpid()} ")
 
     def add(self, rank: Rank) -> None:
@@ -255,7 +255,7 @@ class LocalRanks:
         for rank in self.ranks:
             rank.look(now)
         found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
-        # Of two ends that are noticed together, a signal is more likely to be the cause of the other.
+        # If two ends are noticed together, the one by a signal is more likely to have caused the other.
         found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
         self.failures += [rank.failure for rank in found if rank.failure is not None]
 

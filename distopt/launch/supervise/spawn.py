@@ -38,7 +38,7 @@ from .ranks import LocalRanks, first_of, starting
 
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
-_RANKS_PER_CORE = 32  # more are taken for a mistake
+_RANKS_PER_CORE = 32  # more are a mistake
 _USER_ERROR = UsageError.exit_code
 
 
@@ -105,7 +105,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         _last_words_once(f"error: {error}", launcher())
         sys.exit(_USER_ERROR)
     except Preempted:
-        raise  # as all ranks do; not through sys.exit, with which one rank ends the others
+        raise  # by no sys.exit, because all ranks leave, and none is to end the others
     except KeyboardInterrupt:
         info = launcher()
         if info is None or not launcher_of(info).has_agents:
@@ -136,16 +136,16 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         _last_words(text)
         return
     if info.rank > 0:
-        time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it goes first, and may end the job
-    same = text.replace(info.source, "")  # the rank's own numbers
+        time.sleep(_GRACE_SECONDS / 10)  # rank 0 goes first if it reports the same, and may end the job
+    same = text.replace(info.source, "")  # it has the rank's own numbers
     name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {same}".encode()).hexdigest()[:32]
-    with socket.socket(socket.AF_UNIX) as said:  # an abstract name, which one process at a time can have
+    with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
         try:
             said.bind(f"\0distopt-{name}")
         except OSError:
             return
         _last_words(text)
-        time.sleep(_GRACE_SECONDS / 2)  # for ranks that are slower
+        time.sleep(_GRACE_SECONDS / 2)  # slower ranks still find the name taken
 
 
 def _last_words(text: str) -> None:
@@ -179,14 +179,14 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
             _supervise(local, caught, selector)
         finally:
             local.look()
-            failed = bool(local.failures)  # before any are ended here
+            failed = bool(local.failures)  # looked at before this process ends any
             returned = not (failed or local.running)
             local.end(_GRACE_SECONDS)
             left = [rank.exit_code or 0 for rank in local.ranks if rank.left]
             local.close()
     if len(left) == world_size:
         signum = caught[0] if caught else max(left) - 128
-        return signum if any(left) else None  # without an exit code, the job will be started again
+        return signum if any(left) else None  # the exit code is 0 if the job will be started again
     if failed:
         first = first_of(local.failures)
         by_signal = first.is_consequence or first.code - 128 in (*caught, signal.SIGTERM)
