@@ -151,7 +151,7 @@ def end_waiting_daemon() -> None:
     first one ends this process, too.
     """
     parent = os.getppid()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+    with contextlib.suppress(OSError):  # it has ended; no process can be had, and this one must end all the same
         n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
         if n_signals:
             program = [sys.executable, "-I", "-S", "-c", _TERMINATE, str(parent), str(n_signals)]

@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 class Deadline:
-    """The end of a wait of `seconds`, without those of a suspension.
+    """The end of a wait of `seconds`. The time of a suspension does not count.
 
     Args:
         seconds: how long the wait may last.

@@ -44,7 +44,7 @@ main()
 def start_server(
     listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Local. Start the server of a job of `size` ranks, whose rank 0 is this process; to be held while it serves.
+    """Local. Start the server of a job of `size` ranks, as rank 0. The caller keeps the result while the server serves.
 
     Args:
         listener: a listening socket; the caller closes it.

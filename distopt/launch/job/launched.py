@@ -1,4 +1,4 @@
-"""Jobs of one host whose launcher numbers the ranks and does no more: torchrun, srun, `distopt run`."""
+"""Jobs of one host: the launcher numbers the ranks and does no more, as torchrun, srun and `distopt run` do."""
 
 from __future__ import annotations
 

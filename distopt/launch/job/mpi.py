@@ -1,4 +1,4 @@
-"""Jobs whose ranks are connected by MPI."""
+"""Jobs of one or several hosts: MPI connects the ranks."""
 
 from __future__ import annotations
 

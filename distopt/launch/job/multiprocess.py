@@ -1,4 +1,4 @@
-"""Jobs whose processes are started by one Python process on one host."""
+"""Jobs of one host: one Python process has started all ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class MultiprocessJob(Job):
         world_size: number of processes.
 
     Raises:
-        LaunchError: the ticket is not that of other ranks, or `local_rank` is not one of `world_size` ranks.
+        LaunchError: the other ranks have another ticket, or `local_rank` is not one of `world_size` ranks.
         UsageError: a number is no integer.
     """
 

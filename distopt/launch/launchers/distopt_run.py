@@ -22,9 +22,18 @@ class DistoptRun(Torchrun):  # noqa: D101
         return super().read(env) if is_own else None
 
     def variables(
-        self, *, job: str, size: int, local_size: int, node: int, nodes: int, address: str, port: int,
-        attempt: int, restarts: int,
-    ) -> dict[str, str]:  # fmt: skip
+        self,
+        *,
+        job: str,
+        size: int,
+        local_size: int,
+        node: int,
+        nodes: int,
+        address: str,
+        port: int,
+        attempt: int,
+        restarts: int,
+    ) -> dict[str, str]:
         """Local. The variables that all ranks of a node have in common.
 
         Args:

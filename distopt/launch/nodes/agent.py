@@ -1,4 +1,4 @@
-"""`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
+"""`distopt run` on one node: starts the ranks of this node, and ends them together with the ranks of other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
 (`distopt.launch.nodes.owner`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
@@ -51,8 +51,8 @@ _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the o
 def run(options: RunOptions) -> int:
     """Collective over the nodes. Run this node's part of the job to its end; return the exit code.
 
-    The code is that of the first rank that failed, 128 + n if signal n ended it or the job. Why the job has failed is
-    printed in one line.
+    The code comes from the first rank that failed; it is 128 + n if signal n ended that rank or the job. One line says
+    why the job has failed.
 
     Raises:
         LaunchError: the nodes do not find each other.

@@ -16,7 +16,7 @@ class RunOptions:
         nodes: number of nodes.
         node_rank: number of this node, or None if the owner of the endpoint gives it.
         host: host of the endpoint; unused on one node.
-        port: port of the endpoint; on one node, that of PyTorch's store, or 0 for a free one.
+        port: port of the endpoint; on one node, the port of PyTorch's store, or 0 for a free one.
         static: whether node 0 owns the endpoint, instead of the node that has its address.
         run_id: name of the job.
         restarts: how many times to start all ranks again after a failure.

@@ -1,4 +1,4 @@
-"""How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
+"""How the agents of several nodes act as one: they meet at an endpoint, and its owner decides for all.
 
 An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
 all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of

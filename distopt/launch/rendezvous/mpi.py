@@ -127,8 +127,7 @@ def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
     return (
         f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library in "
         f"use ({library}) {fact}; start the job with the mpiexec of that library (under Slurm: "
-        f"srun --mpi={plugin(library)}), or install the mpi4py and MPI library of that "
-        "launcher"
+        f"srun --mpi={plugin(library)}), or install the mpi4py and MPI library of that launcher"
     )
 
 

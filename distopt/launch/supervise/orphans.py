@@ -1,4 +1,4 @@
-"""Ends the children of ranks whose supervisor has been killed, by a process that outlives it.
+"""A process that outlives a killed supervisor, and ends what the ranks have started.
 
 The kernel kills the ranks then (`die_with`), but not their children, such as the workers of a data loader, which init
 adopts. They are found by a variable inherited from their rank. Processes in a session of their own have left
@@ -69,7 +69,7 @@ def _main() -> None:
     sessions = {int(line) for line in sys.stdin.buffer}
     while pids := _marked(mark, sessions):
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or changed its user
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
 

@@ -58,7 +58,7 @@ def open_standard_streams() -> None:
 
 
 def mark_output(rank: int) -> None:
-    """Local. Make stdout and stderr of this process write whole lines; those of ranks above 0 get a mark: "[rank 1] ".
+    """Local. Make stdout and stderr of this process write whole lines, on ranks above 0 with a mark: "[rank 1] ".
 
     The output of rank 0 is not marked.
     """
@@ -161,7 +161,7 @@ class Output:
 class Relay:
     """Passes on the output of a process on one of its streams, in whole lines.
 
-    A line that ends by a carriage return, as those of progress bars do, counts as one.
+    A line may also end by a carriage return, as in progress bars.
 
     Args:
         target: where the lines are shown, as they come and as its reader takes them.

@@ -1,4 +1,4 @@
-"""A rank of `distopt run`: any program, whose output is passed on."""
+"""A rank of `distopt run`: any program. Its output is passed on."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     of its launcher's job. If a launcher has already started `world_size` ranks, this process is one of them: it starts
     no others and calls `fn(rank, world_size, *args)`.
 
-    The exit code is that of the first rank that failed, whose traceback is the last output on stderr. A usage error
+    The exit code comes from the first rank that failed. Its traceback is the last output on stderr. A usage error
     prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143. So
     do SIGUSR1 and SIGUSR2. After a signal that has had the job queued again, the exit code is 0.
 
