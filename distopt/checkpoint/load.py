@@ -18,7 +18,7 @@ import numpy as np
 from ..comm.single import SingleCommunicator
 from ..comm.world import current
 from ..errors import StateError
-from ..launch.topology import Topology
+from ..launch.job.topology import Topology
 from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
 from .parts import State, copy_of, of_device, parts_of
 

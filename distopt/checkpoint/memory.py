@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..launch.end_together.report import supervisor
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
-from ..launch.watch.report import supervisor
 from .folder import share_of
 from .parts import copy_of, look_at
 

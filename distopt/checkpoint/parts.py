@@ -15,7 +15,7 @@ from ..kernels import check_unmasked, kernels_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from ..launch.topology import Topology
+    from ..launch.job.topology import Topology
 
 
 __all__ = ["Part", "Ranks", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]

@@ -18,9 +18,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
-from ..launch.ending import PREEMPTION_SIGNALS, ignore
-from ..launch.join.env import origin
-from ..launch.watch.report import supervisor
+from ..launch.end_together.report import supervisor
+from ..launch.job.origin import origin
+from ..launch.processes import PREEMPTION_SIGNALS, ignore
 
 if TYPE_CHECKING:
     from .parts import Ranks

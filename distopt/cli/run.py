@@ -16,10 +16,9 @@ from ..errors import LaunchError, UsageError
 from .values import at_least, positive
 
 if TYPE_CHECKING:
-    from ..launch.run.options import RunOptions
+    from ..launch.nodes.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _EXAMPLES = """\
 on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
@@ -105,7 +104,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.run.options import RunOptions
+    from ..launch.nodes.options import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
@@ -197,8 +196,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         options = options_of(args)
         _check_tasks(options)
-        from ..launch.run.agent import run
-        from ..launch.run.ranks import LIMITS
+        from ..launch.nodes.agent import run
+        from ..launch.supervise.ranks import LIMITS
 
         try:
             return run(options)
@@ -213,9 +212,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_tasks(options: RunOptions) -> None:
     """Under a launcher of several tasks, each of them would start a job of its own."""
-    from ..launch.join.env import launcher
+    from ..launch.launchers import launcher
+    from ..launch.launchers.distopt_run import DISTOPT_RUN
 
-    info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
+    own = (DISTOPT_RUN.rank, DISTOPT_RUN.size, DISTOPT_RUN.local_rank, DISTOPT_RUN.local_size)
+    info = launcher({name: value for name, value in os.environ.items() if name not in own})
     if info is not None and info.size not in {1, options.nodes}:
         raise UsageError(
             f"{info.name} has started {info.size} copies of distopt run ({info.source}), which is right only with "

@@ -8,8 +8,8 @@ from collections import Counter
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
-from ..launch.join.job import Job
-from ..launch.topology import Topology
+from ..launch.job.base import Job
+from ..launch.job.topology import Topology
 from ..settings import Settings
 from .base import Communicator, Work
 from .checks import check_same_environment, environment

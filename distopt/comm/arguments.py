@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..kernels import check_unmasked
-from ..launch.topology import Topology
+from ..launch.job.topology import Topology
 from .work import Array
 
 # Code of each wire type in csrc/base/types.h. NumPy has no bfloat16: such arrays are uint16 and say so with `wire=`.

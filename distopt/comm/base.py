@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ..errors import UsageError, check_integer
-from ..launch.join.job import Job
+from ..launch.job.base import Job
 from .arguments import DTYPES, OPS, Arguments, check_kinds, storage_of
 from .subgroups import meet
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from ..errors import LaunchError
-from ..launch.join.job import Job
+from ..launch.job.base import Job
 from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 

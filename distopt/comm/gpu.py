@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, MissingDependencyError, pip_install
-from ..launch.join.job import Job
+from ..launch.job.base import Job
 from ..settings import Settings
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..errors import UsageError
-from ..launch.join.mpi import MpiJob
-from ..launch.topology import Topology
+from ..launch.job.mpi import MpiJob
+from ..launch.job.topology import Topology
 from ..settings import Settings
 from .base import Array
 from .mpi.communicator import MpiCommunicator

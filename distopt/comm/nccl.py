@@ -17,8 +17,8 @@ import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError, WireMemoryError
-from ..launch.join.job import Job
-from ..launch.watch.exit_guard import close_at_exit
+from ..launch.end_together.exit_guard import close_at_exit
+from ..launch.job.base import Job
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack

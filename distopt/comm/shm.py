@@ -12,11 +12,11 @@ import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError
-from ..launch.join.job import Job
-from ..launch.join.rendezvous import HostGroup
-from ..launch.topology import Topology
-from ..launch.watch.exit_guard import close_at_exit
-from ..launch.watch.siblings import speak_last
+from ..launch.end_together.exit_guard import close_at_exit
+from ..launch.end_together.siblings import speak_last
+from ..launch.job.base import Job
+from ..launch.job.topology import Topology
+from ..launch.rendezvous.host_group import HostGroup
 from ..settings import Settings
 from .base import DTYPES, Array, MessageWork, RaggedWork, Work
 from .native import NativeCommunicator

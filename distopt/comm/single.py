@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CommunicatorClosedError, UsageError, WireMemoryError
-from ..launch.join.job import Job
-from ..launch.topology import Topology
+from ..launch.job.base import Job
+from ..launch.job.topology import Topology
 from .base import Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 
 

@@ -1,22 +1,26 @@
-"""How a process learns its rank and finds the others."""
+"""How a process learns its rank and finds the others, and how ranks start and end.
+
+Imports the errors, settings and native functions of the package; starts without NumPy. Never knows what ranks send or
+compute.
+"""
 
 from __future__ import annotations
 
-import logging
-import shlex
-import sys
-from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .join.env import LauncherInfo, launcher, origin, unstarted_tasks
-from .join.job import Job
-from .join.meeting import LaunchedJob, meeting
-from .join.mpi import MpiJob
-from .join.multiprocess import MultiprocessJob, Ticket, refuse_worker
-from .run.output import open_standard_streams
-from .run.spawn import main, spawn
-from .watch.report import supervisor
+from .end_together import siblings
+from .end_together.report import supervisor
+from .job.base import Job
+from .job.launched import LaunchedJob
+from .job.mpi import MpiJob
+from .job.multiprocess import MultiprocessJob, Ticket, refuse_worker
+from .job.origin import origin
+from .launchers import LauncherInfo, launcher
+from .launchers.srun import warn_of_unstarted_tasks
+from .rendezvous.meeting import meeting
+from .supervise.output import open_standard_streams
+from .supervise.spawn import main, spawn
 
 __all__ = [
     "Job",
@@ -32,8 +36,13 @@ __all__ = [
     "spawn",
 ]
 
-open_standard_streams()  # before this package opens anything
+# Alone in this room, the import of this package acts. A rank may fail minutes before it joins: from here on, its
+# supervisor gets the reason, and the ranks beside it know that it has run. Nothing may be opened in the place of a
+# standard stream before.
+open_standard_streams()
+supervisor.find()
 supervisor.hook()
+siblings.remember()
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
@@ -73,7 +82,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     if info is not None and met is not None and met.one_host:
         return LaunchedJob(info, met)
     if info is None:
-        _warn_of_unstarted_tasks()
+        warn_of_unstarted_tasks()
     if info is not None or find_spec("mpi4py") is not None:
         return MpiJob()
     return MultiprocessJob(Ticket(), 0, 1)
@@ -85,13 +94,3 @@ def place() -> tuple[int, int]:
         return origin.invitation[1:]
     info = launcher()
     return origin.place or ((0, 1) if info is None else (info.rank, info.size))
-
-
-@cache  # once
-def _warn_of_unstarted_tasks() -> None:
-    if (tasks := unstarted_tasks()) > 1:
-        logging.getLogger("distopt").warning(
-            "this process trains alone, although its Slurm job has %d tasks; start all of them by: srun python %s",
-            tasks,
-            shlex.join(sys.argv),
-        )

@@ -22,20 +22,20 @@ from typing import TypeVar
 from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
 
 CONNECT_SECONDS = 2.0
-# For which a process may be connected without having proved that it belongs to the job: three ways of a slow line.
+# A connected process must prove within them that it belongs to the job: three messages on a slow line.
 _HANDSHAKE_SECONDS = 5.0
-LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take
+LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
 _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
-_REASON = struct.Struct("!H")  # follows the proof: length of the reason for a refusal, 0 if admitted
+_REASON = struct.Struct("!H")  # after the proof: the length of the reason for a refusal, or 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _SEND_SECONDS = 2.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
-# A host that is switched off or unplugged sends no end of its connections: noticed 5 to 7 s after it.
+# A host that is switched off or unplugged does not end its connections. That is noticed 5 to 7 s later.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
 _USER_TIMEOUT_MS = 7000
 
@@ -62,7 +62,7 @@ def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T
     """
     while True:
         link.settimeout(min(SLICE_SECONDS, deadline.left()))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # of this slice
             return operation()
 
 
@@ -96,16 +96,6 @@ def listener_of(name: str) -> int | None:
         except OSError:
             return None
         return peer_of(probe)[1]
-
-
-def is_own(host: str) -> bool:
-    """Local. Whether this host has the address, or the name, `host`."""
-    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
 
 
 def peer_of(link: socket.socket) -> tuple[int, int]:
@@ -186,14 +176,14 @@ def _keep_alive(link: socket.socket) -> None:
 
 
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    """Local. What only a holder of the key can send; the role keeps one side's proof from serving as the other's."""
+    """Local. A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
     return hmac.digest(key, role + b"".join(parts), "sha256")
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:
     """Local. Wait for events, and call the function registered with each; `seconds` at most."""
     for key, _ in selector.select(seconds):
-        if selector.get_map().get(key.fd) == key:  # not unregistered by an earlier event of this round
+        if selector.get_map().get(key.fd) == key:  # an earlier event of this round may have unregistered it
             key.data()
 
 
@@ -202,13 +192,13 @@ class Link:
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection
-        self.address = address  # without the prefix of an IPv4 address as one of IPv6
+        self.address = address  # an IPv4 address without the prefix that makes it one of IPv6
         self.nonce = os.urandom(_NONCE_BYTES)
         self.handshake = Deadline(_HANDSHAKE_SECONDS)
         self.received = bytearray()
         self.rank, self.purpose = -1, b""
         self.host, self.pid = "", 0
-        self.unreachable = False  # lost without an end of the other side
+        self.unreachable = False  # the connection was lost, and the other side has not ended it
 
 
 class Gate:
@@ -302,7 +292,7 @@ class Gate:
         if link.rank < 0:
             if not part and link.received:
                 self._turn_away(link)
-            elif not part:  # gave up, as on a slow line
+            elif not part:  # it gave up, on a slow line, for example
                 self._drop(link)
             elif len(link.received) >= _HELLO.size:
                 self._admit(link)

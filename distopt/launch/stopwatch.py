@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-SLICE_SECONDS = 0.1  # that a wait may sleep at once
+SLICE_SECONDS = 0.1  # the longest sleep of a wait
 
 _EXCUSED_SECONDS = 1.0
 
@@ -12,9 +12,9 @@ _EXCUSED_SECONDS = 1.0
 class Stopwatch:
     """Seconds since it was made in which this process could run.
 
-    Ask at least every `SLICE_SECONDS` or so. Where far more time has passed between two looks, the process was
-    suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor does the next second, in
-    which the other processes resume one after the other.
+    Ask at least every `SLICE_SECONDS` or so. If far more time has passed between two looks, the process was
+    suspended with its job, by Ctrl-Z or with its container, for example. That time does not count, nor does the next
+    second, while the other processes resume one after the other.
 
     Args:
         longest_look: seconds that may pass between two looks without a suspension.
@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 class Deadline:
-    """The end of a wait of `seconds`, without those of a suspension.
+    """The end of a wait of `seconds`. The time of a suspension does not count.
 
     Args:
         seconds: how long the wait may last.

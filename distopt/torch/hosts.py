@@ -28,7 +28,7 @@ from .between import NOTHING, Between, Exchange, Meeting, Operation, fold
 from .tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
-    from ..launch.topology import Topology
+    from ..launch.job.topology import Topology
     from .gloo import Gloo
 
 _T = TypeVar("_T")

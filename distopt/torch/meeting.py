@@ -19,11 +19,11 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError, Process
-from ..launch.join.multiprocess import refuse_worker
-from ..launch.join.rendezvous import HostGroup
-from ..launch.topology import Topology, host_identity
-from ..launch.watch.siblings import Absence
-from ..launch.watch.watch import own_addresses
+from ..launch.addresses import own_addresses
+from ..launch.end_together.siblings import Absence
+from ..launch.job.multiprocess import refuse_worker
+from ..launch.job.topology import Topology, host_identity
+from ..launch.rendezvous.host_group import HostGroup
 from ..settings import Settings
 from .gloo import Gloo, route_to
 from .hosts import HostsCommunicator

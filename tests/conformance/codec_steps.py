@@ -12,7 +12,7 @@ from distopt.kernels import kernels_of
 
 if TYPE_CHECKING:
     from distopt.comm import Communicator
-    from distopt.launch.join.job import Job
+    from distopt.launch.job.base import Job
 
 CODECS = [
     Fp32(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from distopt.launch.join.mpi import MpiJob
+from distopt.launch.job.mpi import MpiJob
 
 
 def blocks() -> MpiJob:

@@ -11,7 +11,7 @@ from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distopt.launch.join.job import Job
+    from distopt.launch.job.base import Job
 
 STORAGE = {name: "uint16" if name == "bfloat16" else name for name in DTYPES}
 # Of booleans, NumPy's sum is "or" and its product "and".

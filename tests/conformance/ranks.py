@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
-from distopt.launch.join.job import Job
-from distopt.launch.join.rendezvous import HostGroup
-from distopt.launch.topology import Topology
+from distopt.launch.job.base import Job
+from distopt.launch.job.topology import Topology
+from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Run the checks in the processes of a job, e.g. under mpiexec:
 
-mpiexec -n 3 python -m tests.conformance.run --backend mpi --job distopt.launch.join.mpi:MpiJob
+mpiexec -n 3 python -m tests.conformance.run --backend mpi --job distopt.launch.job.mpi:MpiJob
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distopt.comm.base import Communicator
-    from distopt.launch.join.job import Job
+    from distopt.launch.job.base import Job
 
 
 def load(path: str) -> type:

@@ -15,7 +15,7 @@ import numpy as np
 
 from distopt.comm.base import Communicator, RaggedWork, Work
 from distopt.errors import MismatchError, StalledError
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 
 TIMEOUT = 30.0
 

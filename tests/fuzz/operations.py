@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from distopt import autograd, opt
 from distopt.comm.single import SingleCommunicator
 from distopt.errors import UsageError
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 from distopt.model import Model
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import matrix

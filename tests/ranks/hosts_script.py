@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from distopt.comm import Communicator, create
 from distopt.errors import CommunicatorError
-from distopt.launch.join.mpi import MpiJob
+from distopt.launch.job.mpi import MpiJob
 
 # Through one exchange, flat, by hosts, with a rest, and in several parts.
 COUNTS = (5, 1001, 8193, 100_003, 4_500_001)

@@ -34,7 +34,7 @@ def work(rank: int, *_) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "0":
-        from distopt.launch.join.mpi import start_mpi
+        from distopt.launch.rendezvous.mpi import start_mpi
 
         work(start_mpi().COMM_WORLD.rank)
     else:

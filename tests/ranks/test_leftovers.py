@@ -51,7 +51,7 @@ import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
 from distopt import launch
-from distopt.launch.join.pmi import Member
+from distopt.launch.rendezvous.pmi import Member
 
 def late(call, sleep):
     def called(*args):

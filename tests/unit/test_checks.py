@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from distopt import comm
 from distopt.comm.checks import check_same_environment, environment
 from distopt.errors import LaunchError
-from distopt.launch.join.job import Job
-from distopt.launch.topology import Topology
+from distopt.launch.job.base import Job
+from distopt.launch.job.topology import Topology
 
 
 class Told(Job):

@@ -12,7 +12,7 @@ import pytest
 from distopt import cli, launch
 from distopt.cli import bench
 from distopt.errors import DistoptError
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 from tests.processes import Program, mpiexec
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from distopt.comm import shm
 from distopt.errors import UsageError
-from distopt.launch.ending import shortened, waitable_children
+from distopt.launch.mpi_quirks import shortened
+from distopt.launch.processes import waitable_children
 from tests.processes import ROOT, Ended, Program, mpiexec_command
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "environment_script.py")
@@ -127,7 +128,7 @@ def test_long_texts_keep_both_ends():
 
 UNDER_FIRE = """
 import os, signal, time
-from distopt.launch.ending import ignore
+from distopt.launch.processes import ignore
 
 signal.signal(signal.SIGTERM, lambda *_: None)  # the first may come at once
 own, sender = os.getpid(), os.fork()

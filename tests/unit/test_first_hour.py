@@ -14,7 +14,7 @@ import distopt
 from distopt import autograd, layer, model, opt, tensor
 from distopt.compress import Threshold, TopK
 from distopt.errors import CommunicatorClosedError, UsageError
-from distopt.launch.join.env import origin
+from distopt.launch.job.origin import origin
 from distopt.settings import Settings
 from tests.processes import Program
 

@@ -72,3 +72,29 @@ def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
     results, report = lint_imports(tmp_path, **new_modules)
     assert results[contract] == "BROKEN", report
     assert said in report.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
+
+
+# The package itself is replaced by an empty one: its import acts, and says why.
+MODULES = """
+import importlib, os, pkgutil, signal, sys, threading, types, distopt
+package = sys.modules["distopt.launch"] = types.ModuleType("distopt.launch")
+package.__path__ = [os.path.join(os.path.dirname(distopt.__file__), "launch")]
+def state():
+    hooks = sys.excepthook, sys.unraisablehook, sys.exit, os._exit, sys.stdout
+    handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]
+    return hooks, handlers, dict(os.environ), sorted(os.listdir("/proc/self/fd")), threading.active_count()
+before = state()
+names = [found.name for found in pkgutil.walk_packages(package.__path__, "distopt.launch.")]
+for name in names:
+    importlib.import_module(name)
+assert state() == before
+assert "numpy" not in sys.modules
+assert not sys.modules["distopt.launch.end_together.siblings"]._seen
+print(len(names))
+"""
+
+
+def test_importing_a_module_of_launch_does_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 40

@@ -11,7 +11,7 @@ from distopt.compress import PowerSGD, TopK
 from distopt.data import ShardedSampler, data_partition
 from distopt.device import create_cuda_gpus
 from distopt.errors import UsageError, check_integer
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 from distopt.nn.devices.device import Device
 from distopt.sync.engine import Engine
 from distopt.tensor import Tensor

@@ -42,7 +42,7 @@ def test_the_suite_passes_under_mpiexec(n):
     [(2, "mpi", FEW), *((n, backend, "") for n in (2, 1, 3, 4) for backend in ("mpi", "shm"))],
 )
 def test_conformance_under_mpiexec(n, backend, checks):
-    words = ("--backend", backend, "--job", "distopt.launch.join.mpi:MpiJob", "-k", checks)
+    words = ("--backend", backend, "--job", "distopt.launch.job.mpi:MpiJob", "-k", checks)
     ended = mpiexec(n, "-m", "tests.conformance.run", *words)
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" checks passed") == n

@@ -13,8 +13,8 @@ import pytest
 from distopt import launch
 from distopt.errors import LaunchError, RankFailedError, UsageError
 from distopt.launch import LauncherInfo
-from distopt.launch.run.output import _MarkedStream
-from distopt.launch.run.spawn import _last_words_once
+from distopt.launch.supervise.output import _MarkedStream
+from distopt.launch.supervise.spawn import _last_words_once
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")

@@ -3,9 +3,9 @@
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch.join.env import launcher
-from distopt.launch.join.meeting import meeting
-from distopt.launch.join.pmi import ports
+from distopt.launch.launchers import launcher
+from distopt.launch.rendezvous.meeting import meeting
+from distopt.launch.rendezvous.pmi import ports
 
 TORCHRUN = {
     "RANK": "3",

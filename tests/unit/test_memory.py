@@ -18,7 +18,7 @@ from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import _FAR_EVERY, Kept, Memory
 from distopt.checkpoint.parts import InPlace
 from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 
 
 class Together:

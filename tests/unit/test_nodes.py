@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from distopt.launch.run.nodes import NO_RANK, Node, Owner
-from distopt.launch.run.options import RunOptions
-from distopt.launch.run.ranks import Failure
+from distopt.launch.nodes.options import RunOptions
+from distopt.launch.nodes.owner import NO_RANK, Node, Owner
+from distopt.launch.supervise.ranks import Failure
 
 SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")
 RAISED = Failure(1, 1, "rank 1 left with exit code 1: ValueError")

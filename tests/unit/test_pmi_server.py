@@ -9,13 +9,13 @@ import time
 import pytest
 
 from distopt.errors import LaunchError
+from distopt.launch.end_together.server import Server
+from distopt.launch.end_together.watch import Watch
 from distopt.launch.gate import proof
-from distopt.launch.join import pmi
-from distopt.launch.join.env import LauncherInfo
-from distopt.launch.join.meeting import Meeting
-from distopt.launch.join.pmi import Member, ports
-from distopt.launch.watch.server import Server
-from distopt.launch.watch.watch import Watch
+from distopt.launch.launchers import LauncherInfo
+from distopt.launch.rendezvous import pmi
+from distopt.launch.rendezvous.meeting import Meeting
+from distopt.launch.rendezvous.pmi import Member, ports
 
 KEY = os.getpid().to_bytes(32, "big")  # determines the ports: other workers have others
 

@@ -13,7 +13,7 @@ from distopt.checkpoint import Checkpoint, Preempted, preemption
 from distopt.checkpoint.preemption import Preemption
 from distopt.comm.single import SingleCommunicator
 from distopt.errors import UsageError
-from distopt.launch.topology import Topology
+from distopt.launch.job.topology import Topology
 
 
 class Clock:

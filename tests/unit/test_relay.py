@@ -9,7 +9,7 @@ import selectors
 
 import pytest
 
-from distopt.launch.run.output import Output, Relay
+from distopt.launch.supervise.output import Output, Relay
 
 
 @pytest.fixture

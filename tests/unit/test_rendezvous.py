@@ -17,9 +17,9 @@ import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch import gate
-from distopt.launch.join import rendezvous
-from distopt.launch.join.rendezvous import HostGroup
-from distopt.launch.watch import siblings
+from distopt.launch.end_together import siblings
+from distopt.launch.rendezvous import host_group as rendezvous
+from distopt.launch.rendezvous.host_group import HostGroup
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
 if TYPE_CHECKING:
@@ -271,7 +271,8 @@ def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: p
         admitted.set()
 
     monkeypatch.setattr(rendezvous._Listener, "_admitted", admit_and_tell)
-    code = f"from distopt.launch.join.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
+    code = "from distopt.launch.rendezvous.host_group import HostGroup; "
+    code += f"HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
     def kill() -> None:

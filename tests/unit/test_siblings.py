@@ -11,8 +11,8 @@ import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError
-from distopt.launch.watch import siblings
-from distopt.launch.watch.siblings import Absence
+from distopt.launch.end_together import siblings
+from distopt.launch.end_together.siblings import Absence
 from tests.processes import Program
 
 
@@ -78,7 +78,7 @@ def test_one_warning(seen, caplog):
 
 
 def test_siblings_are_children_of_one_parent_by_one_command():
-    script = "import time; from distopt.launch.watch import siblings as s; "
+    script = "import time; from distopt.launch.end_together import siblings as s; "
     script += "print(*s._siblings()[0], flush=True); time.sleep(99)"
     first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
@@ -111,7 +111,7 @@ def leave_with(ticket) -> None:
 WATCHED = """
 import sys
 from distopt import _core
-from distopt.launch.watch.siblings import ends_of_siblings
+from distopt.launch.end_together.siblings import ends_of_siblings
 with ends_of_siblings() as ends:
     watchdog = _core.Watchdog(60.0, "late", 7, [(fd, f"{pid} has ended") for pid, fd in ends.items()])
     print(len(ends), flush=True)
@@ -142,7 +142,7 @@ def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
 
 ORPHAN = """
 import multiprocessing, os, subprocess, sys, time
-from distopt.launch.watch.siblings import end_with_parent
+from distopt.launch.end_together.siblings import end_with_parent
 def child(launched=False):
     end_with_parent(launched=launched)
     print(os.getpid(), flush=True)

@@ -13,9 +13,9 @@ import pytest
 
 from distopt.errors import CommunicatorClosedError, PeerLostError, TransportError
 from distopt.launch.gate import turn
-from distopt.launch.run.output import Output
-from distopt.launch.run.program import Program
-from distopt.launch.run.ranks import Failure, LocalRanks, Rank, first_of
+from distopt.launch.supervise.output import Output
+from distopt.launch.supervise.program import Program
+from distopt.launch.supervise.ranks import Failure, LocalRanks, Rank, first_of
 
 RAISES = "import distopt.launch, distopt.errors as e; raise "
 FOREIGN = "raise ValueError('foreign')"

@@ -169,8 +169,8 @@ def host_name() -> Finding:
 
 def launcher_variables() -> Finding:
     """The launcher that started this process, according to its environment variables."""
-    from ...launch.join.env import launcher  # not before the probe runs: the package may be incomplete
-    from ...launch.join.meeting import meeting
+    from ...launch.launchers import launcher  # not before the probe runs: the package may be incomplete
+    from ...launch.rendezvous.meeting import meeting
 
     try:
         info = launcher()

@@ -14,9 +14,10 @@ import numpy as np
 
 from ... import _core
 from ...errors import CommunicatorError, UsageError, WireMemoryError
-from ...launch.join.job import Job
-from ...launch.join.mpi import MpiJob, import_mpi
-from ...launch.watch.exit_guard import close_at_exit
+from ...launch.end_together.exit_guard import close_at_exit
+from ...launch.job.base import Job
+from ...launch.job.mpi import MpiJob
+from ...launch.rendezvous.mpi import import_mpi
 from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
 from ..native import NativeCommunicator
 from .messages import MpiMessages

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 
-from ...launch.ending import end_of
+from ...launch.processes import end_of
 
 # Messages that a rank sent before it ended may still be on their way.
 _PATIENCE_SECONDS = 0.5

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from ... import _core
 from ...errors import Process
-from ...launch.join.mpi import MpiJob
+from ...launch.end_together.exit_guard import after_closing
+from ...launch.job.mpi import MpiJob
 from ...launch.stopwatch import Stopwatch
-from ...launch.watch.exit_guard import after_closing
 from ...settings import Settings
 from .notes import MpiNotes
 from .peers import LocalPeers

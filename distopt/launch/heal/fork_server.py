@@ -30,17 +30,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..ending import die_with
+from ..end_together import siblings
+from ..end_together.report import VARIABLE, supervisor
+from ..processes import die_with
 from ..threads import THREAD_VARIABLES
-from ..watch import siblings
-from ..watch.report import VARIABLE, supervisor
 from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
-_REST_SECONDS = 0.5  # before a spare is replaced: ranks that start have more use for the cores
-_AHEAD_SECONDS = 0.1  # that rank 0 may be, at most
-_N_FDS = 5  # of the order, and those passed to the rank
+_REST_SECONDS = 0.5  # a spare is replaced that much later: ranks that start have more use for the cores
+_AHEAD_SECONDS = 0.1  # the longest lead of rank 0
+_N_FDS = 5  # the order, and the four for the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -80,7 +80,7 @@ class ForkServer:
         with link, orders:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, *map(str, fds), str(n_spares)],
-                # By the mark, children that ranks have forked are known.
+                # This mark shows which processes ranks have forked.
                 env={**env, **dict.fromkeys(THREAD_VARIABLES, "1"), VARIABLE: f"{os.getpid()} -1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class ForkServer:
         pid = 0
         if self.ready:
             self._orders.settimeout(_FORK_SECONDS)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended, or does not answer
                 _send(self._orders, order, fds)
                 pid = int(self._orders.recv(64) or b"0")
             if not pid:
@@ -115,7 +115,7 @@ class ForkServer:
     def close(self) -> None:
         """Local. End the process; idempotent."""
         self.ready, self.ended = False, True
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError):  # closed before
             self._selector.unregister(self._link)
         self._link.close()
         self._orders.close()
@@ -167,7 +167,7 @@ def _import(modules: Sequence[str]) -> None:
     else:
         sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
     for name in modules:
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # SystemExit, too; the rank imports it again, and reports why it fails
             importlib.import_module(name)
     if not with_mpi:
         del sys.modules["mpi4py.MPI"]
@@ -179,7 +179,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
     _import(_receive(link)[0])
     gc.freeze()  # a collection in a rank would write to every object, and so copy most pages
     link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
-    spares: list[int] = []  # of each, a pipe that it closes when it takes an order or ends
+    spares: list[int] = []  # for each, a pipe that it closes when it takes an order or ends
     while True:
         rest = _REST_SECONDS if len(spares) < n_spares else None
         ready, _, _ = select.select(spares or [orders.fileno()], [], [], rest)
@@ -198,7 +198,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
         if os.fork():
             os._exit(0)
         _libc.prctl(_PR_SET_NAME, b"distopt spare", 0, 0, 0)
-        link.close()  # else the agent would not notice the end of the process
+        link.close()  # so that the agent notices the end of the process
         while os.getppid() == between:
             time.sleep(0.0002)
         order, fds = _receive(orders)
@@ -239,7 +239,7 @@ def _let_listen(env: Mapping[str, str]) -> None:
     """Let rank 0 be ahead: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
     end = time.monotonic() + _AHEAD_SECONDS
     while time.monotonic() < end:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not yet
             socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), _AHEAD_SECONDS).close()
             return
         time.sleep(_AHEAD_SECONDS / 100)
@@ -266,7 +266,7 @@ def _run(program: Sequence[str]) -> None:
 
 
 def _main() -> None:
-    _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # else ranks would take it for one of them
+    _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # so that ranks do not take it for one of them
     link, orders, n_spares = map(int, sys.argv[1:])
     order, fds = _serve(socket.socket(fileno=link), socket.socket(fileno=orders), n_spares)
     _become(order, fds)

@@ -1,8 +1,8 @@
 """Memory of an agent in which its ranks keep their states: two slots for each, which it writes in turns.
 
 On several nodes there is a third: one of them stays until the next states have also gone to another node.
-A slot is a memory file, whose header says to which step the states belong, and counts once the rest has been written.
-A rank may be killed in between. Then the other slot counts. `distopt.checkpoint.memory` writes and reads them.
+A slot is a memory file. Its header says to which step the states belong, and is written after the rest: it makes the
+slot valid. If a rank is killed before, the other slot counts. `distopt.checkpoint.memory` writes and reads them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 import struct
 from collections.abc import Mapping
 
-VARIABLE = "DISTOPT_SLOTS"  # of ranks: the descriptors of all slots of their agent, which they inherit
-# The newest step done; bytes of the JSON that follows; last, since it validates the rest, the step of the states and 1,
-# or 0.
+VARIABLE = "DISTOPT_SLOTS"  # in the ranks: the descriptors of all slots of their agent
+# The newest step done; the length of the JSON that follows, in bytes; the step of the states plus 1, or 0 for none. It
+# comes last, since it validates the rest.
 HEADER = struct.Struct("<QQQ")
 
 
 def slots_in(env: Mapping[str, str]) -> list[int]:
-    """Local. The descriptors that the variable says; none without it."""
+    """Local. The descriptors that the variable names; none if it is not set."""
     return [int(fd) for fd in env.get(VARIABLE, "").split()]
 
 
@@ -27,10 +27,10 @@ class Slots:
 
     Args:
         n_ranks: number of ranks.
-        n_slots: of each.
+        n_slots: number of slots of each rank.
 
     Attributes:
-        fds: of the files, those of a rank together.
+        fds: the descriptors of the files, rank by rank.
     """
 
     def __init__(self, n_ranks: int, n_slots: int = 2) -> None:

@@ -1,0 +1,211 @@
+"""The exit of a rank under an MPI launcher, so that no other rank waits for it forever.
+
+If a single rank exits early, MPI_Finalize, and with it the whole job, waits forever. Therefore, in jobs of more than
+one rank:
+
+- An uncaught exception prints its traceback and calls MPI_Abort(1). The code of an error of distopt is the error's own,
+  Ctrl-C gives 130.
+- `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before. MPICH's
+  mpiexec ends with 9 instead of n where it had to kill another rank.
+- `os._exit(0)` and C's `exit(0)` print a line, and end this process with code 1. After the job was closed,
+  `os._exit(0)` calls MPI_Finalize first.
+
+This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
+MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.watch`.
+
+Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes. In a
+script that imports mpi4py.MPI before distopt, mpi4py itself calls MPI_Finalize at the end of every forked child, which
+breaks the job: end such children by `os._exit`.
+
+Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
+`launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Use
+`sys.exit(n)` instead. A script that catches its own `sys.exit` and continues should close the job at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from ... import _core
+from ...errors import DistoptError, UsageError
+from .. import mpi_quirks
+from ..processes import exit_status
+from .report import supervisor
+from .siblings import Closable, end_with_parent
+from .watch import Watch
+
+_EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
+
+
+class ExitGuard:
+    """Ends the whole job when this rank leaves it by an exception, `sys.exit(n)`, `os._exit(0)` or C's `exit(0)`.
+
+    A process that ends with code 0 and without MPI_Finalize is a success for MPICH's mpiexec, which kills the others.
+
+    Attributes:
+        communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
+        farewells: functions to call after that.
+        others: reports the ends of other ranks; None without a watch.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: list[Closable] = []
+        self.farewells: list[Callable[[], object]] = []
+        self.others: Watch | None = None
+        self._jobs: set[int] = set()
+        self._left = False  # all jobs were closed
+        self._exit_code = 0
+        self._mpi: Any = None
+        self._pid = 0
+
+    def arm(self, mpi: ModuleType) -> None:
+        """Local. From now on, leaving early ends the job."""
+        if self._mpi is None:
+            self._mpi, self._pid = mpi, os.getpid()
+            sys.excepthook = partial(self._uncaught, supervisor.unhook())
+            # Nothing else serves than to replace both. Whether to close the communicators or to abort is decided in an
+            # exit handler of Python, which does not get the exit code; C's `on_exit` gets it when Python has ended.
+            sys.exit = partial(self._exit, sys.exit)
+            # This one calls no handler at all, and mpiexec acts on the code at once.
+            os._exit = partial(self._exit_now, os._exit)
+            _core.refuse_early_exit(self._says(_EARLY.format("exit(0) of C")))
+            atexit.register(self._at_exit)
+            mpi_quirks.keep_hangups()
+            end_with_parent(launched=True)
+
+    def watch(self, job: object) -> None:
+        """Local. A job has been joined."""
+        self._jobs.add(id(job))
+        self._left = False
+
+    def forget(self, job: object) -> None:
+        """Local. A job has been closed. If it was the last, this process leaves no peer behind."""
+        if id(job) in self._jobs:
+            self._jobs.remove(id(job))
+            self._left = not self._jobs
+
+    @property
+    def armed(self) -> bool:
+        """Local. Whether leaving early ends the job."""
+        return self._mpi is not None
+
+    @property
+    def _is_rank(self) -> bool:
+        return os.getpid() == self._pid
+
+    def _uncaught(
+        self, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        code = 130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1
+        supervisor.raised(error, code)
+        if self._left or not self._is_rank:
+            before(kind, error, trace)
+            return
+        who = self._says("failed:")
+        if before is sys.__excepthook__:
+            # In a single write: mpiexec may end this process between two writes because another rank failed.
+            _say(mpi_quirks.shortened("".join([who, *traceback.format_exception(kind, error, trace)])))
+        else:
+            _say(who)
+            before(kind, error, trace)
+        self.abort(code)
+
+    def _exit(self, before: Any, status: object = None, /) -> NoReturn:
+        if self._is_rank:
+            self._exit_code = exit_status(status)
+        before(status)
+        raise AssertionError("sys.exit returned")
+
+    def _exit_now(self, before: Any, status: int) -> NoReturn:
+        if self._is_rank and status & 0xFF == 0:
+            if self._left and threading.current_thread() is threading.main_thread():
+                self._finalize()
+                _core.refuse_early_exit("")
+                mpi_quirks.exit_well()
+            _say(self._says(_EARLY.format("os._exit(0)")))
+            if self.others is not None:
+                self.others.end_others(1)
+            time.sleep(mpi_quirks.FORWARD_SECONDS)
+            status = 1
+        before(status)
+        raise AssertionError("os._exit returned")
+
+    def _at_exit(self) -> None:
+        if not self._is_rank:
+            return
+        _core.refuse_early_exit("")
+        if self._exit_code and not self._left:
+            if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
+                _say(self._says(f"left with exit code {self._exit_code}"))
+            self.abort(self._exit_code)
+        while self.communicators:  # they do not outlive sys.exit, which leads here
+            self.communicators.pop().close()
+        for farewell in self.farewells:
+            farewell()
+        if self.others is not None:
+            self._finalize()  # waits for the other ranks while a thread still hears of their end
+
+    def _finalize(self) -> None:
+        if not self._mpi.Is_finalized():
+            self._mpi.Finalize()
+            if self.others is not None:
+                self.others.leave()
+
+    def _says(self, text: str) -> str:
+        return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
+
+    def abort(self, code: int) -> None:
+        """Local. End all ranks of the launcher's job."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
+                stream.flush()
+        time.sleep(mpi_quirks.FORWARD_SECONDS)
+        if not self._mpi.Is_finalized():
+            if self.others is not None:
+                self.others.end_others(code)
+            mpi_quirks.abort(self._mpi, code)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
+        sys.stderr.write(text)
+
+
+def finalize_at_exit(mpi: Any) -> None:
+    """Local. Call MPI_Finalize when the interpreter of this process ends.
+
+    mpi4py would also call it in a forked child, where it breaks the connections of the rank.
+    """
+    atexit.register(_finalize, mpi, os.getpid())
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def close_at_exit(communicator: Closable) -> None:
+    """Local. Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
+    if guard.armed:
+        guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
+
+
+def after_closing(farewell: Callable[[], object]) -> None:
+    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
+    guard.farewells.append(farewell)
+
+
+guard = ExitGuard()

@@ -1,0 +1,107 @@
+"""Reports of a rank to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
+
+The supervisor gives each rank a pipe. A message is a line, an object in JSON with the key "say":
+
+- `begun`: the script and the function have been imported;
+- `leaves`: whether, from now on, the rank ends by itself after a signal ("does");
+- `left`: it does so now, because of one, together with all other ranks;
+- `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
+  processes of a host have), and whether as a consequence of another rank's end ("is_consequence").
+
+A program that does not run distopt says nothing; of its end, only the exit status is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ...errors import DistoptError
+from ..mpi_quirks import shortened
+
+# Process id of the supervisor, and the descriptor that its rank has inherited: -1 for a rank of `spawn`.
+VARIABLE = "DISTOPT_AGENT"
+
+
+class Reports:
+    """The pipe to the supervisor of this process, if it is a rank that has one. Forked children report nothing.
+
+    Attributes:
+        is_heard: whether there is a supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._fd, self._pid = -1, 0
+        self._has_failed = False
+        self._before: Callable[..., object] | None = None
+
+    def find(self) -> None:
+        """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
+        agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
+        if agent == str(os.getppid()):  # else the variable belongs to a process further up
+            with contextlib.suppress(OSError):  # the program has closed it
+                if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
+                    self.open(int(fd))
+
+    def open(self, fd: int) -> None:
+        """Local. This process is a rank, and its supervisor reads from the other end of `fd`."""
+        self._fd, self._pid = fd, os.getpid()
+
+    @property
+    def is_heard(self) -> bool:  # noqa: D102
+        return self._fd >= 0 and os.getpid() == self._pid
+
+    def say(self, what: str, **content: Any) -> None:
+        """Local. Send a message, if there is anybody to hear it."""
+        if self.is_heard:
+            line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
+            with contextlib.suppress(OSError):  # the supervisor has ended
+                while line:
+                    line = line[os.write(self._fd, line) :]
+
+    def failed(self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False) -> None:
+        """Local. Say why this rank fails, once; later failures follow from it.
+
+        Args:
+            code: the exit code with which it is about to end.
+            text: why.
+            error: the exception, if that is why; it records whether it is a consequence of another rank's end.
+            is_consequence: whether this end is known to be one.
+        """
+        while error is not None and not is_consequence:
+            is_consequence = isinstance(error, DistoptError) and error.is_consequence
+            error = error.__cause__
+        if not self._has_failed:
+            self._has_failed = True
+            self.say("failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence)
+
+    def raised(self, error: BaseException, code: int = 1) -> None:
+        """Local. Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""
+        if self.is_heard and not isinstance(error, KeyboardInterrupt):
+            lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+            self.failed(code, next((line for line in lines if line[:1].strip()), "").strip(), error)
+
+    def hook(self) -> None:
+        """Local. From now on, report uncaught exceptions, if there is a supervisor."""
+        if self.is_heard:
+            self._before, sys.excepthook = sys.excepthook, self._uncaught
+
+    def unhook(self) -> Callable[..., object]:
+        """Local. Do not report uncaught exceptions any more. Return the `sys.excepthook` to call instead."""
+        return self._before if self._before is not None and sys.excepthook == self._uncaught else sys.excepthook
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.raised(error)  # before the traceback is printed: the failure of another rank may end this one
+        if self._before is not None:
+            self._before(kind, error, trace)
+
+
+supervisor = Reports()

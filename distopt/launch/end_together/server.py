@@ -1,0 +1,192 @@
+"""The server of a job on several hosts: it notifies ranks of others that end too early, and connects MPICH's ranks.
+
+Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
+of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
+
+Every rank opens a connection that stays with Python. Each message is a line; the server's are:
+
+- `go`: all ranks have joined;
+- `end CODE RANK TEXT`: the job has failed because of TEXT, if known. Leave with exit code CODE; RANK alone prints it;
+- `lost CODE RANK TEXT`: so it has, because a host cannot be reached.
+
+Messages of a rank are `left`: its end is not a failure; and `end CODE`: it has failed, and has reported it.
+
+Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
+`name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
+EuroMPI 2010).
+
+Both sides of a connection first prove that they know the job's key: `distopt.launch.gate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+
+from ..gate import Gate, Link, proof, turn
+from ..stopwatch import Stopwatch
+
+_LOOK_SECONDS = 0.2
+_ENDED = "has ended before the others; see its output"
+_UNREACHABLE = "cannot be reached; see whether its host and the network are up"
+
+_ANSWERS = {
+    "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+    "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
+    "get_appnum": "appnum appnum=0 rc=0",
+    # MPICH names its files in /dev/shm after it, so that jobs of one host need different names.
+    "get_my_kvsname": "my_kvsname kvsname=distopt_{job} rc=0",
+    "get_universe_size": "universe_size size={size} rc=0",
+    "finalize": "finalize_ack rc=0",
+}
+
+
+class Server(Gate):
+    """Serves one job of `size` ranks until all have left or finalized MPI, or one has ended before.
+
+    Args:
+        listener: a listening TCP socket.
+        key: the job's key.
+        size: number of ranks.
+        timeout: seconds within which all ranks must join.
+        parent: process id of rank 0, the parent of this process.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int) -> None:
+        super().__init__(key, selectors.DefaultSelector())
+        self.listen(listener)
+        self._job = proof(key, b"name")[:8].hex()
+        self._size = size
+        self._timeout = timeout
+        self._parent = parent
+        self._mpi: dict[int, Link] = {}
+        self._watchers: dict[int, Link] = {}
+        self._names: dict[int, str] = {}
+        self._values: dict[str, str] = {}
+        self._waiting: set[int] = set()  # in the barrier
+        self._finalized: set[int] = set()
+        self._began = False  # all have joined
+        self._ended = False
+
+    def run(self) -> None:
+        """Local. Serve; return at the end of the job, with all connections closed."""
+        try:
+            self._run()
+        finally:
+            self.close()
+            self._selector.close()
+
+    def _run(self) -> None:
+        watch = Stopwatch()
+        while not self._ended and len(self._finalized) < self._size:
+            turn(self._selector, _LOOK_SECONDS)
+            self._drop_slow_strangers()
+            if watch.seconds() > self._timeout and len(self._watchers) < self._size:
+                absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
+                noun = "ranks" if len(absent) > 1 else "rank"
+                self._end(
+                    1,
+                    f"{noun} {', '.join(absent)} of {self._size} did not join within {self._timeout:g} s; see the "
+                    "output of those processes, and whether their hosts reach that of rank 0",
+                )
+            if os.getppid() != self._parent:
+                self._gone(0)
+
+    def _refusal(self, link: Link, size: int) -> str:
+        links = self._mpi if link.purpose == b"m" else self._watchers
+        name = f"rank {link.rank} on {link.host} (pid {link.pid})"
+        if size != self._size:
+            return f"{name} expects {size} ranks, rank 0 expects {self._size}"
+        if link.rank >= size or link.rank in links:
+            other = self._names.get(link.rank, f"there are {size} ranks")
+            return f"{name} is not the only one of that rank: {other}"
+        self._names[link.rank] = name
+        return ""
+
+    def _admitted(self, link: Link) -> None:
+        links = self._mpi if link.purpose == b"m" else self._watchers
+        links[link.rank] = link
+        if links is self._watchers and len(self._watchers) == self._size:
+            self._began = True
+            for watcher in self._watchers.values():
+                self._send(watcher, "go\n")
+
+    def _lost(self, link: Link) -> None:
+        # The last messages of the rank may still be unread on its other connection.
+        other = self._watchers.get(link.rank, link)
+        if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
+            self._read(other)
+        self._gone(link.rank, unreachable=link.unreachable)
+
+    def _gone(self, rank: int, *, unreachable: bool = False) -> None:
+        if rank not in self._finalized:
+            kind, how = ("lost", _UNREACHABLE) if unreachable else ("end", _ENDED)
+            self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank, kind=kind)
+
+    def _end(self, code: int, text: str, but: int = -1, kind: str = "end") -> None:
+        """Notify all ranks but one that the job has failed, and why: the ranks may be killed before they can.
+
+        While ranks join, the first of them says why.
+        """
+        if not self._ended:
+            self._ended = True
+            others = [rank for rank in sorted(self._watchers) if rank != but]
+            if text and self._began:
+                with contextlib.suppress(OSError):  # its reader has gone
+                    os.write(2, f"{text}\n".encode())
+            speaker = -1 if self._began else min(others, default=-1)
+            for rank in others:
+                self._send(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
+
+    # -- PMI-1 -----------------------------------------------------------------------------------------------------
+    def _serve(self, link: Link, line: str) -> None:
+        if self._ended:
+            return
+        if link.purpose != b"m":
+            if line == "left":
+                self._finalized.add(link.rank)
+            elif line.startswith("end "):
+                self._end(_exit_code(line[4:]), "", but=link.rank)
+            return
+        words = dict(word.partition("=")[::2] for word in line.split())
+        command = words.get("cmd", "")
+        if command == "put":
+            self._values[words.get("key", "")] = words.get("value", "")
+            answer = "put_result rc=0"
+        elif command == "get":
+            value = self._values.get(words.get("key", ""))
+            answer = "get_result rc=-1" if value is None else f"get_result rc=0 value={value}"
+        elif command == "barrier_in":
+            self._waiting.add(link.rank)
+            if len(self._waiting) == self._size:
+                self._waiting.clear()
+                for other in self._mpi.values():
+                    self._send(other, "cmd=barrier_out rc=0\n")
+            return
+        elif command == "abort":
+            self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
+            return
+        else:
+            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
+        if command == "finalize":
+            self._finalized.add(link.rank)
+        self._send(link, f"cmd={answer}\n")
+
+
+def _exit_code(digits: str) -> int:
+    return int(digits) & 0xFF or 1 if digits.isascii() and digits.isdigit() else 1
+
+
+def main() -> None:
+    """Serve as `distopt.launch.end_together.watch.start_server`, which started this program, specified."""
+    fd, size, timeout, parent = sys.argv[1:]
+    # The job's launcher may signal all of its processes; this one ends with rank 0.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    key = sys.stdin.buffer.read()
+    Server(socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent)).run()

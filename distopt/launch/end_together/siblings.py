@@ -1,0 +1,193 @@
+"""Siblings: processes started by this one's parent with the same command, presumably the other ranks of this host.
+
+A rank that ends before joining leaves no trace in the rendezvous, and its parent may not watch it (for example, a
+script that starts `multiprocessing.Process` itself). The ranks therefore watch each other through /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container, Iterator
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Protocol
+
+from ...errors import LaunchError
+from ..processes import children, end_of
+from ..stopwatch import Stopwatch
+from .report import supervisor
+
+_log = logging.getLogger("distopt")
+
+_LEAVE_SECONDS = 10.0
+_LISTEN_SECONDS = 2.0
+_seen: set[int] = set()  # siblings seen running at any time since this process started
+
+
+class Absence:
+    """Ranks of this host that have not joined: warns about them, and notices when they cannot join any more.
+
+    Args:
+        stall_warning: seconds before the warning.
+        all_started: whether the parent is known to have started all ranks.
+    """
+
+    def __init__(self, stall_warning: float = 10.0, *, all_started: bool = False) -> None:
+        self._watch = Stopwatch()
+        self._warn_after = stall_warning
+        self._all_started = all_started
+        self._too_few_since: float | None = None
+
+    def check(self, who: str, absent: float, *, present: Container[int] = (), patience: float = 0.5) -> None:
+        """Local. Call this repeatedly while waiting for ranks.
+
+        Args:
+            who: clause that names the missing ranks.
+            absent: number of missing ranks.
+            present: process ids of the ranks that have joined.
+            patience: seconds for which there must be too few processes before ranks count as lost.
+
+        Raises:
+            LaunchError: siblings have ended, and fewer are left than ranks are missing.
+        """
+        now = self._watch.seconds()
+        if now > self._warn_after:
+            self._warn_after = float("inf")
+            _log.warning("%s for %.1f s now", who, now)
+        running, ended = _survey()
+        lost = sorted(pid for pid in ended if pid not in present)
+        left = len([pid for pid in running if pid not in present])
+        if left >= absent or not (lost or self._all_started):
+            self._too_few_since = None
+        elif self._too_few_since is None:
+            self._too_few_since = now
+        elif now - self._too_few_since > patience:
+            pids = f" (pid {', '.join(map(str, lost))})" if lost else ""
+            raise LaunchError(f"{who}, and a process of this job{pids} has ended; see the output")
+
+
+def is_first() -> bool:
+    """Local. Whether this process is older than all its siblings that have been seen."""
+    running, ended = _survey()
+    return all(pid > os.getpid() for pid in running | ended)
+
+
+@contextlib.contextmanager
+def ends_of_siblings() -> Iterator[dict[int, int]]:
+    """Local. For each sibling, by process id, a descriptor that becomes readable when it ends."""
+    running, ended = _survey()
+    with contextlib.ExitStack() as stack:
+        fds = {}
+        for pid in sorted(running | ended):
+            if (fd := end_of(pid)) is not None:  # without it, only the launcher watches
+                fds[pid] = fd
+                stack.callback(os.close, fd)
+        yield fds
+
+
+class Closable(Protocol):
+    """A communicator, for this room."""
+
+    @property
+    def closed(self) -> bool: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+def speak_last(communicator: Closable) -> None:
+    """Local. If this process fails, let its siblings, which fail as a consequence, print first.
+
+    Only children of a script's own multiprocessing need this: others have a supervisor, which finds the cause.
+
+    Args:
+        communicator: makes the siblings fail when it closes.
+    """
+    if parent_process() is not None and not supervisor.is_heard:
+        # It runs before multiprocessing prints the traceback.
+        Finalize(None, _let_siblings_speak, (weakref.ref(communicator),), exitpriority=0)
+
+
+def _let_siblings_speak(known: Callable[[], Closable | None]) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception) and not getattr(error, "is_consequence", False):
+        if (communicator := known()) is not None:
+            communicator.close()
+        watch = Stopwatch()
+        while _survey()[0] and watch.seconds() < _LISTEN_SECONDS:
+            time.sleep(_LISTEN_SECONDS / 100)
+
+
+def _survey() -> tuple[set[int], set[int]]:
+    """Siblings that are running, and those that were running and have ended."""
+    running, zombies = _siblings()
+    _seen.update(running)
+    return running, _seen - running | zombies
+
+
+def _siblings() -> tuple[set[int], set[int]]:
+    """Siblings that are running, and those that have ended but have not been reaped by the parent."""
+    own, running, zombies = _process("self"), set(), set()
+    for pid in children(os.getppid()):
+        name, command = _process(str(pid))
+        if name == own[0] and not command:  # its name shows that it is not the process that forks ranks
+            zombies.add(pid)
+        elif (name, command) == own and pid != os.getpid():
+            running.add(pid)
+    return running, zombies
+
+
+def end_with_parent(*, launched: bool = False) -> None:
+    """Local. End this process by SIGTERM when the process that started it ends.
+
+    A parent that exits normally waits for its children first, but one that is killed does not: without this, Open MPI
+    leaves ranks running when their mpiexec is killed.
+
+    Args:
+        launched: the parent is a launcher such as mpiexec. If False, only a parent that used multiprocessing counts.
+    """
+    parent = parent_process()
+    sentinel = parent.sentinel if parent is not None else end_of(os.getppid()) if launched else None
+    if sentinel is not None:
+        threading.Thread(target=_outlive, args=(sentinel,), name="distopt parent", daemon=True).start()
+
+
+def _outlive(sentinel: int) -> None:
+    wait([sentinel])
+    _log.error("the process that started this one (pid %d) has ended before it", os.getpid())
+    os.kill(os.getpid(), signal.SIGTERM)
+    # A handler may put the signal off. It needs the main thread, and that may wait for a peer.
+    time.sleep(_LEAVE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _process(pid: str) -> tuple[bytes, bytes]:
+    """Name and command line without its numbers, which differ between the children of multiprocessing.
+
+    The command line of a zombie is empty.
+    """
+    try:
+        command = re.sub(rb"\d+", b"#", Path(f"/proc/{pid}/cmdline").read_bytes())
+        return Path(f"/proc/{pid}/comm").read_bytes(), command
+    except OSError:
+        return b"", b""
+
+
+def look() -> None:
+    """Local. Record the siblings that run now as seen."""
+    _seen.clear()
+    _seen.update(_siblings()[0])
+
+
+def remember() -> None:
+    """Local. From now on, and in forked children from their start on, know the siblings that have run."""
+    look()
+    os.register_at_fork(after_in_child=look)

@@ -1,0 +1,222 @@
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.end_together.server`.
+
+The launcher may be slow to notice that a rank has ended or a host cannot be reached, or never notice it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...errors import LaunchError
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
+from ..mpi_quirks import end_waiting_daemon
+from ..stopwatch import Stopwatch
+from .report import supervisor
+
+_RETRY_SECONDS = 0.01  # pause before the next call of a server that was absent
+# The connection may end that long before MPI_Finalize returns.
+_FINALIZED_SECONDS = 0.3
+
+
+# When a process ends, Linux closes the highest descriptors first. The server must notice the end before other ranks
+# notice it through MPI: that may crash them at once.
+_HIGH = 512
+
+# The server needs two modules of this package, and neither the rest of it nor its imports.
+_PROGRAM = """
+import sys, types
+package = sys.modules["launch"] = types.ModuleType("launch")
+package.__path__ = [sys.argv.pop(1)]
+from launch.end_together.server import main
+main()
+"""
+
+
+def start_server(
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
+) -> subprocess.Popen[bytes]:
+    """Local. Start the server of a job of `size` ranks, as rank 0. The caller keeps the result while the server serves.
+
+    Args:
+        listener: a listening socket; the caller closes it.
+        key: 32 bytes that only the job's ranks know.
+        size: number of ranks.
+        timeout: seconds within which all ranks must join.
+        speaks: whether it says on stderr why the job has failed.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
+    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
+    server = subprocess.Popen(
+        [*program, *numbers],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=None if speaks else subprocess.DEVNULL,
+        pass_fds=(listener.fileno(),),
+        start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
+    )
+    if server.stdin is not None:
+        server.stdin.write(key)
+        server.stdin.close()
+    return server
+
+
+class Watch:
+    """A rank's connection to the server of its job.
+
+    Args:
+        rank: number of this process in the job.
+        size: number of ranks.
+        key: 32 bytes that only the job's ranks know.
+        places: where the server may be: address and TCP port.
+        timeout: seconds after which to give up.
+        source: where the addresses come from, for messages.
+        speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
+
+    Attributes:
+        server: the process of the server, on rank 0.
+
+    Raises:
+        LaunchError: rank 0 cannot be reached, or refused this rank.
+    """
+
+    server: subprocess.Popen[bytes] | None = None
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        key: bytes,
+        places: Sequence[tuple[str, int]],
+        timeout: float,
+        *,
+        source: str = "",
+        speaks: bool = True,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._key = key
+        self._places = places
+        self._source = source
+        self._speaks = speaks
+        self._left = False
+        self._patience = 0.0  # seconds by which this process outlives the failure of another rank
+        self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
+        self._link = self._connect(b"w", timeout)
+        with contextlib.suppress(OSError):  # the limit is lower
+            descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+            self._link.close()
+            self._link = socket.socket(fileno=descriptor)
+        os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
+
+    def fileno(self) -> int:
+        """Local. The connection's descriptor, which becomes readable when the job fails."""
+        return self._link.fileno()
+
+    def end_with_others(self, abort: Callable[[int], object] = os._exit) -> None:
+        """Local. From now on, end this process as soon as another rank fails or ends before it has left.
+
+        Args:
+            abort: called with the exit code if a host cannot be reached, so that its launcher does not wait for it.
+        """
+        self._abort = abort
+        self._link.settimeout(None)
+        threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
+
+    def leave(self) -> None:
+        """Local. This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
+        self._left = True
+        self._say("left")
+
+    def end_others(self, code: int) -> None:
+        """Local. This rank has failed, and has said so: end the others with this exit code."""
+        self._say(f"end {code}")
+
+    def close(self) -> None:
+        """Local. Hang up."""
+        self._link.close()
+
+    # -- connection ------------------------------------------------------------------------------------------------
+    def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
+        clock = Stopwatch(LONGEST_CALL_SECONDS)
+        while True:
+            for place in self._places:
+                try:
+                    return call(place, self._key, purpose, self._rank, self._size, clock)
+                except RefusedError as error:  # noqa: PERF203
+                    raise LaunchError(
+                        f"rank 0 refused this rank: {error}; check the variables that the launcher set"
+                    ) from None
+                except socket.gaierror as error:
+                    raise LaunchError(
+                        f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
+                        "address that all hosts can reach"
+                    ) from None
+                except OSError:  # no process listens yet, or another program does
+                    pass
+            if clock.seconds() > timeout:
+                addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
+                tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
+                raise LaunchError(
+                    f"{self._who} found no rank 0 at {addresses} ({self._source}), TCP ports {tried}; see "
+                    "rank 0's output, and whether a firewall separates the hosts"
+                )
+            time.sleep(_RETRY_SECONDS)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            self._link.sendall(f"{line}\n".encode())
+
+    def _read_line(self) -> str:
+        """The server's next message.
+
+        Raises:
+            OSError: there is none: the server has ended (ConnectionError), or cannot be reached.
+        """
+        line = bytearray()
+        while (byte := self._link.recv(1)) != b"\n":
+            if not byte:
+                raise ConnectionResetError("the other end closed the connection")
+            line += byte
+        return line.decode(errors="replace")
+
+    def _outlive(self) -> None:
+        try:
+            while (line := self._read_line()) == "go":
+                pass
+        except OSError as error:  # the regular end, too, after all ranks have left
+            time.sleep(_FINALIZED_SECONDS)
+            MPI = sys.modules.get("mpi4py.MPI")
+            if MPI is not None and MPI.Is_finalized():
+                return
+            kind, how = "end", "has ended; see its output"
+            if not isinstance(error, ConnectionError):
+                kind, how = "lost", "cannot be reached; see whether its host and the network are up"
+            lost = "rank 0, which" if self._rank else "the helper process that watches the ranks, which"
+            line = f"{kind} 1 {self._rank if self._speaks else -1} {self._who} has lost {lost} {how}"
+        if self._left:
+            return
+        kind, code, speaker, text = line.split(" ", 3)
+        supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
+        with contextlib.suppress(Exception):  # streams of the script's own; whatever they raise, this process ends
+            sys.stdout.flush()
+            if text and int(speaker) == self._rank:
+                sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+        time.sleep(self._patience)
+        if kind == "lost":
+            if self._speaks:
+                end_waiting_daemon()
+            self._abort(int(code))
+        os._exit(int(code))  # not by MPI_Abort, as others do at this moment: see `mpi_quirks`

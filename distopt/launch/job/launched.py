@@ -1,0 +1,57 @@
+"""Jobs of one host: the launcher numbers the ranks and does no more, as torchrun, srun and `distopt run` do."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+
+from ...settings import Settings
+from ..end_together.siblings import end_with_parent
+from ..end_together.watch import Watch
+from ..launchers import LauncherInfo, launcher_of
+from ..rendezvous.meeting import Meeting
+from ..threads import cap_threads, cores
+from .multiprocess import MultiprocessJob, Ticket
+from .watched import watch_ranks
+
+
+class LaunchedJob(MultiprocessJob):
+    """One rank of a job that torchrun, srun or `distopt run` started on this host alone; no MPI is needed.
+
+    Collective.
+
+    Args:
+        info: the launcher's view of this process.
+        place: how the ranks meet.
+
+    Raises:
+        LaunchError: a rank is missing or duplicated, or another user's process listens for this job.
+    """
+
+    def __init__(self, info: LauncherInfo, place: Meeting) -> None:
+        self._watch: Watch | None = None
+        self._has_agents = launcher_of(info).has_agents  # they end the other ranks when one fails
+        super().__init__(Ticket(place.key[:16]), info.rank, info.size)
+
+    def _settle(self) -> None:
+        end_with_parent(launched=True)
+        usable = self.all_gather(json.dumps(sorted(cores())).encode())
+        cap_threads(self.topology.world_size, map(json.loads, usable))
+        if self.topology.world_size > 1 and not self._has_agents:
+            self._watch = watch_ranks(self, Settings.from_env().timeout)
+        if self._watch is not None:
+            self._watch.end_with_others()
+            atexit.register(_leave, self._watch)
+
+    def close(self) -> None:
+        """Local. Leave the job; idempotent."""
+        super().close()
+        if self._watch is not None:
+            self._watch.leave()
+
+
+def _leave(watch: Watch) -> None:
+    """At the end of the interpreter: an uncaught exception is a failure, which the others are notified of."""
+    if getattr(sys, "last_value", None) is None:
+        watch.leave()

@@ -1,0 +1,64 @@
+"""`distopt run`: it sets torchrun's variables, and gives its own name to the job in DISTOPT_RUN_ID.
+
+A torchrun within would give the job another name in TORCHELASTIC_RUN_ID.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .base import LauncherInfo
+from .torchrun import Torchrun
+
+_RUN_ID = "DISTOPT_RUN_ID"
+
+
+class DistoptRun(Torchrun):  # noqa: D101
+    name = "distopt run"
+    has_agents = True
+
+    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:  # noqa: D102
+        is_own = _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
+        return super().read(env) if is_own else None
+
+    def variables(
+        self,
+        *,
+        job: str,
+        size: int,
+        local_size: int,
+        node: int,
+        nodes: int,
+        address: str,
+        port: int,
+        attempt: int,
+        restarts: int,
+    ) -> dict[str, str]:
+        """Local. The variables that all ranks of a node have in common.
+
+        Args:
+            job: name of the job, different for every start of `distopt run`.
+            size: number of ranks.
+            local_size: number of ranks of this node.
+            node: number of this node.
+            nodes: number of nodes.
+            address: where PyTorch's rank 0 listens.
+            port: at which TCP port.
+            attempt: how many times the ranks have been started before.
+            restarts: how many times they may be started again.
+        """
+        return {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(nodes),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": job,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+            _RUN_ID: job,
+        }
+
+
+DISTOPT_RUN = DistoptRun()

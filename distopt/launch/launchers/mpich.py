@@ -1,0 +1,25 @@
+"""mpiexec of MPICH, and of Intel MPI, which sets the same variables. Tried: MPICH 5.0.2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..mpi_quirks import is_open_mpi
+from .base import Launcher, LauncherInfo
+from .srun import SRUN
+
+
+class Mpich(Launcher):  # noqa: D101
+    name = "mpiexec of MPICH or Intel MPI"
+    rank, size = "PMI_RANK", "PMI_SIZE"
+    local_rank, local_size = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    prefixes = ("PMI_", "MPI_LOCAL", "HYDI_")
+
+    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
+        """Local. As of every launcher; srun --mpi=pmi2 numbers its tasks in these variables, too, and is then meant."""
+        info = super().read(env)
+        task = SRUN.read(env) if info is not None and "PMI_JOBID" in env else None
+        return None if info is not None and task is not None and task.agrees(info) else info
+
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
+        return "cannot be started by it" if is_open_mpi(library) else ""

@@ -1,0 +1,399 @@
+"""`distopt run` on one node: starts the ranks of this node, and ends them together with the ranks of other nodes.
+
+An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
+(`distopt.launch.nodes.owner`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...errors import LaunchError, UsageError
+from ...settings import Settings
+from ..addresses import is_own
+from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call, listen, turn
+from ..heal.slots import Slots
+from ..launchers.distopt_run import DISTOPT_RUN
+from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..stopwatch import Stopwatch
+from ..supervise.output import Output
+from ..supervise.program import Program
+from ..supervise.ranks import Failure, LocalRanks, starting
+from .owner import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
+from .variables import variables
+
+if TYPE_CHECKING:
+    from ..heal.fork_server import ForkServer
+    from .options import RunOptions
+
+_LOOK_SECONDS = 0.2
+_RETRY_SECONDS = 0.03
+_FOREIGN_SECONDS = 3.0  # another program may still hold the endpoint for so long
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STILL_SECONDS = 1.0  # the last lines of a job that has failed, or must end, wait so long for a reader that takes none
+_RECONNECT_SECONDS = 0.25  # time for one attempt
+# A rank may be stopped so long before the others when the whole job is, by scontrol suspend, for example.
+_STOPPED_SECONDS = 0.05
+_KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
+
+
+def run(options: RunOptions) -> int:
+    """Collective over the nodes. Run this node's part of the job to its end; return the exit code.
+
+    The code comes from the first rank that failed; it is 128 + n if signal n ended that rank or the job. One line says
+    why the job has failed.
+
+    Raises:
+        LaunchError: the nodes do not find each other.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(waitable_children())
+        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
+        # The kernel sends SIGCHLD when a rank is stopped.
+        _, child = stack.enter_context(caught_signals([signal.SIGCHLD] if options.heal else [], last=True))
+        selector = stack.enter_context(selectors.DefaultSelector())
+        agent = _Agent(options, caught, selector)
+        stack.callback(agent.close)
+        for fd in (wake, child):
+            selector.register(fd, selectors.EVENT_READ, partial(os.read, fd, 4096))
+        return agent.run()
+
+
+class _Agent:
+    def __init__(self, options: RunOptions, caught: list[int], selector: selectors.BaseSelector) -> None:
+        self._options = options
+        self._caught = caught  # signals that have not been acted on
+        self._selector = selector
+        self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
+        self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
+        self._key = hashlib.sha256(
+            f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
+        ).digest()
+        self._signals: list[int] = []
+        self._owner: Owner | _Remote | None = None
+        self._inbox: deque[dict[str, Any]] = deque()
+        wanted = NO_RANK if options.node_rank is None else options.node_rank
+        self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
+        self._ranks: LocalRanks | None = None
+        self._reported = 0  # failures that the owner knows
+        self._ended = False  # the owner knows that all ranks have ended
+        self._clock = Stopwatch()
+        self._kill_at = float("inf")  # on that clock
+        self._code: int | None = None
+        self._slots = Slots(options.ranks, 3 if options.nodes > 1 else 2) if options.heal else None
+        self._server: ForkServer | None = None
+        self._common: dict[str, str] = {}  # environment of the ranks
+        self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
+        self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`
+
+    def run(self) -> int:
+        self._meet()
+        while self._code is None:
+            seconds = BEAT_SECONDS if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
+            turn(self._selector, 0.0 if self._inbox else seconds)
+            self._handle_signals()
+            if isinstance(self._owner, Owner):
+                self._owner.look()
+            while self._inbox and self._code is None:
+                self._obey(self._inbox.popleft())
+            if self._code is None:
+                self._look_at_link()
+            self._look_at_ranks()
+        return self._code
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._server is not None:
+            self._server.close()
+        if self._slots is not None:
+            self._slots.close()
+        if self._owner is not None:
+            self._owner.close()
+        for output in self._outputs:
+            if output.dropped:
+                lines = "line" if output.dropped == 1 else "lines"
+                self._print(f"{output.dropped} {lines} of {output.name} could not be written")
+        ending = any(signum in ENDING_SIGNALS for signum in self._signals)
+        before, clock = 0, Stopwatch()
+        while unread := sum(len(output.unread) for output in self._outputs):
+            if unread != before:
+                before, clock = unread, Stopwatch()
+            elif (self._code or self._caught or ending) and clock.seconds() > _STILL_SECONDS:
+                break
+            turn(self._selector, _LOOK_SECONDS)
+        for output in self._outputs:
+            output.close()
+        self._held.close()
+
+    def _print(self, text: str) -> None:
+        self._outputs[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
+
+    # -- meeting ---------------------------------------------------------------------------------------------------
+    def _meet(self) -> None:
+        options = self._options
+        listener = None
+        if options.nodes > 1 and _owns(options):
+            with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
+                listener = listen(options.port, options.nodes + 16)
+        if options.nodes == 1 or listener is not None:
+            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
+            if listener is not None:
+                self._owner.listen(listener)
+            self._say("hello", ranks=options.ranks)
+        else:
+            self._come(f"the node that owns {options.endpoint}", CONNECT_SECONDS)
+
+    def _come(self, name: str, seconds: float) -> None:
+        """Connect to the owner, unless a signal comes first; `seconds` are for one attempt."""
+        options, clock = self._options, Stopwatch(LONGEST_CALL_SECONDS)
+        place, foreign_since, link = (options.host, options.port), float("inf"), None
+        while link is None and self._code is None:
+            try:
+                link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, seconds)
+            except RefusedError as error:  # noqa: PERF203
+                raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
+            except OSError as error:
+                fact, now = error.strerror or "no answer", clock.seconds()
+                if isinstance(error, socket.gaierror) and self._ranks is None:  # later, the network may be lost
+                    raise LaunchError(
+                        f"the host of the endpoint {options.endpoint} cannot be found: {fact}; give a name or an "
+                        "address that all nodes can reach"
+                    ) from None
+                foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
+                if now > foreign_since + _FOREIGN_SECONDS:
+                    raise LaunchError(
+                        f"the program at {options.endpoint} is no node of this job: it has another --rdzv-id or "
+                        "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
+                    ) from None
+                if now > options.timeout and isinstance(error, SilentError):
+                    raise LaunchError(
+                        f"the program at {options.endpoint} has not answered as distopt run does within "
+                        f"{options.timeout:g} s; if it is another, give all nodes another port"
+                    ) from None
+                if now > options.timeout:
+                    raise LaunchError(
+                        f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
+                        "same line on the node that has this address, and see whether a firewall separates them"
+                    ) from None
+                turn(self._selector, _RETRY_SECONDS)
+                self._handle_signals()
+        if link is not None:
+            self._owner = _Remote(link, name, self._selector, self._inbox)
+            self._say("hello", ranks=options.ranks)
+
+    def _look_at_link(self) -> None:
+        """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
+        owner, heals = self._owner, self._options.heal
+        if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
+            owner.close()
+            self._owner = None
+            lost = f"{owner.name} has ended or cannot be reached"
+            if self._ranks is None or not heals:
+                self._print(f"{lost}; see its output")
+                self._code = 1
+            else:
+                self._print(f"{lost}; waiting for it, or for the same line typed at {self._options.endpoint}")
+                self._ranks.end(0.0)
+                self._ended = True
+                try:
+                    self._come(owner.name, _RECONNECT_SECONDS)
+                except LaunchError as error:
+                    self._print(str(error))
+                    self._code = 1
+        elif heals and time.monotonic() > self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_SECONDS
+            if owner is not None:
+                owner.say({"say": "beat"})
+
+    # -- orders of the owner ---------------------------------------------------------------------------------------
+    def _say(self, say: str, **content: Any) -> None:
+        before, self._held = self._held, _hold_port()  # every attempt gets another
+        before.close()
+        port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
+        steps = self._slots.steps if self._slots is not None else []
+        message = {"say": say, "port": port, "steps": steps, **content}
+        if self._owner is not None:
+            self._owner.say(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        do = message["do"]
+        if text := message.get("text"):
+            self._print(text)
+        if do == "start":
+            self._start(message)
+        elif do == "end" and self._ranks is not None:
+            self._make_room()
+            if message["patience"]:
+                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # the ranks have got it, too
+                    self._ranks.terminate()
+                self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            else:
+                self._ranks.kill()
+        elif do == "finish":
+            self._code = int(message["code"])
+
+    def _start(self, order: dict[str, Any]) -> None:
+        self._ranks = ranks = self._ranks or LocalRanks(self._selector)
+        ranks.release()
+        ranks.failures.clear()
+        _reap()
+        if isinstance(self._owner, _Remote):
+            self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
+        self._reported, self._ended, self._kill_at = 0, False, float("inf")
+        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
+            ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
+            return
+        options = self._options
+        self._common = variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
+        try:
+            for local_rank in range(options.ranks):
+                rank = order["first"] + local_rank
+                folder = None
+                if options.log_dir is not None:
+                    folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
+                env = {**self._common, DISTOPT_RUN.rank: str(rank), DISTOPT_RUN.local_rank: str(local_rank)}
+                with starting(rank):
+                    ranks.add(Program(rank, options.program, env, folder, self._outputs, self._server))
+        except UsageError as error:
+            text = f"on {self._me.host}, {error}"
+            ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
+
+    # -- ranks and signals -----------------------------------------------------------------------------------------
+    def _look_at_ranks(self) -> None:
+        ranks = self._ranks
+        if ranks is None or self._code is not None or self._ended:
+            return
+        ranks.look()
+        if self._options.heal:
+            self._prepare_healing(ranks)
+        if ranks.running and self._clock.seconds() >= self._kill_at:
+            ranks.kill()
+        if not ranks.running:
+            self._ended = True
+            if ranks.failures:
+                ranks.kill()  # kills the processes that they have started
+        if self._ended or len(ranks.failures) > self._reported:
+            self._reported = len(ranks.failures)
+            failures = [asdict(failure) for failure in ranks.failures]
+            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
+
+    def _prepare_healing(self, ranks: LocalRanks) -> None:
+        """Prepare to start ranks again, and notice those that have been stopped while others run."""
+        if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
+            self._say("stepped", step=done["step"])
+        modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
+        if modules is not None and (self._server is None or self._server.ended):
+            from ..heal.fork_server import ForkServer
+
+            with contextlib.suppress(OSError):  # a limit has been reached
+                names, n_spares = modules["names"], self._options.ranks
+                self._server = ForkServer(names, n_spares, self._common, self._selector, self._print)
+        stopped = ranks.stopped
+        if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
+            self._stopped_at = float("inf")
+        elif self._stopped_at == float("inf"):
+            self._stopped_at = self._clock.seconds()
+        elif self._clock.seconds() > self._stopped_at + _STOPPED_SECONDS:
+            for rank in stopped:
+                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP or the freezer, while others ran")
+
+    def _handle_signals(self) -> None:
+        while self._caught:
+            signum = self._caught.pop(0)
+            if self._ranks is None:
+                if signum in ENDING_SIGNALS:
+                    self._print(f"{signal.Signals(signum).name}: no rank has been started")
+                    self._code = 128 + signum
+                continue
+            self._signals.append(signum)
+            interrupts = self._signals.count(signal.SIGINT) if signum == signal.SIGINT else 0
+            if interrupts > _KILLING:
+                self._code = 128 + signum
+            elif interrupts == _KILLING:
+                self._ranks.look()
+                self._ranks.kill()
+                self._say("kill", failures=[], signals=self._signals)
+            else:
+                self._make_room()
+                self._ranks.signal(signum)
+                if interrupts:
+                    self._kill_at = min(self._kill_at, self._clock.seconds() + SAVING_SECONDS)
+            if self._options.heal and self._ended:  # while a node is waited for
+                self._say("failed", failures=[], signals=self._signals)
+                if self._owner is None and signum in ENDING_SIGNALS:
+                    self._code = 128 + signum
+
+    def _make_room(self) -> None:
+        for output in self._outputs:
+            output.make_room()
+
+
+class _Remote:
+    """The owner, at the other end of a connection."""
+
+    def __init__(
+        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
+    ) -> None:
+        self.name = name
+        self.lost = False
+        self.heard = Stopwatch()  # since its last message
+        self._link = link
+        self._selector = selector
+        self._inbox = inbox
+        self._received = b""
+        self._selector.register(link, selectors.EVENT_READ, self._read)
+
+    def say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._link.fileno() >= 0:
+            self._selector.unregister(self._link)
+            self._link.close()
+
+    def _read(self) -> None:
+        try:
+            part = self._link.recv(1 << 16)
+        except OSError:
+            part = b""
+        *lines, self._received = (self._received + part).split(b"\n")
+        self._inbox.extend(json.loads(line) for line in lines)
+        self.heard = Stopwatch()
+        if not part:
+            self.close()
+            self.lost = True
+
+
+def _owns(options: RunOptions) -> bool:
+    """Whether this host has the address of the endpoint."""
+    if options.static and options.node_rank is not None:
+        return options.node_rank == 0
+    return is_own(options.host)
+
+
+def _reap() -> None:
+    """Processes that ranks started became children of this one when the ranks ended, and would count as siblings."""
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _hold_port() -> socket.socket:
+    """A socket that reserves a free port: the kernel assigns it to no other; a server with SO_REUSEADDR can listen."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder

@@ -1,0 +1,44 @@
+"""The options of `distopt run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of the command line.
+
+    Attributes:
+        program: the words that start a rank.
+        ranks: number of ranks on this node.
+        nodes: number of nodes.
+        node_rank: number of this node, or None if the owner of the endpoint gives it.
+        host: host of the endpoint; unused on one node.
+        port: port of the endpoint; on one node, the port of PyTorch's store, or 0 for a free one.
+        static: whether node 0 owns the endpoint, instead of the node that has its address.
+        run_id: name of the job.
+        restarts: how many times to start all ranks again after a failure.
+        heal: whether to start all ranks again as long as that leads to new steps, by a fork and from states in memory.
+        log_dir: folder for the output of the ranks.
+        timeout: seconds within which all nodes must come.
+    """
+
+    program: tuple[str, ...]
+    ranks: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    static: bool = False
+    run_id: str = "none"
+    restarts: int = 0
+    heal: bool = False
+    log_dir: Path | None = None
+    timeout: float = 300.0
+
+    @property
+    def endpoint(self) -> str:
+        """For messages."""
+        return f"{self.host}:{self.port}"

@@ -1,0 +1,381 @@
+"""How the agents of several nodes act as one: they meet at an endpoint, and its owner decides for all.
+
+An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
+all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
+its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. Each line is an object in JSON:
+messages of the owner have the key "do", messages of an agent the key "say".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..addresses import is_own
+from ..gate import Gate, Link
+from ..processes import ENDING_SIGNALS, SAVING_SECONDS
+from ..stopwatch import Stopwatch
+from ..supervise.ranks import Failure, first_of
+
+if TYPE_CHECKING:
+    from .options import RunOptions
+
+NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
+_FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
+_ANSWER_SECONDS = 5.0  # an agent must report within them that its ranks have been killed
+BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
+SILENT_SECONDS = 1.2  # an agent without a sign of life for so long counts as cut off
+_SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
+_MOST_ATTEMPTS = 5  # attempts of healing without a new step
+_WAITING_SECONDS = 10.0  # then the owner prints how many nodes it waits for
+
+
+@dataclass(eq=False)
+class Node:
+    """An agent, as the owner sees it.
+
+    Attributes:
+        host: name of its host.
+        pid: its process.
+        wanted: the number that its command line gives it, or `NO_RANK`.
+        ranks: how many ranks it starts.
+        port: a free TCP port of its host.
+        send: sends it a message.
+        address: how the other nodes reach it.
+        number: its number among the nodes.
+        ended: whether all its ranks have ended, or the agent itself.
+        signals: those that it has passed on to its ranks.
+        steps: the newest that each of its ranks has done; 0: none, as of an agent in the place of another.
+        away: whether it is cut off or lost, and the others wait for it, or for another in its place.
+        heard: since the last sign of life.
+    """
+
+    host: str
+    pid: int
+    wanted: int
+    send: Callable[[dict[str, Any]], None]
+    address: str
+    ranks: int = 0
+    port: int = 0
+    number: int = -1
+    ended: bool = False
+    signals: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    away: bool = False
+    heard: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.host} (pid {self.pid})"
+
+
+class Owner(Gate):
+    """The decisions for all nodes; part of one of the agents.
+
+    Args:
+        own: the node of this agent.
+        options: its command line.
+        key: the secret of all nodes.
+        selector: waits for the connections.
+        warn: prints a line.
+    """
+
+    def __init__(
+        self,
+        own: Node,
+        options: RunOptions,
+        key: bytes,
+        selector: selectors.BaseSelector,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(key, selector)
+        self._own = own
+        self._size = options.nodes
+        self._options = options
+        self._warn = warn
+        self._nodes = [own]
+        self._by_link: dict[Link, Node] = {}
+        self._job = f"{options.run_id}_{os.urandom(4).hex()}"
+        self._salt = os.urandom(16).hex()
+        self._attempt = -1  # -1: none has been started
+        self._failures: dict[int, Failure] = {}  # by rank, in the order of the reports
+        self._killed = False
+        self._clock = Stopwatch()
+        self._end_by = float("inf")  # on that clock
+        self._finished = False
+        self._warned = False
+        self._say_at = _WAITING_SECONDS
+        self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
+        self._failed_at = 0.0  # on the clock
+        self._cause = ""  # the last failure, until a step has been done after it
+
+    # -- reports of agents -----------------------------------------------------------------------------------------
+    def say(self, message: dict[str, Any]) -> None:
+        """Local. Act on a report of the agent of this process."""
+        self.hear(self._own, message)
+
+    def hear(self, node: Node, message: dict[str, Any]) -> None:
+        """Local. Act on a report of an agent."""
+        say = message["say"]
+        node.heard = Stopwatch()
+        if say == "beat":
+            if node is self._own:
+                self._beat()
+            return
+        if say == "stepped":
+            seconds = self._clock.seconds() - self._failed_at
+            if self._cause:
+                self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
+            self._cause = ""
+            return
+        node.port, node.steps = int(message["port"]), message["steps"]
+        if say == "hello":
+            before, node.ranks, node.away = node.ranks, int(message["ranks"]), False
+            if before and before != node.ranks:
+                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
+                return
+            if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
+                self._number()
+                if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
+                    self._attempt = 0
+                    self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
+                self._start("")
+        else:
+            node.signals = [int(signum) for signum in message["signals"]]
+            for one in message["failures"]:
+                failure = Failure(**one)
+                self._failures.setdefault(
+                    failure.rank, failure
+                )  # a rank that cannot start may be reported as ended, too
+            self._killed |= say == "kill"
+            node.ended |= say == "ended"
+            if self._failures or say == "kill":
+                self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
+
+    def _beat(self) -> None:
+        """Give all other nodes a sign of life, and look for theirs."""
+        for link, node in list(self._by_link.items()):
+            node.send({"do": "beat"})
+            if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
+                self._drop(link)
+                self._lost(link)
+
+    def look(self) -> None:
+        """Local. Act on the passing of time."""
+        self._drop_slow_strangers()
+        now = self._clock.seconds()
+        if self._attempt < 0:
+            came = f"{len(self._nodes)} of {self._size} nodes have come: {self._names()}"
+            if now > self._options.timeout:
+                self._finish(
+                    2,
+                    f"{came}; within {self._options.timeout:g} s no other has. Run the same line on every node, with "
+                    "the same endpoint, and see whether a firewall separates them",
+                )
+            elif now > self._say_at:
+                self._say_at = float("inf")
+                self._warn(f"waiting for the other nodes: {came}")
+        elif now > self._end_by:
+            for node in [node for node in self._nodes if not node.ended]:
+                self._gone(node)
+            for node in self._nodes:
+                if node.away and node.heard.seconds() > self._options.timeout:
+                    self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
+
+    # -- the gate --------------------------------------------------------------------------------------------------
+    def _refusal(self, link: Link, size: int) -> str:
+        who = f"{link.host} (pid {link.pid})"
+        if self._options.heal and self._attempt >= 0:
+            for old, node in list(self._by_link.items()):
+                if (node.host, node.pid) == (
+                    link.host,
+                    link.pid,
+                ):  # the agent itself has noticed first that it was cut off
+                    self._drop(old)
+                    self._lost(old)
+            if self._place_of(link) is not None:
+                return ""
+        if self._attempt >= 0 or len(self._nodes) == self._size:
+            return f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
+        reason = ""
+        if size != self._size:
+            reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._size}"
+        elif link.rank != NO_RANK and link.rank in [node.wanted for node in self._nodes]:
+            reason = f"{who} was started with --node-rank {link.rank}, and so was another node"
+        if reason:
+            self._finish(2, f"{reason}; correct the line on one of them")
+        return reason
+
+    def _admitted(self, link: Link) -> None:
+        def send(message: dict[str, Any]) -> None:
+            self._send(link, json.dumps(message) + "\n")
+
+        # Two hosts may have the same name. Other nodes may not know this host by its own addresses.
+        address = self._own.address if is_own(link.address) else link.address
+        node = self._place_of(link)
+        if node is None:
+            node = Node(link.host, link.pid, link.rank, send, address)
+            self._nodes.append(node)
+        else:
+            node.host, node.pid, node.send, node.address = link.host, link.pid, send, address
+        self._by_link[link] = node
+
+    def _place_of(self, link: Link) -> Node | None:
+        """The node that is away, and that the agent at the other end is, or takes the place of."""
+        away = [node for node in self._nodes if node.away and node not in self._by_link.values()]
+        away = [node for node in away if link.rank in {NO_RANK, node.number}]
+        away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
+        return away[0] if away else None
+
+    def _serve(self, link: Link, line: str) -> None:
+        try:
+            self.hear(self._by_link[link], json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            self._drop(link)
+            self._lost(link)
+
+    def _lost(self, link: Link) -> None:
+        node = self._by_link.pop(link)
+        if self._attempt < 0:  # it may come again
+            self._nodes.remove(node)
+        else:
+            self._gone(node)
+
+    def _turned_away(self, link: Link) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"turned away a connection from {link.address} that is not a node of this job: it has another "
+                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
+            )
+
+    @property
+    def _signals(self) -> list[int]:
+        """The signals that agents have passed on."""
+        return [signum for node in self._nodes for signum in node.signals]
+
+    # -- decisions -------------------------------------------------------------------------------------------------
+    def _names(self) -> str:
+        return ", ".join(node.name for node in self._nodes)
+
+    def _number(self) -> None:
+        """Numbers that the command lines give count; others follow the owner in the order of their names."""
+        free = [number for number in range(self._size) if number not in [node.wanted for node in self._nodes]]
+        for node in sorted(self._nodes, key=lambda node: (node is not self._own, node.host, node.pid)):
+            node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
+        self._nodes.sort(key=lambda node: node.number)
+
+    def _start(self, text: str) -> None:
+        self._attempt += 1
+        self._failures.clear()
+        self._end_by = float("inf")
+        first, total = 0, sum(node.ranks for node in self._nodes)
+        common = {
+            "do": "start",
+            "text": text,
+            "attempt": self._attempt,
+            "size": total,
+            "job": self._job,
+            "owner": self._own.name,
+            "salt": self._salt,
+            "address": self._nodes[0].address,
+            "port": self._nodes[0].port,
+        }
+        for node in self._nodes:
+            node.ended = False
+        for node in list(self._nodes):
+            node.send({**common, "first": first, "node": node.number})
+            first += node.ranks
+
+    def _end(self) -> None:
+        patience = 0.0 if self._options.heal else _FAILURE_SECONDS
+        codes = [failure.code for failure in self._failures.values()]
+        if self._killed or any(failure.is_final for failure in self._failures.values()):
+            patience = 0.0
+        elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._signals):
+            patience = SAVING_SECONDS
+        if self._end_by == float("inf"):
+            self._failed_at = self._clock.seconds()
+        by = self._clock.seconds() + patience + _ANSWER_SECONDS
+        if by < self._end_by:
+            self._end_by = by
+            for node in self._nodes:
+                node.send({"do": "end", "patience": patience})
+
+    def _gone(self, node: Node) -> None:
+        if self._finished:
+            return
+        node.ended = True
+        rank = self._first_rank(node)
+        last = rank + node.ranks - 1
+        ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
+        text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
+        self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
+        if self._options.heal:
+            node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
+            cure = "waiting for it, or for the same line typed on another in its place"
+            self._warn(f"{text}; {cure}")
+        self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
+
+    def _first_rank(self, node: Node) -> int:
+        return sum(other.ranks for other in self._nodes[: node.number])
+
+    def _decide(self) -> None:
+        """All ranks have ended, and each node is ready to start its ranks again, except those that are away."""
+        if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
+            return
+        if not self._failures:
+            self._finish(0, "")
+            return
+        first = first_of(self._failures.values(), between_hosts=len(self._nodes) > 1)
+        total = sum(node.ranks for node in self._nodes)
+        by_signal = [signum for signum in self._signals if first.code == 128 + signum]
+        if first.is_consequence and not by_signal:
+            by_signal = [signum for signum in self._signals if signum in ENDING_SIGNALS]
+        if by_signal:
+            ended = "the rank has" if total == 1 else f"all {total} ranks have"
+            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
+        elif any(signum in ENDING_SIGNALS for signum in self._signals):
+            self._finish(first.code, first.text)
+        elif self._options.heal and (first.is_of_node or not first.is_final):
+            self._heal(first)
+        elif first.is_final or self._attempt >= self._options.restarts:
+            self._finish(first.code, first.text)
+        else:
+            again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
+            self._start(f"{first.text}; {again}")
+
+    def _heal(self, first: Failure) -> None:
+        """Start all ranks again, unless that has been in vain, or is bound to be."""
+        steps = [
+            step for node in self._nodes for step in node.steps or [0] * node.ranks
+        ]  # an agent without --heal reports none
+        step = max(steps) if first.is_of_node else steps[first.rank]
+        if self._healed and step > self._healed[-1][0]:
+            self._healed.clear()
+        text = re.sub(r" \(pid \d+\)", "", first.text)
+        if (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
+            self._finish(first.code, f"{first.text}; so it did before, after step {step}")
+        elif len(self._healed) == _MOST_ATTEMPTS:
+            self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")
+        else:
+            self._healed.append((step, text))
+            self._start(f"{self._cause}; no step was done since" if self._cause else "")
+            self._cause = first.text
+
+    def _finish(self, code: int, text: str) -> None:
+        if not self._finished:
+            self._finished = True
+            for node in list(self._nodes):
+                node.send({"do": "finish", "code": code, "text": text})

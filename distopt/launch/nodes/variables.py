@@ -1,0 +1,41 @@
+"""The environment of the ranks that `distopt run` starts."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..gate import proof
+from ..heal.slots import VARIABLE as SLOTS
+from ..launchers import LAUNCHERS
+from ..launchers.distopt_run import DISTOPT_RUN
+from ..threads import thread_variables
+
+if TYPE_CHECKING:
+    from .options import RunOptions
+
+# Variables of a launcher that has started the agent would contradict the ranks' own.
+_FOREIGN_PREFIXES = (SLOTS, *(prefix for one in LAUNCHERS for prefix in one.prefixes))
+
+
+def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
+    """Local. The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
+    return {
+        "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
+        **env,
+        **thread_variables(options.ranks, env),
+        **DISTOPT_RUN.variables(
+            job=order["job"],
+            size=order["size"],
+            local_size=options.ranks,
+            node=order["node"],
+            nodes=options.nodes,
+            address=order["address"],
+            port=order["port"],
+            attempt=order["attempt"],
+            restarts=options.restarts,
+        ),
+        # Never sent. As secret as the key that the nodes had in common before; on one node, known to no other process.
+        "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
+    }

@@ -1,0 +1,135 @@
+"""MPI_Init under every launcher: by its own means, or by the PMI server of rank 0 (`distopt.launch.rendezvous.pmi`).
+
+Only this module and `distopt.comm.mpi.communicator` import mpi4py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from ... import _core
+from ...errors import LaunchError, MissingDependencyError, pip_install
+from ...settings import Settings
+from ..end_together.exit_guard import finalize_at_exit, guard
+from ..end_together.siblings import ends_of_siblings
+from ..end_together.watch import Watch
+from ..launchers import LauncherInfo, launcher, launcher_of
+from ..launchers.srun import plugin
+from ..mpi_quirks import is_open_mpi, remove_shared_files, spare_reads
+from .meeting import meeting
+from .pmi import Member
+
+
+def start_mpi() -> ModuleType:
+    """Collective over the launcher's job on first use. Initialize MPI; from then on, leaving early ends the whole job.
+
+    Raises:
+        MissingDependencyError: mpi4py or the MPI library is missing.
+    """
+    MPI = import_mpi()
+    if MPI.COMM_WORLD.size > 1:
+        remove_shared_files()
+        guard.arm(MPI)
+    return MPI
+
+
+def import_mpi() -> ModuleType:
+    """Local. `mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
+
+    Raises:
+        MissingDependencyError: mpi4py or the MPI library is missing.
+        LaunchError: the MPI library cannot be started by this launcher, or a rank is missing.
+    """
+    info = launcher()
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            # A library that the launcher does not fit aborts in MPI_Init; see `finalize_at_exit`.
+            mpi4py.rc(initialize=False, finalize=False)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
+        started = f" although {info.name} started this process ({info.source})" if info else ""
+        raise MissingDependencyError(f"MPI cannot be used{started}: {error}; {pip_install('mpi')}") from error
+    module: ModuleType = MPI
+    if not module.Is_initialized():
+        _initialize(module, info)
+        finalize_at_exit(module)
+    return module
+
+
+def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
+    if info is None or info.size == 1:
+        MPI.Init_thread()
+        return
+    library, started_by, place = _library(MPI), launcher_of(info), meeting(info)
+    if fact := started_by.misfit(library, os.environ):
+        raise LaunchError(_mismatch(info, library, fact))
+    if not is_open_mpi(library):
+        spare_reads(info.local_rank, info.local_size)
+    if place is None or started_by.connects(library):
+        with _bounded_init(info):
+            MPI.Init_thread()
+        return
+    member = Member(info, place, Settings.from_env().timeout)
+    with member.environment(), _bounded_init(info, member):
+        MPI.Init_thread()
+    member.end_with_others()
+    guard.others = member
+
+
+@contextlib.contextmanager
+def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[None]:
+    """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
+    seconds = Settings.from_env().timeout
+    who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
+    late = (
+        f"{who} has waited {seconds:g} s in MPI_Init: a rank did not start, has ended or is stopped; see the ranks' "
+        "output, or raise DISTOPT_TIMEOUT\n"
+    )
+    with ends_of_siblings() as ends:
+        signs = [
+            (fd, f"{who} waits in MPI_Init, and a process of this job (pid {pid}) has ended; see the output\n")
+            for pid, fd in ends.items()
+        ]
+        if watch is not None:
+            lost = "a rank of this job has ended or cannot be reached"
+            signs.append((watch.fileno(), f"{who} waits in MPI_Init, and {lost}; see the output\n"))
+        watchdog = _core.Watchdog(seconds, late, 1, signs)
+        try:
+            yield
+        finally:
+            watchdog.stop()
+        remove_shared_files()  # before another rank's end may end this process
+
+
+def check_launcher(MPI: Any) -> None:
+    """Detect a script that initialized MPI itself, without the launcher: each process would be rank 0 of 1."""
+    info = launcher()
+    world = MPI.COMM_WORLD
+    if info is None or (info.rank, info.size) == (world.rank, world.size):
+        return
+    if meeting(info) is not None:
+        raise LaunchError(
+            f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the script has "
+            "imported mpi4py.MPI before distopt.launch.join, which connects the ranks; import it afterwards"
+        )
+    raise LaunchError(_mismatch(info, _library(MPI), f"sees rank {world.rank} of {world.size}"))
+
+
+def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
+    return (
+        f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library in "
+        f"use ({library}) {fact}; start the job with the mpiexec of that library (under Slurm: "
+        f"srun --mpi={plugin(library)}), or install the mpi4py and MPI library of that launcher"
+    )
+
+
+def _library(MPI: Any) -> str:
+    return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())

@@ -1,0 +1,105 @@
+"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.end_together.server`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import struct
+from functools import partial
+
+from ...errors import LaunchError
+from ..end_together.watch import Watch, start_server
+from ..gate import CONNECT_SECONDS, in_slices, listen
+from ..launchers import LauncherInfo, launcher_of
+from ..processes import environment
+from ..stopwatch import Deadline
+from .meeting import Meeting
+
+# Ranks wait that much longer than the server, because it can report who is missing.
+_GRACE_SECONDS = 5.0
+# The agents of `distopt run` end all ranks within them when one has failed.
+_AGENTS_SECONDS = 3.0
+# Linux gives ports from 32768 on to outgoing connections; services have lower ones than these.
+_FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
+
+
+class Member(Watch):
+    """A rank's connections to the key-value server of its job; rank 0 starts the server.
+
+    Collective.
+
+    Args:
+        info: the launcher's view of this process.
+        place: how the ranks meet.
+        timeout: seconds within which all ranks must join.
+
+    Raises:
+        LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
+    """
+
+    def __init__(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
+        self._has_agents = launcher_of(info).has_agents
+        address = place.address
+        if info.rank == 0:
+            self._serve(info, place, timeout)
+            address = "localhost"
+        places = [(address, port) for port in ports(place.key)]
+        # The agents of `distopt run` know which rank was the first, and end the others.
+        speaks = not self._has_agents and not info.local_rank
+        super().__init__(info.rank, info.size, place.key, places, timeout, source=place.source, speaks=speaks)
+        self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._mpi = stack.enter_context(self._connect(b"m", timeout))
+            self._wait_for_all(Deadline(timeout + _GRACE_SECONDS))
+            stack.pop_all()
+
+    def environment(self) -> contextlib.AbstractContextManager[None]:
+        """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
+        self._mpi.settimeout(None)
+        variables = {
+            "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
+            "PMI_RANK": str(self._rank),
+            "PMI_SIZE": str(self._size),
+            "MPIR_CVAR_PMI_VERSION": "1",  # srun may offer another
+        }
+        return environment(variables)
+
+    def leave(self) -> None:
+        """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
+        self._left = True
+
+    def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
+        for port in ports(place.key):
+            with contextlib.suppress(OSError):  # taken
+                listener = listen(port, 2 * info.size + 16)
+                break
+        else:
+            tried = ", ".join(map(str, ports(place.key)))
+            raise LaunchError(
+                f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
+            )
+        with listener:
+            self.server = start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
+
+    def _wait_for_all(self, deadline: Deadline) -> None:
+        try:
+            in_slices(self._link, deadline, partial(self._link.recv, 1, socket.MSG_PEEK))
+            self._link.settimeout(CONNECT_SECONDS)  # for the rest of the line
+            line = self._read_line()
+        except OSError:
+            raise LaunchError(
+                f"{self._who} has lost rank 0 while the ranks were joining; see the output of rank 0"
+            ) from None
+        if line != "go":
+            _, _, speaker, text = line.split(" ", 3)
+            if int(speaker) != self._rank or not text:
+                text = "another rank has failed while the ranks were joining; see the output"
+            raise LaunchError(text)
+
+
+def ports(key: bytes) -> list[int]:
+    """Local. The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
+    numbers = struct.unpack(f"!{_N_CANDIDATES}I", hashlib.sha256(b"distopt ports " + key).digest()[: 4 * _N_CANDIDATES])
+    return [_FIRST_PORT + number % _N_PORTS for number in numbers]

@@ -1,1 +1,0 @@
-"""Starting ranks and supervising them: `distopt.launch.main` and `distopt run`."""

@@ -1,0 +1,322 @@
+"""The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
+
+A rank that runs distopt reports why it fails (`distopt.launch.end_together.report`). Of another program only the exit
+status counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without a
+message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its supervisor
+ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError
+from ..end_together.report import VARIABLE
+from ..gate import turn
+from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
+from ..processes import end_of
+from ..stopwatch import Stopwatch
+from .orphans import Orphans
+
+_LOOK_SECONDS = 0.2
+_FREEZER_SECONDS = 0.09  # time between two looks at the control groups: each takes a few files
+LIMITS = {
+    errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
+    errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank, or a node, has failed.
+
+    Attributes:
+        rank: the rank, or the first one of the node.
+        code: the exit code that a shell would see.
+        text: who has failed, and how.
+        is_consequence: whether another failure is known to be the cause, or is more likely to be.
+        is_final: whether to start again would be in vain.
+        is_of_node: whether a node has failed.
+    """
+
+    rank: int
+    code: int
+    text: str
+    is_consequence: bool = False
+    is_final: bool = False
+    is_of_node: bool = False
+
+
+@contextlib.contextmanager
+def starting(rank: int) -> Iterator[None]:
+    """Local. Turn errors of the system in the block, which starts a rank, into a usage error that names the limit."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        fact = f"{error}{LIMITS.get(error.errno or 0, '') if isinstance(error, OSError) else ''}"
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # multiprocessing calls os.getcwd
+            fact = "the working directory has been deleted; change to another"
+        raise UsageError(f"rank {rank} cannot be started: {fact}") from None
+
+
+def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
+    """Local. The failure that caused the others; they are given in the order in which they arrived.
+
+    A lost node comes before ranks, and consequences come last. Among equals the earliest counts. Between hosts, a crash
+    of MPI may be a consequence, too.
+    """
+
+    def place(failure: Failure) -> tuple[bool, ...]:
+        crashed = between_hosts and is_crash_of_a_send(failure.code)
+        return failure.is_consequence, not failure.is_final, crashed
+
+    return min(failures, key=place)
+
+
+class Rank:
+    """A process that is a rank, as its supervisor sees it; how it is started is up to the subclass.
+
+    Attributes:
+        rank: rank in the job.
+        pid: process id.
+        source: descriptor from which its reports are read.
+        sink: its other end, for the process.
+        said: its last message of each kind; see `distopt.launch.end_together.report`.
+        exit_code: once it has ended; -n if signal n has ended it.
+        ended: whether `look` has noticed that.
+        failure: once it has failed.
+        failed_at: when it did, in ns of the monotonic clock.
+    """
+
+    fails_by_report = False  # true: when it reports a failure; false: when it has ended
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pid = 0
+        self.source, self.sink = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.source, False)
+        self.said: dict[str, dict[str, Any]] = {}
+        self.exit_code: int | None = None
+        self.ended = False
+        self.failure: Failure | None = None
+        self.failed_at = 0
+        self._received = b""
+        self._sent: set[int] = set()  # the signals by which its supervisor ends it
+
+    # For subclasses.
+    def _poll(self) -> int | None:
+        """The exit code, if the process has ended."""
+        raise NotImplementedError
+
+    def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
+        """The exit code that a shell would see, and how the rank has failed; from its report, if there is one."""
+        raise NotImplementedError
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the process."""
+        events = os.WSTOPPED | os.WEXITED  # without WEXITED, a process that has just ended would be an error
+        state = os.waitid(os.P_PID, self.pid, events | os.WNOHANG | os.WNOWAIT) if self.running else None
+        return state is not None and state.si_code == os.CLD_STOPPED
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a control group of version 2 freezes the process. Of version 1, it could not be killed either."""
+        with contextlib.suppress(OSError):  # it has ended
+            groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
+            path = "".join(group[3:] for group in groups if group.startswith("0::"))
+            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+                with contextlib.suppress(OSError):  # not mounted there
+                    return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+        return False
+
+    def release(self) -> None:
+        """Local. Reap the process, which has ended or been killed."""
+        os.close(self.source)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        if self.exit_code is None:
+            self.exit_code = self._poll()
+        return self.exit_code is None
+
+    @property
+    def left(self) -> bool:
+        """Whether it leaves because of a signal, together with all other ranks."""
+        return "left" in self.said
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends by itself after a signal."""
+        return bool(self.said.get("leaves", {}).get("does"))
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal, if the process runs."""
+        if self.running:
+            if signum in (signal.SIGTERM, signal.SIGKILL):  # in MPI_Init, they end it at once
+                remove_shared_files(self.pid)
+            os.kill(self.pid, signum)
+
+    def end(self, signum: int) -> None:
+        """Local. End the process by this signal, if it runs: its end is then a consequence of another's."""
+        if self.running:
+            self._sent.add(signum)
+            self.signal(signum)
+
+    def kill(self) -> None:
+        """Local. Kill the process."""
+        self.end(signal.SIGKILL)
+
+    def look(self, now: int) -> None:
+        """Local. Notice whether the rank has ended or failed."""
+        self.ended = not self.running  # before the pipe is read: a rank reports before it ends
+        self.read()
+        report = self.said.get("failed") if self.exit_code or self.fails_by_report else None
+        if self.failure is not None or self.left or (report is None and not self.exit_code):
+            return
+        if report is not None:
+            self.failed_at, is_consequence = report["time"], report["is_consequence"]
+            code, text = self._describe(report["code"], report["text"])
+        else:
+            self.failed_at, is_consequence = now, False
+            code, text = self._describe(self.exit_code or 0, None)
+        self.failure = Failure(self.rank, code, text, is_consequence or code - 128 in self._sent)
+
+    def read(self) -> bool:
+        """Local. Read the rank's reports; False if there can be no more."""
+        with contextlib.suppress(BlockingIOError):  # no more now
+            while part := os.read(self.source, 1 << 16):
+                *lines, self._received = (self._received + part).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    self.said[message["say"]] = message
+            return False
+        return True
+
+
+class LocalRanks:
+    """The ranks of this node.
+
+    Args:
+        selector: the ranks' reports are registered with it, each with a function to call.
+
+    Attributes:
+        failures: of the ranks that have failed, in the order in which they did.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.failures: list[Failure] = []
+        self.ranks: list[Rank] = []
+        self._selector = selector
+        self._ends: list[int] = []
+        self._frozen: list[Rank] = []
+        self._freezer_at = 0.0  # when to look at the control groups again, by `time.monotonic`
+        self._orphans = Orphans(f"{VARIABLE}={os.getpid()} ")
+
+    def add(self, rank: Rank) -> None:
+        """Local. Supervise a rank that has been started."""
+        self.ranks.append(rank)
+        self._orphans.add(rank.pid)
+        self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
+        if (end := end_of(rank.pid)) is not None:  # else its end is noticed a little later
+            self._ends.append(end)
+            self._selector.register(end, selectors.EVENT_READ, partial(self._forget, end))
+
+    @property
+    def running(self) -> list[Rank]:
+        """The ranks that had not ended when last polled."""
+        return [rank for rank in self.ranks if not rank.ended]
+
+    @property
+    def stopped(self) -> list[Rank]:
+        """Running ranks that a signal has stopped or a control group has frozen."""
+        if (now := time.monotonic()) >= self._freezer_at:
+            self._frozen, self._freezer_at = [rank for rank in self.running if rank.frozen], now + _FREEZER_SECONDS
+        return [rank for rank in self.running if rank.stopped or rank in self._frozen]
+
+    def look(self) -> None:
+        """Local. Notice the ranks that have failed or ended."""
+        now = time.monotonic_ns()
+        before = [rank for rank in self.ranks if rank.failure is not None]
+        for rank in self.ranks:
+            rank.look(now)
+        found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
+        # If two ends are noticed together, the one by a signal is more likely to have caused the other.
+        found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
+        self.failures += [rank.failure for rank in found if rank.failure is not None]
+
+    def fail(self, rank: Rank, code: int, text: str) -> None:
+        """Local. Take a rank that has not ended for one that has failed."""
+        if rank.failure is None:
+            who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
+            rank.failure = Failure(rank.rank, code, f"{who} {text}")
+            self.failures.append(rank.failure)
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal to all ranks that run."""
+        for rank in self.ranks:
+            rank.signal(signum)
+
+    def kill(self) -> None:
+        """Local. Kill all ranks, and processes that they have started and left behind."""
+        for rank in self.ranks:
+            rank.kill()
+
+    def terminate(self) -> None:
+        """Local. Send SIGTERM to all ranks that run, except those that have reported why they fail, and end themselves.
+
+        Such a rank may not have printed its traceback yet. A rank that fails because another did may wait for it.
+        """
+        for rank in self.ranks:
+            rank.read()
+            if rank.said.get("failed", {}).get("is_consequence", True):
+                rank.end(signal.SIGTERM)
+
+    def end(self, seconds: float) -> None:
+        """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
+        self.terminate()
+        clock = Stopwatch()
+        while self.running:
+            if clock.seconds() >= seconds:
+                self.kill()
+            turn(self._selector, _LOOK_SECONDS)
+            self.look()
+
+    def close(self) -> None:
+        """Local. Release the ranks' resources; idempotent."""
+        self.release()
+        self._orphans.close()
+
+    def release(self) -> None:
+        """Local. Forget all ranks; if any still run, kill them first."""
+        if self.running:
+            self.kill()
+        for rank in self.ranks:
+            self._forget(rank.source)
+            rank.release()
+        for end in self._ends:
+            self._forget(end)
+            os.close(end)
+        self.ranks, self._ends = [], []
+
+    def _read(self, rank: Rank) -> None:
+        if not rank.read():
+            self._forget(rank.source)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):  # forgotten before
+            self._selector.unregister(fd)

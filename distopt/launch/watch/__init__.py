@@ -1,1 +1,0 @@
-"""The ranks of a job end together, under any launcher."""
