@@ -14,12 +14,12 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError(f"PyTorch cannot be imported ({error}); {pip_install('torch')}") from error
 
-from .checkpoint import Checkpoint, load
-from .meeting import meet
-from .monitored import extend_monitored_barrier
-from .process_group import DistoptProcessGroup
-from .sampler import ResumableSampler
-from .sync_batch_norm import SyncBatchNorm
+from .checkpoint.checkpoint import Checkpoint, load
+from .checkpoint.sampler import ResumableSampler
+from .ddp.sync_batch_norm import SyncBatchNorm
+from .group.monitored_barrier import extend_monitored_barrier
+from .group.process_group import DistoptProcessGroup
+from .join import meet
 
 __all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "SyncBatchNorm", "load"]
 

@@ -39,9 +39,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.errors import DistoptError
-from distopt.torch import hosts, meeting
-from distopt.torch.queue import PendingWork
-from distopt.torch.wire import WireMemory
+from distopt.torch import join as joining
+from distopt.torch.ddp.shared_buckets import WireMemory
+from distopt.torch.group.queue import PendingWork
+from distopt.torch.hosts import communicator as hosts
 
 from . import hooks as ddp_hooks
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
@@ -475,7 +476,7 @@ def check_three_hosts(r: Ranks) -> None:
         return
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-        mock.patch.object(meeting, "host_identity", return_value=f"host {r.rank}"),
+        mock.patch.object(joining, "host_identity", return_value=f"host {r.rank}"),
     ):
         group = dist.new_group()
     with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
@@ -1382,7 +1383,7 @@ def agree_anew() -> None:
     """Collective. Have ranks agree on moves as often as in a new group."""
     lane = dist.group.WORLD._lanes.first
     if lane.wire is not None:
-        lane.wire = WireMemory(lane.communicator, lane.queue, TIMEOUT_SECONDS)
+        lane.wire = WireMemory(lane.communicator, lane._post, TIMEOUT_SECONDS)
 
 
 def check_memory_seen_elsewhere_stays(r: Ranks) -> None:

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.base import DTYPES
-from ..comm.shm import available_bytes
-from .queue import PendingWork
+from ...comm.base import DTYPES
+from ...comm.shm import available_bytes
 
 if TYPE_CHECKING:
-    from ..comm.base import Array, Communicator
-    from .queue import OperationQueue
+    from collections.abc import Callable
+
+    from ...comm.base import Array, Communicator
 
 _log = logging.getLogger("distopt")
 _Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
@@ -57,19 +57,19 @@ class WireMemory:
 
     Args:
         communicator: of the group.
-        queue: of its operations.
+        post: adds an action to the group's operations, in their order; returns its work.
         timeout: of the group, in seconds.
     """
 
-    def __init__(self, communicator: Communicator, queue: OperationQueue, timeout: float) -> None:
+    def __init__(self, communicator: Communicator, post: Callable[[Callable[[], object]], Any], timeout: float) -> None:
         self._communicator = communicator
-        self._queue = queue
+        self._post = post
         self._timeout = timeout
         self._size = communicator.topology.world_size
         self._period = _SHORTEST_PERIOD
         self._seen: dict[int, _Seen] = {}
         self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage to move
-        self._agreement: tuple[PendingWork, list[int | None], Array] | None = None
+        self._agreement: tuple[Any, list[int | None], Array] | None = None
         self._free: dict[_Kind, list[Array]] = {}
         self._has_warned = False
 
@@ -154,11 +154,6 @@ class WireMemory:
                 dtype, count = seen.kind[0], _with_room(seen.kind[1])
                 self._post(lambda: free.append(self._communicator.empty(count, dtype))).wait()  # noqa: B023
             seen.has_memory, seen.memory = True, free.pop()
-
-    def _post(self, action: Any) -> PendingWork:
-        work = PendingWork(self._queue, None, action, [], self._timeout)
-        self._queue.post(work)
-        return work
 
     def _fits(self, n_bytes: int) -> bool:
         """Whether there is memory for it on all ranks of a host; a notice if not."""

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 
-from .. import errors
-from ..comm.work import MessageWork
-from ..errors import (
+from ... import errors
+from ...comm.work import MessageWork
+from ...errors import (
     CommunicatorClosedError,
     CommunicatorError,
     LaunchError,
@@ -30,10 +30,10 @@ from ..errors import (
     StalledError,
     UsageError,
 )
-from .tensors import array_of, bytes_of
+from ..tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
-    from ..comm.base import Array
+    from ...comm.base import Array
 
 # Gloo's tags have 31 bits. A message has the caller's tag and a hash of its type and length, so that two that differ do
 # not meet, but for one pair in 1,024: Gloo compares no types, takes a shorter message for a longer one, and ends the

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from ..errors import MismatchError, UsageError
-from .tensors import array_of, as_items, as_numbers, dense, give_back, lies_in_a_row
+from ...errors import MismatchError, UsageError
+from ..tensors import array_of, as_items, as_numbers, dense, give_back, lies_in_a_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..comm.base import Array, Communicator, Work
-    from .tensors import Reduction
+    from ...comm.base import Array, Communicator, Work
+    from ..tensors import Reduction
 
 
 class Collectives:

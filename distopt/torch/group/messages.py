@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DistoptError
-from .dynamo import untraced
-from .errors import as_torch
+from ...errors import DistoptError
+from ..errors import as_torch
+from ..private import untraced
+from ..tensors import as_message, dense, give_back
 from .futures import CallbackFuture, Origin
-from .tensors import as_message, dense, give_back
 from .work import WaitedWork
 
 if TYPE_CHECKING:
-    from ..comm.base import Communicator
-    from ..comm.work import MessageWork
+    from ...comm.base import Communicator
+    from ...comm.work import MessageWork
 
 _NAP_SECONDS = 1e-3
 

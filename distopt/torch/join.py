@@ -25,9 +25,9 @@ from ..launch.topology import Topology, host_identity
 from ..launch.watch.siblings import Absence
 from ..launch.watch.watch import own_addresses
 from ..settings import Settings
-from .gloo import Gloo, route_to
-from .hosts import HostsCommunicator
-from .process_group import DistoptProcessGroup
+from .group.process_group import DistoptProcessGroup
+from .hosts.communicator import HostsCommunicator
+from .hosts.gloo import Gloo, route_to
 
 if TYPE_CHECKING:
     from ..comm.base import Communicator

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import DistoptError
-from .dynamo import untraced
-from .errors import as_torch
+from ...errors import DistoptError
+from ..errors import as_torch
+from ..private import untraced
 from .futures import CallbackFuture, Origin
 from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ..comm.work import Work
+    from ...comm.work import Work
 
 # For which an operation is left to those who may wait for it, before the thread carries it out.
 _GRACE_SECONDS = 2e-3

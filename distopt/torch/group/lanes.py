@@ -10,15 +10,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ...errors import UsageError
+from ..ddp.shared_buckets import WireMemory
+from ..hosts.communicator import HostsCommunicator
 from .collectives import Collectives
 from .futures import origin
-from .hosts import HostsCommunicator
-from .queue import OperationQueue
-from .wire import WireMemory
+from .queue import OperationQueue, PendingWork
 
 if TYPE_CHECKING:
-    from ..comm.base import Communicator
+    from ...comm.base import Communicator
 
 _MOST_LEVELS = 8  # of callbacks of operations of callbacks; each has a communicator
 
@@ -45,9 +45,14 @@ class Lane:
         self.collectives = Collectives(communicator, who)
         by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
         self.queue = OperationQueue(name, by_thread=by_thread)
-        self.wire = WireMemory(communicator, self.queue, seconds) if communicator.reduces_in_place else None
+        self.wire = WireMemory(communicator, self._post, seconds) if communicator.reduces_in_place else None
         self.count = 0
         self.lock = threading.RLock()
+
+    def _post(self, action: Callable[[], object]) -> PendingWork:
+        work = PendingWork(self.queue, None, action, [], self.seconds)
+        self.queue.post(work)
+        return work
 
 
 class Lanes:

@@ -6,7 +6,7 @@ import socket
 
 import torch.distributed as dist
 
-from ..launch.topology import Topology
+from ...launch.topology import Topology
 
 
 class GroupRanks:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dynamo import untraced
+from ..private import untraced
 
 
 class Origin(NamedTuple):

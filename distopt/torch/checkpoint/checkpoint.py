@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .. import checkpoint
-from ..checkpoint.load import communicator_of
+from ... import checkpoint
+from ...checkpoint.load import communicator_of
 from .ranks import GroupRanks
 from .sampler import ResumableSampler
 from .states import Generators, parts_of
 
 if TYPE_CHECKING:
-    from ..checkpoint import Resumed
-    from ..checkpoint.parts import Ranks
+    from ...checkpoint import Resumed
+    from ...checkpoint.parts import Ranks
 
 
 class Checkpoint(checkpoint.Checkpoint):

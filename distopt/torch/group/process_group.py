@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import DistoptError
+from ...errors import DistoptError
+from ..errors import as_torch
+from ..private import untraced
+from ..tensors import reduction_of, refuse_nan
+from .backend import Abilities, give_backend
 from .collectives import STARTS, Collectives, of_each
-from .dynamo import untraced
-from .errors import as_torch
-from .inner import Abilities, give_backend
 from .lanes import Lane, Lanes
 from .messages import Mail
-from .monitored import monitored_barrier
+from .monitored_barrier import monitored_barrier
 from .queue import PendingWork
-from .tensors import reduction_of, refuse_nan
 from .work import DoneWork
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..comm.base import Communicator
+    from ...comm.base import Communicator
 
 _log = logging.getLogger("distopt")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .dynamo import untraced
+from ..private import untraced
 
 
 @untraced

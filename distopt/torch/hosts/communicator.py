@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ..comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
-from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
-from .between import NOTHING, Between, Exchange, Meeting, Operation, fold
-from .tensors import array_of, bytes_of
+from ...comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
+from ...errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
+from ..tensors import array_of, bytes_of
+from .exchange import NOTHING, Between, Exchange, Meeting, Operation, fold
 
 if TYPE_CHECKING:
-    from ..launch.topology import Topology
+    from ...launch.topology import Topology
     from .gloo import Gloo
 
 _T = TypeVar("_T")
@@ -98,7 +98,7 @@ class HostsCommunicator(Communicator):
 
     @classmethod
     def create(cls, job: Any) -> HostsCommunicator:  # noqa: ARG003
-        """Raise a UsageError: ranks of PyTorch meet by `distopt.torch.meeting`."""
+        """Raise a UsageError: ranks of PyTorch meet by `distopt.torch.join`."""
         raise UsageError("the gloo communicator serves process groups of PyTorch; choose mpi")
 
     def barrier(self) -> None:  # noqa: D102

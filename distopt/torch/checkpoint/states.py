@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint.parts import Part, State
-from ..errors import StateError, UsageError
-from .buckets import bucket_order, lay_out
-from .tensors import array_of, dense
+from ...checkpoint.parts import Part, State
+from ...errors import StateError, UsageError
+from ..ddp.bucket_order import bucket_order, lay_out
+from ..tensors import array_of, dense
 
 if TYPE_CHECKING:
-    from ..files import Arrays
+    from ...files import Arrays
 
 __all__ = ["Generators", "parts_of"]
 

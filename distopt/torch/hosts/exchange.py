@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .. import _core
-from ..comm.base import DTYPES, OPS, Array
-from ..errors import Call, CommunicatorError, MismatchError
-from .tensors import bytes_of
+from ... import _core
+from ...comm.base import DTYPES, OPS, Array
+from ...errors import Call, CommunicatorError, MismatchError
+from ..tensors import bytes_of
 
 if TYPE_CHECKING:
     from .gloo import Gloo, Transfer

@@ -1,0 +1,1 @@
+"""Checkpoints of PyTorch's objects, and a sampler that resumes."""

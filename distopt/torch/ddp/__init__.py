@@ -1,0 +1,1 @@
+"""For DistributedDataParallel: buckets in shared memory, the order of buckets, and SyncBatchNorm."""
