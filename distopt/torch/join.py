@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _known: dict[int, Process] = {}  # ranks that have met, by their numbers in the job
 
 
-def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001
-    """Collective. Make the group of the ranks that `options` describes; what `Backend.register_backend` wants.
+def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001
+    """Collective. Make the group of the ranks that `options` describes, as `Backend.register_backend` asks for it.
 
     Args:
         options: PyTorch's `DistributedBackendOptions`.
@@ -46,25 +46,31 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
     Raises:
         DistBackendError: the ranks did not find each other.
     """
-    refuse_worker()
-    rank, size, name, timeout = options.group_rank, options.group_size, options.group_id, options.timeout
-    ranks = options.global_ranks_in_group or range(size)
-    if not options.global_ranks_in_group:  # those of an earlier default group may have ended
+    ranks = options.global_ranks_in_group
+    if not ranks:  # the default group; ranks of an earlier one may have ended
         _known.clear()
+        ranks = range(options.group_size)
+    return _make(options.store, options.group_rank, ranks, options.group_id, options.timeout)
+
+
+def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> DistoptProcessGroup:
+    """Collective among `ranks`, of which this process is number `rank`. Their group."""
+    refuse_worker()
+    size = len(ranks)
 
     def connect(store: dist.Store) -> tuple[Communicator, list[Process]]:
         return _communicator(store, rank, ranks, timeout.total_seconds())
 
     def connect_again(name: str) -> Communicator:
         # Other threads may use the store meanwhile, which serves one at a time.
-        return connect(dist.PrefixStore(name, options.store.clone()))[0]
+        return connect(dist.PrefixStore(name, store.clone()))[0]
 
     try:
-        communicator, processes = connect(options.store)
+        communicator, processes = connect(store)
     except DistoptError as error:
         raise DistBackendError(f"rank {rank} of {size}: {error}") from error
     who = [process.name for process in processes]
-    return DistoptProcessGroup(options.store, rank, size, name, communicator, connect_again, timeout, who)
+    return DistoptProcessGroup(store, rank, size, name, communicator, connect_again, _make, timeout, who)
 
 
 def _communicator(

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...checkpoint.parts import Part, State
 from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
+from ..private import has_rebuilt_buckets, uncompiled
 from ..tensors import array_of, dense
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def _plain(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]
     while True:
         if isinstance(model, DistributedDataParallel):
             ddp, model = model, model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        elif (inner := uncompiled(model)) is not model:
+            model = inner
         else:
             return model, ddp
 
@@ -259,7 +260,7 @@ class ModelState(StateDict):
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
             state.notes["buckets"] = order = self._buckets or bucket_order(self._ddp)
-            self._buckets = order if self._ddp._has_rebuilt_buckets else []
+            self._buckets = order if has_rebuilt_buckets(self._ddp) else []
         return state
 
     def shared(self, names: Iterable[str]) -> set[str]:

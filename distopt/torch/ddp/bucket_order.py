@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..private import parameters_by_bucket, rebuild_buckets
+
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -23,11 +25,9 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str]:
 
     Where the new layout is due at the next forward pass, it is made now.
     """
-    if ddp.reducer._rebuild_buckets():
-        ddp._has_rebuilt_buckets = True
+    rebuild_buckets(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    return [names[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+    return [names[id(parameter)] for parameter in parameters_by_bucket(ddp)]
 
 
 def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
@@ -40,13 +40,13 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
     if not order or set(order) - parameters.keys() or order == bucket_order(ddp):
         return
     kept = {name: parameters[name].grad for name in order}
-    ddp._modules["module"] = _Idle([parameters[name] for name in order])
+    ddp.module = _Idle([parameters[name] for name in order])
     sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # the idle module has none
     try:
         for _ in range(2 if ddp.static_graph else 1):  # DDP watches the last of them
             ddp(parameters[order[0]].detach()).backward()
     finally:
-        ddp._modules["module"], ddp.forward_sync_buffers = model, sends_buffers
+        ddp.module, ddp.forward_sync_buffers = model, sends_buffers
     bucket_order(ddp)
     for name, grad in kept.items():
         parameters[name].grad = grad

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...comm.base import DTYPES
 from ...comm.shm import available_bytes
+from ..private import StorageWeakRef, key_of, take_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,8 +89,7 @@ class WireMemory:
             return None
         if _is_known(storage):
             return None
-        key: int = storage._cdata
-        kind = dtype, tensor.numel()
+        key, kind = key_of(storage), (dtype, tensor.numel())
         seen = self._seen.get(key)
         if seen is None:
             self._seen[key] = _Seen(StorageWeakRef(storage), kind)
@@ -112,9 +111,7 @@ class WireMemory:
         wire.view(tensor.dtype)[: tensor.numel()].copy_(tensor.detach().view(-1))
         if _is_known(own):  # now, to another thread
             return
-        seen.memory, old = None, torch.UntypedStorage(0)
-        own._swap_data_ptr_(old)  # in two steps, since those of different sizes are only exchanged with empty ones
-        own._swap_data_ptr_(wire.untyped_storage())
+        seen.memory, old = None, take_memory(own, wire.untyped_storage())
         # The old memory stays as long: other libraries, whose views PyTorch does not know, may read it.
         free = self._free.setdefault(seen.kind, [])
         weakref.finalize(view, _give_back, free, memory, old).atexit = False

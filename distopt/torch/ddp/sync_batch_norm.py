@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..private import BatchNorm, batch_norm_backward, is_batch_norm
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """`BatchNorm1d`, `2d` or `3d` by the statistics of all ranks' batches, as if they were one.
 
     Every value counts the same, whatever the sizes of the ranks' batches, and running statistics are the same on all
@@ -35,7 +36,7 @@ class SyncBatchNorm(_BatchNorm):
         """The input [N, C, ...], normalized."""
         if not (self.training and dist.is_initialized()):
             return super().forward(input)
-        self._check_input_dim(input)
+        self.check_input(input)
         factor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -45,7 +46,8 @@ class SyncBatchNorm(_BatchNorm):
         normalized: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, running, factor, self.eps, group)
         return normalized
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - PyTorch's name
+    def check_input(self, input: torch.Tensor) -> None:  # noqa: A002 - PyTorch's name
+        """Local. Raise a ValueError unless it is [N, C, ...]."""
         if input.dim() < 2 or input.size(1) != self.num_features:
             raise ValueError(f"expected an input [N, {self.num_features}, ...], got {list(input.shape)}")
 
@@ -58,11 +60,11 @@ class SyncBatchNorm(_BatchNorm):
         Make the optimizer, and DDP, afterwards.
         """
         result = module
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if is_batch_norm(module) and not isinstance(module, cls):
             options = module.eps, module.momentum, module.affine, module.track_running_stats
             result = cls(module.num_features, *options, process_group=process_group, device="meta")
-            for names in ("_parameters", "_buffers"):
-                setattr(result, names, getattr(module, names))
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                setattr(result, name, tensor)
             result.train(module.training)
         for name, child in module.named_children():
             setattr(result, name, cls.convert_sync_batchnorm(child, process_group))
@@ -114,7 +116,7 @@ class _Normalize(torch.autograd.Function):
         if x.numel():
             # As if mean and variance were constants.
             statistics = mean, var, None, None, False, eps
-            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
+            dx, dweight, dbias = batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
         else:  # PyTorch's kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
         if ctx.needs_input_grad[0]:

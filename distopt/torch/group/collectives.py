@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError, UsageError
+from ..private import complex_base
 from ..tensors import array_of, as_items, as_numbers, dense, give_back, lies_in_a_row
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Collectives:
             own = own * reduction.factor
         kind = [own.sparse_dim(), *own.shape]
         label = f"{label} sparse".lstrip()
-        head = torch.tensor([len(kind), *kind, own._nnz()])
+        head = torch.tensor([len(kind), *kind, own.indices().shape[1]])
         heads = self._gather_ragged(torch.cat([head, own.indices().reshape(-1)]), seconds, label)
         values = self._gather_ragged(own.values(), seconds, label)
         total = torch.zeros_like(own)
@@ -131,9 +132,9 @@ class Collectives:
             total = total + torch.sparse_coo_tensor(indices, part.view(nnz, *own.values().shape[1:]), own.shape)
         with torch.no_grad():  # of a sparse tensor, detach() would be another one
             tensor.copy_(total.coalesce())
-            # PyTorch gives a complex one as a view, which now has entries of its own.
-            if tensor._base is not None and tensor._base.is_complex():
-                tensor._base.copy_(torch.view_as_complex(tensor))
+            # PyTorch passes a complex tensor as a real view, whose entries are its own now.
+            if (base := complex_base(tensor)) is not None:
+                base.copy_(torch.view_as_complex(tensor))
 
     def _gather_ragged(self, tensor: Tensor, seconds: float | None, label: str) -> list[Tensor]:
         """The elements of every rank's tensor; counts may differ."""

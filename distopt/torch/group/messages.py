@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...errors import DistoptError
 from ..errors import as_torch
-from ..private import untraced
+from ..private import Received, untraced
 from ..tensors import as_message, dense, give_back
 from .futures import CallbackFuture, Origin
 from .work import WaitedWork
@@ -27,7 +27,7 @@ _NAP_SECONDS = 1e-3
 
 
 @untraced
-class PendingMessage(WaitedWork):
+class PendingMessage(Received, WaitedWork):
     """A message under way.
 
     Args:
@@ -69,8 +69,6 @@ class PendingMessage(WaitedWork):
     def source_rank(self) -> int:
         """Local. The rank in the group that has sent it, once it has been received."""
         return self._work.source
-
-    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future that gets the tensor, or the error, from a thread that waits for the message."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 _GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why, and rank 0 until all know
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
@@ -62,22 +58,6 @@ def monitored_barrier(
     _comes(lambda: store.check(present), _GRACE_SECONDS)
     if verdict:
         raise dist.DistBackendError(verdict)
-
-
-def extend_monitored_barrier(kind: type) -> None:
-    """Local. Have `torch.distributed.monitored_barrier`, which refuses all but Gloo's groups, serve those of `kind`."""
-    original = c10d.monitored_barrier
-
-    @functools.wraps(original)
-    def extended(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        asked = c10d._get_default_group() if group is None and dist.is_initialized() else group
-        if not isinstance(asked, kind):
-            original(group, timeout, wait_all_ranks)
-            return
-        limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-        asked.monitored_barrier(limit, wait_all_ranks)  # type: ignore[attr-defined]
-
-    dist.monitored_barrier = c10d.monitored_barrier = extended
 
 
 def _comes(condition: Callable[[], bool], seconds: float) -> bool:

@@ -20,14 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import _profiler_enabled
-from torch.distributed import distributed_c10d as c10d
 
 from ...errors import DistoptError
 from ..errors import as_torch
-from ..private import untraced
+from ..private import AllgatherOptions, NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import reduction_of, refuse_nan
-from .backend import Abilities, give_backend
 from .collectives import STARTS, Collectives, of_each
 from .lanes import Lane, Lanes
 from .messages import Mail
@@ -47,7 +44,7 @@ _groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # of this pro
 
 
 @untraced
-class DistoptProcessGroup(Abilities, dist.ProcessGroup):
+class DistoptProcessGroup(NamedGroup):
     """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
 
     Args:
@@ -57,6 +54,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         name: equal on all ranks, and of no other group.
         communicator: of what the script calls.
         connect: makes a communicator of a name, which is equal on all ranks; collective among them.
+        make: makes a group of other ranks, by store, rank, numbers of the ranks in the job, name and timeout.
         timeout: for which an operation waits for a rank.
         who: what messages call the ranks.
     """
@@ -69,13 +67,14 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         name: str,
         communicator: Communicator,
         connect: Callable[[str], Communicator],
+        make: Callable[[dist.Store, int, Sequence[int], str, timedelta], DistoptProcessGroup],
         timeout: timedelta,
         who: Sequence[str],
     ) -> None:
-        super().__init__(rank, size)  # the constructor with a store makes no object that C++ can call
+        super().__init__(rank, size)
         self._store = store
-        self._names = {"name": "", "desc": ""}
         self._seconds = timeout.total_seconds()
+        self._make = make
         self._lanes = Lanes(Lane(name, communicator, who, self._seconds), connect)
         self._mail = Mail(communicator)
         self._who = who
@@ -89,7 +88,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, c10d.AllreduceOptions)
+        opts = _or_default(opts, dist.AllreduceOptions)
         (tensor,) = tensors = _list(tensors)
         action = Collectives.all_reduce
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
@@ -129,7 +128,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return self._run(opts, tensors, Collectives.broadcast, tensor, opts.rootRank)
 
     def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, c10d.AllgatherOptions)
+        opts = _or_default(opts, AllgatherOptions)
         (tensor,), (each,) = _list(tensors), outs
         self._check_list("all_gather", each, "output", tensor)
         _check_count("all_gather", tensor, each[self.rank()])
@@ -137,19 +136,19 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         # PyTorch gives one list for each rank here, of what that rank gives.
-        opts = _or_default(opts, c10d.AllgatherOptions)
+        opts = _or_default(opts, AllgatherOptions)
         _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, c10d.AllgatherOptions)
+        opts = _or_default(opts, AllgatherOptions)
         self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, [out], Collectives.all_gather, out, tensor)
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, c10d.AllgatherOptions)
+        opts = _or_default(opts, AllgatherOptions)
         _check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
@@ -170,7 +169,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, c10d.AllToAllOptions)
+        opts = _or_default(opts, dist.AllToAllOptions)
         for each, role in ((outs, "output"), (parts, "input")):
             self._check_list("all_to_all", each, role)
         return self._run(opts, outs, Collectives.all_to_all, outs, parts)
@@ -178,12 +177,12 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
     def all_to_all_single(  # noqa: D102
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        opts = _or_default(opts, c10d.AllToAllOptions)
+        opts = _or_default(opts, dist.AllToAllOptions)
         outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
         return self._run(opts, [out], Collectives.all_to_all, outs, parts)
 
     def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
-        return self._run(_or_default(opts, c10d.BarrierOptions), [], Collectives.barrier)
+        return self._run(_or_default(opts, dist.BarrierOptions), [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Collective. A barrier through the store, for which rank 0 waits for `timeout` (default: the group's).
@@ -212,7 +211,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
     def _message(self, start: Callable[..., dist.Work], tensor: Tensor, *args: Any) -> dist.Work:
         if self._check_nan and start == self._mail.send:
             refuse_nan((), (tensor,), self.rank())
-        if _profiler_enabled():
+        if is_profiling():
             start = _recorded(start, start)
         try:
             return start(tensor, *args, self._seconds)
@@ -220,44 +219,11 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
             raise as_torch(error) from error
 
     # -- names that PyTorch had before ---------------------------------------------------------------------------------
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- life cycle --------------------------------------------------------------------------------------------------
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
-        """Local. "distopt"."""
-        return "distopt"
-
-    # The base class answers these only with a backend of C++.
-    def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
-
-    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's
-        """Local. The name that PyTorch has given the group."""
-        return self._names["name"]
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's
-        """Local. What the user says of the group."""
-        return self._names["desc"]
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"the backend distopt serves CPU tensors, not those on {device}; make a group for these")
-        return self
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
     def get_group_store(self) -> dist.Store:
         """Local. The store of the group's ranks."""
         return self._store
@@ -266,11 +232,10 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         """Local. For which operations called from now on wait for a rank."""
         self._seconds = timeout.total_seconds()
 
-    def _get_sequence_number_for_group(self) -> int:
+    @property
+    def count(self) -> int:
+        """Local. The collectives that the script has called, the same on all ranks."""
         return self._lanes.first.count
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Ranks count alike from the start."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Local. Nothing: the ranks have met."""
@@ -288,15 +253,11 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{list(ranks)}"
-        options = c10d._DistributedBackendOptions()
-        options.store = dist.PrefixStore(f"{name}/", self._store)
-        options.group_rank, options.group_size = list(ranks).index(self.rank()), len(ranks)
-        options.timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
-        options.group_id = name
-        options.global_ranks_in_group = [dist.get_global_rank(self, rank) for rank in ranks]
-        group: DistoptProcessGroup = dist.Backend._plugins["DISTOPT"].creator_fn(options, opts)  # `meet`
-        group._set_group_name(name)
-        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        store = dist.PrefixStore(f"{name}/", self._store)
+        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
+        group = self._make(store, list(ranks).index(self.rank()), global_ranks, name, timeout)
+        group.set_names(name, group_desc or f"{self.group_desc}:split")
         return group
 
     def shutdown(self) -> None:
@@ -335,7 +296,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in its turn."""
         if self._check_nan:
             refuse_nan(tensors, args, self.rank())
-        start = _recorded(action, self._start) if _profiler_enabled() else self._start
+        start = _recorded(action, self._start) if is_profiling() else self._start
         try:
             return start(opts, tensors, action, *args)
         except DistoptError as error:
@@ -348,7 +309,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         lane, collectives = self._lanes.of_caller()
         queue = lane.queue
         # Not in the callbacks of a backward pass: what DDP starts there, it waits for there.
-        in_backward = opts.asyncOp and torch._C._current_autograd_node() is not None
+        in_backward = opts.asyncOp and current_autograd_node() is not None
         with lane.lock:
             lane.count += 1
             if lane.wire is not None and action is Collectives.all_reduce:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...errors import DistoptError
 from ..errors import as_torch
-from ..private import untraced
+from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
 from .futures import CallbackFuture, Origin
 from .work import WaitedWork, of_a_hook, typed
 
@@ -301,11 +301,11 @@ class OperationQueue:
         """
         if self._by_thread:
             self.attend()
-        backward_pass, callback = torch._C._current_graph_task_id(), self._at_the_end()
+        backward_pass, callback = current_backward_pass(), self._at_the_end()
         if callback is None or callback.backward_pass != backward_pass:
             callback = _AtTheEnd(self, backward_pass)
             self._at_the_end = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            call_after_backward(callback)
         callback.works.append(work)
 
     def close(self) -> None:
@@ -409,4 +409,4 @@ def _asked_by_ddp(frame: FrameType | None) -> bool:
     A caller in Python may wait for it at once, in C++, where no thread carries the operation out: the innermost frame
     of Python is then that of a hook, and here the one in which torch.autograd runs its engine.
     """
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    return runs_backward(frame)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..private import untraced
+from ..private import current_backward_pass, untraced
 
 
 @untraced
@@ -74,7 +74,7 @@ class DoneWork(WaitedWork):
 
 def of_a_hook(tensors: list[torch.Tensor]) -> bool:
     """Whether DDP's hook FP16_COMPRESS may want a future: of C++, it takes none whose value is a Python object."""
-    return torch._C._current_graph_task_id() >= 0 and bool(tensors) and tensors[0].dtype == torch.float16
+    return current_backward_pass() >= 0 and bool(tensors) and tensors[0].dtype == torch.float16
 
 
 def typed(tensors: list[torch.Tensor]) -> Any:

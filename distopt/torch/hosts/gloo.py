@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import _enable_record_function, _profiler_enabled
 
 from ... import errors
 from ...comm.work import MessageWork
@@ -30,6 +29,7 @@ from ...errors import (
     StalledError,
     UsageError,
 )
+from ..private import gloo_options, unrecorded
 from ..tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
@@ -80,12 +80,8 @@ class Gloo:
     ) -> None:
         self.processes = processes
         self.me = processes[rank]
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=seconds)
-        options._threads = 1  # for collectives, which this class does not use
         try:
-            device = {"interface": interface} if interface else {"hostname": address}
-            options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+            options = gloo_options(seconds, **({"interface": interface} if interface else {"hostname": address}))
             # A wait that has run into its time-out closes all connections of its group.
             self._group, self._notices = [
                 dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(processes), options)
@@ -104,12 +100,12 @@ class Gloo:
         for other in range(len(processes)):
             if other != rank:
                 with suppress(RuntimeError):  # it has left already
-                    self._received.append(_unrecorded(self._notices.recv, [self._causes[other]], other, 0))
+                    self._received.append(unrecorded(self._notices.recv, [self._causes[other]], other, 0))
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""
         try:
-            return Transfer(_unrecorded(self._open().send, [data], to, tag), to)
+            return Transfer(unrecorded(self._open().send, [data], to, tag), to)
         except RuntimeError as error:
             raise self._lost(to, what()) from error
 
@@ -118,9 +114,9 @@ class Gloo:
         group = self._open()
         try:
             if source is None:
-                work = _unrecorded(group.recv_anysource, [data], tag)
+                work = unrecorded(group.recv_anysource, [data], tag)
             else:
-                work = _unrecorded(group.recv, [data], source, tag)
+                work = unrecorded(group.recv, [data], source, tag)
         except RuntimeError as error:
             raise self._lost(source, what()) from error
         return Transfer(work, source)
@@ -246,17 +242,6 @@ class Gloo:
         return processes[0].name if processes else "any rank", processes
 
 
-def _unrecorded(start: Callable[..., Any], *args: Any) -> Any:
-    """Local. Start a transfer, without a record in a profile: PyTorch would write its end where an ended one was."""
-    if not _profiler_enabled():
-        return start(*args)
-    _enable_record_function(False)
-    try:
-        return start(*args)
-    finally:
-        _enable_record_function(True)
-
-
 class GlooMessage(MessageWork):
     """A message under way. Gloo moves it without help, and says that it has ended to those who wait only."""
 
@@ -274,7 +259,7 @@ class GlooMessage(MessageWork):
         if not self._ended:
             return -1
         peer = self._transfer.peer
-        return int(self._transfer.work._source_rank()) if peer is None else peer
+        return int(self._transfer.work.source_rank()) if peer is None else peer
 
     def done(self) -> bool:
         """Local. Whether `wait` has returned."""
