@@ -47,7 +47,7 @@ class _Seen:
     memory: Array | None = None  # into which it moves when it is next reduced
 
 
-class WireMemory:
+class SharedBuckets:
     """Moves into wire memory what a group reduces repeatedly.
 
     To make wire memory is collective, but only its own rank knows whether it has seen a storage before. So every few

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
-from ..ddp.shared_buckets import WireMemory
+from ..ddp.shared_buckets import SharedBuckets
 from ..hosts.communicator import HostsCommunicator
 from .collectives import Collectives
 from .futures import origin
@@ -45,7 +45,9 @@ class Lane:
         self.collectives = Collectives(communicator, who)
         by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
         self.queue = OperationQueue(name, by_thread=by_thread)
-        self.wire = WireMemory(communicator, self._post, seconds) if communicator.reduces_in_place else None
+        self.shared_buckets = (
+            SharedBuckets(communicator, self._post, seconds) if communicator.reduces_in_place else None
+        )
         self.count = 0
         self.lock = threading.RLock()
 

@@ -312,8 +312,8 @@ class DistoptProcessGroup(NamedGroup):
         in_backward = opts.asyncOp and current_autograd_node() is not None
         with lane.lock:
             lane.count += 1
-            if lane.wire is not None and action is Collectives.all_reduce:
-                lane.wire.look(args[0], in_backward=in_backward)
+            if lane.shared_buckets is not None and action is Collectives.all_reduce:
+                lane.shared_buckets.look(args[0], in_backward=in_backward)
             work = None
             if opts.asyncOp or not queue.enter():
                 start = STARTS.get(action)

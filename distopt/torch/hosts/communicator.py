@@ -25,7 +25,8 @@ import torch
 from ...comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
 from ...errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
 from ..tensors import array_of, bytes_of
-from .exchange import NOTHING, Between, Exchange, Meeting, Operation, fold
+from .description import Description
+from .exchange import NOTHING, Heads, Between, Exchange, fold
 
 if TYPE_CHECKING:
     from ...launch.topology import Topology
@@ -46,7 +47,7 @@ class HostsCommunicator(Communicator):
     An operation is carried out while its `Work` is waited for, so works are waited for in the order of starting.
 
     Attributes:
-        begins_at_once: sums begin when they are called, and need no help of this rank until their end.
+        begins_at_once: sums begin when they are call, and need no help of this rank until their end.
     """
 
     name: ClassVar[str] = "gloo"
@@ -113,16 +114,16 @@ class HostsCommunicator(Communicator):
         self._gloo.close()
         self._local.close()
 
-    def carry_out(self, step: Operation, run: Callable[[Operation], _T], timeout: float | None) -> _T:
+    def carry_out(self, call: Description, run: Callable[[Description], _T], timeout: float | None) -> _T:
         """Collective. Run an operation in its turn, or a part of it; see `Work.wait`."""
         if self._error is not None:
             raise self._error
-        if not step.number:
+        if not call.number:
             self._number += 1
-            step.number = self._number
-        step.deadline = time.monotonic() + (self._seconds if timeout is None else timeout)
+            call.number = self._number
+        call.deadline = time.monotonic() + (self._seconds if timeout is None else timeout)
         try:
-            return run(step)
+            return run(call)
         except CommunicatorError as error:
             # The kernel says that a process of this host has ended.
             here = [self._gloo.processes[rank] for rank in self._mine]
@@ -148,9 +149,9 @@ class HostsCommunicator(Communicator):
         run = self._runs[kind]
         arrays = (array.reshape(-1),) if out is array else (array.reshape(-1), out.reshape(-1))
         count = min(array.size, out.size)
-        work = _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: run(self, step, *arrays))
+        work = _Deferred(self, Description(kind, count, dtype, op, label, root), lambda call: run(self, call, *arrays))
         if self.begins_at_once and kind == "all_reduce" and all(one.leaves(array) for one in self._under_way):
-            work.begin(lambda step: self._begin_reduce(step, *arrays), array)
+            work.begin(lambda call: self._begin_reduce(call, *arrays), array)
         self._under_way.append(work)
         return work
 
@@ -158,44 +159,49 @@ class HostsCommunicator(Communicator):
         received: list[Array] = []
         parts = list(parts) if len(parts) == self._size else [*parts] * self._size
         run = partial(self._exchange, parts=parts, received=received)
-        work = _Deferred(self, Operation(request.kind, 0, request.dtype, "", request.label), run)
+        work = _Deferred(self, Description(request.kind, 0, request.dtype, "", request.label), run)
         self._under_way.append(work)
         return RaggedWork(work, received)
 
     # -- all_reduce --------------------------------------------------------------------------------------------------
-    def _reduce(self, step: Operation, flat: Array) -> None:
-        if step.op == "mean" and not self._even:
-            self._reduce_mean(step, flat)
+    def _reduce(self, call: Description, flat: Array) -> None:
+        if call.op == "mean" and not self._even:
+            self._reduce_mean(call, flat)
         else:
-            self._begin_reduce(step, flat)()
+            self._begin_reduce(call, flat)()
 
-    def _begin_reduce(self, step: Operation, flat: Array) -> Callable[[], None]:
+    def _begin_reduce(self, call: Description, flat: Array) -> Callable[[], None]:
         """Collective in this host. Begin; a function that ends it.
 
         A small array travels with what ranks say. So does what is left of a large one when it is cut into slices, and
         between two hosts the slice, unless it is large itself.
         """
         if flat.nbytes <= self._between.whole_bytes:
-            return partial(self._finish_small, step, [flat], self._begin_small(step, [flat]))
+            return partial(self._finish_small, call, [flat], self._begin_small(call, [flat]))
         cut = flat.size - flat.size % self._n_slices
         head, rest = flat[:cut], flat[cut:]
-        step.n_bytes = flat.nbytes
+        call.n_bytes = flat.nbytes
         slice_bytes = head.nbytes // self._n_slices
         if len(self._hosts) == 2 and slice_bytes + rest.nbytes <= self._between.inline_bytes:
-            chunk = self._begin_chunk(step, head, sends=False)
+            chunk = self._begin_chunk(call, head, sends=False)
             arrays = [rest] if chunk.part is None else [chunk.part, rest]
-            return partial(self._finish_large, step, arrays, self._begin_small(step, arrays), deque([chunk]), iter(()))
+            return partial(self._finish_large, call, arrays, self._begin_small(call, arrays), deque([chunk]), iter(()))
         chunk_bytes = min(max(slice_bytes // _CHUNKS, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
         length = chunk_bytes // flat.itemsize * self._n_slices
-        begun = (self._begin_chunk(step, head[at : at + length]) for at in range(0, head.size, length))
+        begun = (self._begin_chunk(call, head[at : at + length]) for at in range(0, head.size, length))
         reducing = deque(islice(begun, _CHUNKS_REDUCED))
-        return partial(self._finish_large, step, [rest], self._begin_small(step, [rest]), reducing, begun)
+        return partial(self._finish_large, call, [rest], self._begin_small(call, [rest]), reducing, begun)
 
     def _finish_large(
-        self, step: Operation, arrays: list[Array], meeting: Meeting, reducing: deque[_Chunk], begun: Iterator[_Chunk]
+        self,
+        call: Description,
+        arrays: list[Array],
+        heads: Heads,
+        reducing: deque[_Chunk],
+        begun: Iterator[_Chunk],
     ) -> None:
         """Collective in this host. Reduce what has come with the heads, then chunks, so many of them on the network."""
-        self._finish_small(step, arrays, meeting)
+        self._finish_small(call, arrays, heads)
         gathering: deque[_Chunk] = deque()
         while reducing:
             gathering.append(reducing.popleft())
@@ -203,38 +209,38 @@ class HostsCommunicator(Communicator):
             if (exchange := gathering[-1].exchange) is not None:
                 exchange.reduce()
             if len(gathering) > _CHUNKS_GATHERED:
-                self._finish_chunk(step, gathering.popleft())
+                self._finish_chunk(call, gathering.popleft())
         for chunk in gathering:
-            self._finish_chunk(step, chunk)
+            self._finish_chunk(call, chunk)
 
-    def _begin_small(self, step: Operation, arrays: list[Array]) -> Meeting:
+    def _begin_small(self, call: Description, arrays: list[Array]) -> Heads:
         """Collective in this host. Reduce the last array there; each carrier begins to send all with what it says."""
-        if len(self._mine) > 1 and _takes_part(step, arrays[-1]):
-            self._local.all_reduce(arrays[-1], step.op, wire=step.dtype, label=step.within).wait(step.left())
+        if len(self._mine) > 1 and _takes_part(call, arrays[-1]):
+            self._local.all_reduce(arrays[-1], call.op, wire=call.dtype, label=call.within).wait(call.left())
         full = [array for array in arrays if array.size] or arrays
         data = full[0] if len(full) == 1 else np.concatenate(full)
-        return self._between.meet(step, dict.fromkeys(self._others, bytes_of(data)))
+        return self._between.announce(call, dict.fromkeys(self._others, bytes_of(data)))
 
-    def _finish_small(self, step: Operation, arrays: list[Array], meeting: Meeting) -> None:
+    def _finish_small(self, call: Description, arrays: list[Array], heads: Heads) -> None:
         """Collective in this host. Reduce what has come."""
-        theirs, end = meeting.wait(), 0
+        theirs, end = heads.wait(), 0
         for array in arrays if self._carriers else ():
             begin, end = end, end + array.nbytes
             pieces = {q: data[begin:end].view(array.dtype) for q, data in theirs.items()}
-            fold(step, [pieces.get(q, array) for q in self._carriers], array)
-        self._between.end(meeting)
-        if not self._even and _takes_part(step, arrays[-1]):
-            self._local.broadcast(arrays[-1], wire=step.dtype, label=step.within).wait(step.left())
+            fold(call, [pieces.get(q, array) for q in self._carriers], array)
+        self._between.end(heads)
+        if not self._even and _takes_part(call, arrays[-1]):
+            self._local.broadcast(arrays[-1], wire=call.dtype, label=call.within).wait(call.left())
 
-    def _reduce_mean(self, step: Operation, flat: Array) -> None:
+    def _reduce_mean(self, call: Description, flat: Array) -> None:
         """Of hosts with different numbers of ranks: the sum, divided once."""
-        numbers = torch.from_numpy(flat).view(getattr(torch, step.dtype))
+        numbers = torch.from_numpy(flat).view(getattr(torch, call.dtype))
         wide = numbers.float() if numbers.itemsize == 2 else numbers
         dtype = str(wide.dtype).removeprefix("torch.")
-        self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), array_of(wide))
+        self._reduce(replace(call, dtype=dtype, op="sum", label=f"mean {call.label}"), array_of(wide))
         numbers.copy_(wide.div_(self._size))
 
-    def _begin_chunk(self, step: Operation, array: Array, *, sends: bool = True) -> _Chunk:
+    def _begin_chunk(self, call: Description, array: Array, *, sends: bool = True) -> _Chunk:
         """Collective in this host. Reduce the chunk there; each carrier begins to send its slice to other hosts."""
         part: Array | None = None
         if self._carriers:
@@ -242,31 +248,31 @@ class HostsCommunicator(Communicator):
             part = array[place * count : (place + 1) * count]
         if len(self._mine) > 1:
             if self._even:
-                work = self._local.reduce_scatter(array, part, step.op, wire=step.dtype, label=step.within)
+                work = self._local.reduce_scatter(array, part, call.op, wire=call.dtype, label=call.within)
             else:
-                work = self._local.all_reduce(array, step.op, wire=step.dtype, label=step.within)
-            work.wait(step.left())
+                work = self._local.all_reduce(array, call.op, wire=call.dtype, label=call.within)
+            work.wait(call.left())
         if part is None or not sends:
             return _Chunk(array, part, None)
-        return _Chunk(array, part, Exchange(self._between, step, part, self._carriers, self._rank))
+        return _Chunk(array, part, Exchange(self._between, call, part, self._carriers, self._rank))
 
-    def _finish_chunk(self, step: Operation, chunk: _Chunk) -> None:
+    def _finish_chunk(self, call: Description, chunk: _Chunk) -> None:
         """Collective in this host. Give the result to all its ranks."""
         if chunk.exchange is not None:
             chunk.exchange.finish()
         if not self._even:
             for place, each in enumerate(np.split(chunk.array, self._n_slices)):
-                self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
+                self._local.broadcast(each, place, wire=call.dtype, label=call.within).wait(call.left())
         elif len(self._mine) > 1:
-            self._local.all_gather(chunk.part, chunk.array, wire=step.dtype, label=step.within).wait(step.left())
+            self._local.all_gather(chunk.part, chunk.array, wire=call.dtype, label=call.within).wait(call.left())
 
     # -- other collectives -------------------------------------------------------------------------------------------
-    def _scatter(self, step: Operation, array: Array, out: Array) -> None:
+    def _scatter(self, call: Description, array: Array, out: Array) -> None:
         between = self._between
-        meeting = between.meet(step, dict.fromkeys(self._others, NOTHING))
-        step.n_bytes = array.nbytes
+        heads = between.announce(call, dict.fromkeys(self._others, NOTHING))
+        call.n_bytes = array.nbytes
         rooms = {q: between.take(out.nbytes).view(out.dtype) for q in self._others}
-        moves = [between.receive(step, room, q) for q, room in rooms.items()]
+        moves = [between.receive(call, room, q) for q, room in rooms.items()]
         parts = {}
         for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
             wholes = [array[q * out.size : (q + 1) * out.size] for q in ranks]
@@ -274,98 +280,98 @@ class HostsCommunicator(Communicator):
             if len(ranks) > 1:
                 part = parts[carrier] = between.take(out.nbytes).view(out.dtype)
                 whole = np.concatenate(wholes)
-                work = self._local.reduce_scatter(whole, part, step.op, wire=step.dtype, label=step.within)
-                work.wait(step.left())
+                work = self._local.reduce_scatter(whole, part, call.op, wire=call.dtype, label=call.within)
+                work.wait(call.left())
             if carrier != self._rank:
-                moves.append(between.send(step, parts[carrier], carrier))
-        meeting.wait()
-        between.end(meeting)
-        between.wait(step, moves)
-        fold(step, [rooms.get(q, parts[self._rank]) for q in self._carriers], out)
+                moves.append(between.send(call, parts[carrier], carrier))
+        heads.wait()
+        between.end(heads)
+        between.wait(call, moves)
+        fold(call, [rooms.get(q, parts[self._rank]) for q in self._carriers], out)
         for memory in (*rooms.values(), *(parts.values() if len(self._mine) > 1 else ())):
             between.give(memory)
 
-    def _scatter_unevenly(self, step: Operation, array: Array, out: Array) -> None:
+    def _scatter_unevenly(self, call: Description, array: Array, out: Array) -> None:
         whole = array.copy()
-        self._reduce(replace(step, kind="all_reduce", label=f"reduce_scatter {step.label}"), whole)
+        self._reduce(replace(call, kind="all_reduce", label=f"reduce_scatter {call.label}"), whole)
         out[...] = whole[self._rank * out.size :][: out.size]
 
-    def _gather(self, step: Operation, array: Array, out: Array) -> None:
+    def _gather(self, call: Description, array: Array, out: Array) -> None:
         between, alone = self._between, len(self._mine) == 1
-        meeting = between.meet(step, dict.fromkeys(self._others, NOTHING))
-        step.n_bytes = out.nbytes
+        heads = between.announce(call, dict.fromkeys(self._others, NOTHING))
+        call.n_bytes = out.nbytes
         places = np.split(out, self._size)
         rooms = {q: places[q] if alone else between.take(array.nbytes).view(array.dtype) for q in self._others}
-        moves = [between.receive(step, room, q) for q, room in rooms.items()]
-        moves += [between.send(step, array, q) for q in self._others]
-        meeting.wait()
-        between.end(meeting)
-        between.wait(step, moves)
+        moves = [between.receive(call, room, q) for q, room in rooms.items()]
+        moves += [between.send(call, array, q) for q in self._others]
+        heads.wait()
+        between.end(heads)
+        between.wait(call, moves)
         if alone:
             places[self._rank][...] = array
             return
         for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
             whole = np.empty(array.size * len(ranks), array.dtype)
             part = rooms.get(carrier, array)
-            self._local.all_gather(part, whole, wire=step.dtype, label=step.within).wait(step.left())
+            self._local.all_gather(part, whole, wire=call.dtype, label=call.within).wait(call.left())
             for q, each in zip(ranks, np.split(whole, len(ranks)), strict=True):
                 places[q][...] = each
         for room in rooms.values():
             between.give(room)
 
-    def _gather_unevenly(self, step: Operation, array: Array, out: Array) -> None:
+    def _gather_unevenly(self, call: Description, array: Array, out: Array) -> None:
         received: list[Array] = []
-        label = f"all_gather of {array.size} {step.label}"
-        self._exchange(replace(step, kind="all_gather_ragged", count=0, label=label), [array] * self._size, received)
+        label = f"all_gather of {array.size} {call.label}"
+        self._exchange(replace(call, kind="all_gather_ragged", count=0, label=label), [array] * self._size, received)
         np.concatenate(received, out=out)
 
-    def _spread(self, step: Operation, array: Array) -> None:
+    def _spread(self, call: Description, array: Array) -> None:
         """To one rank of every other host, and from it to all of its host."""
-        root, between = step.root, self._between
+        root, between = call.root, self._between
         firsts = {root if root in ranks else ranks[0] for ranks in self._hosts}
         first = next(q for q in self._mine if q in firsts)
         peers = (firsts - {root} if self._rank == root else {root}) if self._rank == first else set()
         small = array.nbytes <= between.inline_bytes
-        meeting = between.meet(step, dict.fromkeys(peers, bytes_of(array) if small and first == root else NOTHING))
-        step.n_bytes = array.nbytes
+        heads = between.announce(call, dict.fromkeys(peers, bytes_of(array) if small and first == root else NOTHING))
+        call.n_bytes = array.nbytes
         move = between.send if self._rank == root else between.receive
-        moves = [] if small else [move(step, array, peer) for peer in peers]
-        theirs = meeting.wait()
+        moves = [] if small else [move(call, array, peer) for peer in peers]
+        theirs = heads.wait()
         if small and self._rank != root and theirs:
             bytes_of(array)[...] = theirs[root]
-        between.end(meeting)
-        between.wait(step, moves)
-        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.within).wait(step.left())
+        between.end(heads)
+        between.wait(call, moves)
+        self._local.broadcast(array, self._mine.index(first), wire=call.dtype, label=call.within).wait(call.left())
 
-    def _exchange(self, step: Operation, parts: Sequence[Array], received: list[Array]) -> None:
+    def _exchange(self, call: Description, parts: Sequence[Array], received: list[Array]) -> None:
         between = self._between
-        work = self._local.all_to_all_ragged([parts[q] for q in self._mine], label=step.within)
+        work = self._local.all_to_all_ragged([parts[q] for q in self._mine], label=call.within)
         data = {q: bytes_of(parts[q]) for ranks in self._hosts if ranks is not self._mine for q in ranks}
-        meeting = between.meet(step, data)
+        heads = between.announce(call, data)
         moves = []
         for q, each in data.items():
             if each.size > between.inline_bytes:
-                step.n_bytes = each.size
-                moves.append(between.send(step, each, q))
-        work.wait(step.left())
+                call.n_bytes = each.size
+                moves.append(between.send(call, each, q))
+        work.wait(call.left())
         results = dict(zip(self._mine, work.parts, strict=True))
-        for q, payload in meeting.wait().items():
-            step.n_bytes = meeting.sizes[q]
+        for q, payload in heads.wait().items():
+            call.n_bytes = heads.sizes[q]
             results[q] = payload.copy()
-            if step.n_bytes > between.inline_bytes:
-                results[q] = np.empty(step.n_bytes, np.uint8)
-                moves.append(between.receive(step, results[q], q))
-        between.end(meeting)
-        between.wait(step, moves)
+            if call.n_bytes > between.inline_bytes:
+                results[q] = np.empty(call.n_bytes, np.uint8)
+                moves.append(between.receive(call, results[q], q))
+        between.end(heads)
+        between.wait(call, moves)
         received.extend(results[q].view(parts[0].dtype) for q in range(self._size))
 
 
-def _takes_part(step: Operation, rest: Array) -> bool:
+def _takes_part(call: Description, rest: Array) -> bool:
     """Whether the ranks of a host reduce the rest of an array: not if nothing is left, but if there was nothing.
 
     Ranks find there that one has an empty array, and another one that is not.
     """
-    return rest.size > 0 or step.count == 0
+    return rest.size > 0 or call.count == 0
 
 
 class _Chunk(NamedTuple):
@@ -379,15 +385,15 @@ class _Chunk(NamedTuple):
 class _Deferred(Work):
     """An operation that its wait carries out, or ends if it has begun."""
 
-    def __init__(self, owner: HostsCommunicator, step: Operation, run: Callable[[Operation], None]) -> None:
+    def __init__(self, owner: HostsCommunicator, call: Description, run: Callable[[Description], None]) -> None:
         self._owner = owner
-        self._step = step
-        self._run: Callable[[Operation], None] | None = run
+        self._call = call
+        self._run: Callable[[Description], None] | None = run
         self._array: Array | None = None
 
-    def begin(self, start: Callable[[Operation], Callable[[], None]], array: Array) -> None:
+    def begin(self, start: Callable[[Description], Callable[[], None]], array: Array) -> None:
         """Local. Begin it with `start`, which gives what ends it; `array` is in use until then."""
-        finish = self._owner.carry_out(self._step, start, None)
+        finish = self._owner.carry_out(self._call, start, None)
         self._run, self._array = lambda _: finish(), array
 
     def leaves(self, array: Array) -> bool:
@@ -402,6 +408,6 @@ class _Deferred(Work):
     def wait(self, timeout: float | None = None) -> None:
         """Collective. Carry it out, waiting at most `timeout` seconds for the other ranks; see `Work.wait`."""
         if self._run is not None:
-            self._owner.carry_out(self._step, self._run, timeout)
+            self._owner.carry_out(self._call, self._run, timeout)
             self._owner.end()
             self._run = None

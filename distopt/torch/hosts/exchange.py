@@ -6,28 +6,26 @@ meet, since the tag of a message contains its length: Gloo would end the process
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ... import _core
 from ...comm.base import DTYPES, OPS, Array
-from ...errors import Call, CommunicatorError, MismatchError
+from ...errors import CommunicatorError, MismatchError
 from ..tensors import bytes_of
+from .description import CALL_BYTES, Description
 
 if TYPE_CHECKING:
     from .gloo import Gloo, Transfer
 
 # At the head of a rank's first message: bytes of its data, and what it calls. Gloo keeps messages of one tag in order.
 _HEAD_TAG = 0
-_SIZE_BYTES, _CALL_BYTES = 8, 248
-_HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
+_SIZE_BYTES = 8
+_HEAD_BYTES = _SIZE_BYTES + CALL_BYTES
 # Between two hosts, data of up to this size over the number of carriers travel with it: to copy them takes less time
 # than a message of their own.
 _INLINE_BYTES_OF_TWO = 4 << 20
@@ -36,68 +34,6 @@ _INLINE_BYTES_OF_TWO = 4 << 20
 _WHOLE_BYTES = 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays, and first messages, that are kept
 NOTHING = np.empty(0, np.uint8)
-
-
-@dataclass(slots=True)
-class Operation:
-    """A collective as this rank has called it.
-
-    Attributes:
-        kind, count, dtype, op, label, root: see `distopt.errors.Call`.
-        number: its place in the order of operations.
-        deadline: on the clock of `time.monotonic`.
-        n_bytes: of the data that it moves, which become part of the tag of their messages.
-    """
-
-    kind: str
-    count: int
-    dtype: str
-    op: Any
-    label: str
-    root: int = 0
-    number: int = 0
-    deadline: float = 0.0
-    n_bytes: int = 0
-
-    @property
-    def within(self) -> str:
-        """Local. Label of what a host's ranks call for it."""
-        return f"{self.kind} {self.count:,} {self.label}".rstrip()
-
-    def left(self) -> float:
-        """Local. Seconds until the deadline."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def tag(self, phase: int = 0) -> int:
-        """Local. Of its data, in one of two phases."""
-        return (self.number & 0x3FFF) << 16 | 2 * (1 + self.n_bytes % 0x7FFE) + phase
-
-    def packed(self) -> bytes:
-        """Local. What ranks must agree on."""
-        label = f"{zlib.crc32(self.label.encode())}|{self.label[:31]}"  # cut, but compared as a whole
-        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{label}"
-        return text.encode().ljust(_CALL_BYTES)
-
-    @classmethod
-    def unpacked(cls, packed: bytes) -> Operation:
-        """Local. What another rank says."""
-        kind, count, dtype, op, root, number, _, label = packed.decode().rstrip().split("|", 7)
-        return cls(kind, int(count), dtype, op, label, int(root), int(number))
-
-    def describe(self) -> str:
-        """Local. In words, as those of csrc/host/describe.cpp."""
-        text = f"{self.kind} #{self.number:,}"
-        if not self.kind.endswith("ragged"):
-            text += f" of {self.count:,} {self.dtype}"
-        if self.op:
-            text += f", {self.op}"
-        if self.kind == "broadcast":
-            text += f" from rank {self.root}"
-        return f"{text} ({self.label})" if self.label else text
-
-    def call(self, rank: int) -> Call:
-        """Local. As the call of a rank."""
-        return Call(rank, self.kind, self.number, self.count, self.dtype, self.op, self.root, self.label)
 
 
 class Between:
@@ -118,25 +54,25 @@ class Between:
         self._free: list[_Box] = []
         self._scratch: list[Array] = []
 
-    def meet(self, step: Operation, data: Mapping[int, Array]) -> Meeting:
+    def announce(self, call: Description, data: Mapping[int, Array]) -> Heads:
         """Local. Say what this rank does, with `data`, to some ranks, which do the same. To be ended by `end`."""
-        meeting = Meeting(self, step)
+        heads = Heads(self, call)
         begun = self._begun
-        meeting.receives = {q: begun.pop(q) if q in begun else self._receive_next(q) for q in data}
+        heads.receives = {q: begun.pop(q) if q in begun else self._receive_next(q) for q in data}
         for rank, each in data.items():
             box, inline = self._box(), each if each.size <= self.inline_bytes else NOTHING
             end = _HEAD_BYTES + inline.size
-            box.head[:] = each.size.to_bytes(_SIZE_BYTES, "little") + meeting.said
+            box.head[:] = each.size.to_bytes(_SIZE_BYTES, "little") + heads.said
             box.array[_HEAD_BYTES:end] = inline
-            meeting.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, step.describe)))
-        return meeting
+            heads.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, call.describe)))
+        return heads
 
-    def end(self, meeting: Meeting) -> None:
-        """Local, after `Meeting.wait`. What others have said in it is no longer needed."""
-        self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
+    def end(self, heads: Heads) -> None:
+        """Local, after `Heads.wait`. What others have said in it is no longer needed."""
+        self._free += [box for box, _ in (*heads.sends, *heads.receives.values())]
         del self._free[_MOST_SCRATCH:]
         with suppress(CommunicatorError):  # the next operation meets the same
-            for rank in meeting.receives:
+            for rank in heads.receives:
                 if rank not in self._begun:
                     self._begun[rank] = self._receive_next(rank)
 
@@ -151,18 +87,18 @@ class Between:
         """Local. Forget the receives that were begun, which hold connections."""
         self._begun.clear()
 
-    def send(self, step: Operation, array: Array, to: int, phase: int = 0) -> Transfer:
+    def send(self, call: Description, array: Array, to: int, phase: int = 0) -> Transfer:
         """Local. Begin to send to a rank that awaits as much."""
-        return self.gloo.send(torch.from_numpy(bytes_of(array)), to, step.tag(phase), step.describe)
+        return self.gloo.send(torch.from_numpy(bytes_of(array)), to, call.tag(phase), call.describe)
 
-    def receive(self, step: Operation, array: Array, source: int, phase: int = 0) -> Transfer:
+    def receive(self, call: Description, array: Array, source: int, phase: int = 0) -> Transfer:
         """Local. Begin to receive."""
-        return self.gloo.receive(torch.from_numpy(bytes_of(array)), source, step.tag(phase), step.describe)
+        return self.gloo.receive(torch.from_numpy(bytes_of(array)), source, call.tag(phase), call.describe)
 
-    def wait(self, step: Operation, transfers: Sequence[Transfer]) -> None:
+    def wait(self, call: Description, transfers: Sequence[Transfer]) -> None:
         """Wait for the end of all; see `Gloo.wait`."""
         for transfer in transfers:
-            self.gloo.wait(transfer, step.deadline, step.describe)
+            self.gloo.wait(transfer, call.deadline, call.describe)
 
     def take(self, n_bytes: int) -> Array:
         """Local. Scratch memory of `n_bytes`, as a flat array of bytes; fresh memory would cost page faults."""
@@ -188,7 +124,7 @@ class _Box:
         self.head = memoryview(self.array)[:_HEAD_BYTES]  # type: ignore[arg-type]
 
 
-class Meeting:
+class Heads:
     """The descriptions of an operation that some ranks exchange, with small data. `Between.meet` makes it.
 
     Attributes:
@@ -197,12 +133,12 @@ class Meeting:
         sizes: bytes that each rank has for this one, once `wait` has returned.
     """
 
-    def __init__(self, between: Between, step: Operation) -> None:
-        self.said = step.packed()
+    def __init__(self, between: Between, call: Description) -> None:
+        self.said = call.packed()
         self.receives: dict[int, tuple[_Box, Transfer]] = {}
         self.sends: list[tuple[_Box, Transfer]] = []
         self.sizes: dict[int, int] = {}
-        self._between, self._step = between, step
+        self._between, self._call = between, call
 
     def wait(self) -> dict[int, Array]:
         """The data of each rank, until `Between.end`; empty where they are too long to travel with what it says.
@@ -210,25 +146,25 @@ class Meeting:
         Raises:
             MismatchError: a rank does something else.
         """
-        between, step, theirs = self._between, self._step, {}
+        between, call, theirs = self._between, self._call, {}
         for rank, (box, transfer) in self.receives.items():
-            between.wait(step, [transfer])
+            between.wait(call, [transfer])
             head = bytes(box.head)
             if head[_SIZE_BYTES:] != self.said:
                 raise self._mismatch(rank, head[_SIZE_BYTES:])
             size = self.sizes[rank] = int.from_bytes(head[:_SIZE_BYTES], "little")
             theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= between.inline_bytes else 0]
-        between.wait(step, [transfer for _, transfer in self.sends])
+        between.wait(call, [transfer for _, transfer in self.sends])
         return theirs
 
     def _mismatch(self, rank: int, said: bytes) -> MismatchError:
         other, me = self._between.gloo.processes[rank], self._between.gloo.me
-        theirs = Operation.unpacked(said)
+        theirs = Description.unpacked(said)
         return MismatchError(
-            f"{other.name} is in {theirs.describe()}, {me.name} in {self._step.describe()}",
+            f"{other.name} is in {theirs.describe()}, {me.name} in {self._call.describe()}",
             cure="all ranks must call the same collectives in the same order with equal types and counts",
             ranks=[other, me],
-            calls=[theirs.call(other.rank), self._step.call(me.rank)],
+            calls=[theirs.of_rank(other.rank), self._call.of_rank(me.rank)],
         )
 
 
@@ -240,43 +176,43 @@ class Exchange:
     Operations", ICCS 2004).
     """
 
-    def __init__(self, between: Between, step: Operation, part: Array, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, between: Between, call: Description, part: Array, ranks: Sequence[int], rank: int) -> None:
         """Local. Begin to send.
 
         Args:
             between: moves the data.
-            step: the operation.
+            call: the operation.
             part: what this rank has, a flat array; it gets the result.
             ranks: all that take part, in the order of the sum.
             rank: this one among them.
         """
-        self._between, self._step, self._ranks = between, step, ranks
+        self._between, self._call, self._ranks = between, call, ranks
         self._others = [q for q in ranks if q != rank]
         bounds = [part.size * i // len(ranks) for i in range(len(ranks) + 1)]
         self._whole = len(ranks) == 2
         self._pieces = {q: part if self._whole else part[bounds[i] : bounds[i + 1]] for i, q in enumerate(ranks)}
         self._own = own = self._pieces[rank]
         self._rooms = {q: between.take(own.nbytes).view(own.dtype) for q in self._others}
-        self._moves = [between.receive(step, self._rooms[q], q) for q in self._others]
-        self._moves += [between.send(step, self._pieces[q], q) for q in self._others]
+        self._moves = [between.receive(call, self._rooms[q], q) for q in self._others]
+        self._moves += [between.send(call, self._pieces[q], q) for q in self._others]
 
     def reduce(self) -> None:
         """Wait for what comes, add it up, and begin to send the result to those who have none."""
-        between, step, own = self._between, self._step, self._own
-        between.wait(step, self._moves)
-        fold(step, [self._rooms.get(q, own) for q in self._ranks], own)
+        between, call, own = self._between, self._call, self._own
+        between.wait(call, self._moves)
+        fold(call, [self._rooms.get(q, own) for q in self._ranks], own)
         for room in self._rooms.values():
             between.give(room)
         self._moves = []
         if not self._whole:
-            self._moves = [between.receive(step, self._pieces[q], q, 1) for q in self._others]
-            self._moves += [between.send(step, own, q, 1) for q in self._others]
+            self._moves = [between.receive(call, self._pieces[q], q, 1) for q in self._others]
+            self._moves += [between.send(call, own, q, 1) for q in self._others]
 
     def finish(self) -> None:
         """After `reduce`: wait until the result is in place."""
-        self._between.wait(self._step, self._moves)
+        self._between.wait(self._call, self._moves)
 
 
-def fold(step: Operation, parts: Sequence[Array], out: Array) -> None:
+def fold(call: Description, parts: Sequence[Array], out: Array) -> None:
     """Local. `out` = the reduction of the parts in their order."""
-    _core.reduce([out], list(parts), DTYPES[step.dtype], OPS[step.op])
+    _core.reduce([out], list(parts), DTYPES[call.dtype], OPS[call.op])
