@@ -1,6 +1,6 @@
-"""The ranks of a process group meet: through the store that PyTorch has given them, then on a socket of their host.
+"""How the ranks of a process group find each other: through PyTorch's store, then on a socket of each host.
 
-Ranks on several hosts are connected by PyTorch's Gloo, too.
+Ranks on several hosts are then connected by PyTorch's Gloo.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..comm.base import Communicator
 
 
-_known: dict[int, Process] = {}  # ranks that have met, by their numbers in the job
+_known: dict[int, Process] = {}  # the ranks of earlier groups, by number in the job, for messages about absent ranks
 
 
 def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001
@@ -54,7 +54,7 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
 
 
 def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> DistoptProcessGroup:
-    """Collective among `ranks`, of which this process is number `rank`. Their group."""
+    """Collective. Make the group of `ranks`, given by their numbers in the job; this process is `ranks[rank]`."""
     refuse_worker()
     size = len(ranks)
 
@@ -62,7 +62,7 @@ def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout
         return _communicator(store, rank, ranks, timeout.total_seconds())
 
     def connect_again(name: str) -> Communicator:
-        # Other threads may use the store meanwhile, which serves one at a time.
+        # A clone, since other threads may use the store now, and it serves one at a time.
         return connect(dist.PrefixStore(name, store.clone()))[0]
 
     try:
@@ -76,15 +76,15 @@ def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout
 def _communicator(
     store: dist.Store, rank: int, ranks: Sequence[int], timeout: float
 ) -> tuple[Communicator, list[Process]]:
-    """Collective. The communicator of rank `rank` among `ranks`, and the ranks as messages call them.
+    """Collective. A communicator of `ranks`, and their processes.
 
-    When it returns, no rank uses the store any more, so that the one that keeps it may leave.
+    When it returns, no rank needs the store any more, so the rank that serves the store may leave.
     """
     size = len(ranks)
     communicator, processes = _connect(store, rank, ranks, timeout)
     if size > 1:
         try:
-            store.delete_key(str(rank))  # all have read it; a later group may use the same store and name
+            store.delete_key(str(rank))  # all have read it, and a later group may use the same store and name
             communicator.barrier()
         except BaseException:
             communicator.close()
@@ -131,7 +131,7 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
 
 
 def _await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
-    """Collective. Return when all have left their notes."""
+    """Collective. Wait until the notes of all ranks are in the store."""
     try:
         store.wait([str(q) for q in range(len(ranks))], timedelta(seconds=timeout))
     except RuntimeError as error:
@@ -148,7 +148,7 @@ def _await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout: floa
 def _of_host(
     mine: Sequence[int], rank: int, processes: Sequence[Process], secret: bytes, timeout: float
 ) -> Communicator:
-    """Collective among the ranks of this host. Their communicator."""
+    """Collective among the ranks of this host. Make their communicator."""
     place, size, host = mine.index(rank), len(mine), processes[rank].host
     topology = Topology.of_one_host(place, size, host)
     if size == 1:
@@ -163,7 +163,7 @@ def _of_host(
 
 
 def _host_of(store: dist.Store) -> str:
-    """Where a store is kept, if it is kept by a host."""
+    """The name of the host that serves the store; empty for a store in a file or in memory."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else ""

@@ -1,7 +1,7 @@
 """Every name outside PyTorch's documented interface that `distopt.torch` uses. No other file of the room has one.
 
-`USES` says what each name is for; `tests/torch/test_private.py` fails with that sentence where a version of PyTorch
-lacks one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
+`USES` says what each name is for; `tests/torch/test_private.py` fails with a sentence if a version of PyTorch lacks
+one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound=type)
 
-_AUTOGRAD = "knows by it whether, and in which backward pass, a collective is called"
-_PROFILER = "keeps the records of Gloo's transfers out of a profile with it"
-_COMPILER = "keeps torch.compile from tracing the group with it"
-_MOVES = "moves DDP's buckets into shared memory with it"
-_ORDER = "saves and restores the order of DDP's buckets with it"
-_GLOO = "connects hosts through Gloo, by a given address or interface, with it"
-_GROUP = "is asked for it by torch.distributed, as every process group"
-_BACKEND = "gives a group of Python a backend that C++ can call with it"
+_AUTOGRAD = "to tell whether, and in which backward pass, a collective is called"
+_PROFILER = "to keep Gloo's transfers out of a profile"
+_COMPILER = "to keep torch.compile from tracing the group"
+_MOVES = "to move DDP's buckets into shared memory"
+_ORDER = "to save and restore the order of DDP's buckets"
+_GLOO = "to connect hosts through Gloo, by a given address or interface"
+_GROUP = "to answer torch.distributed, which asks every process group for it"
+_BACKEND = "to let C++ call a process group of Python"
 
-# What `distopt.torch` does with each name. Paths begin at the module torch, or at `ddp`, a DistributedDataParallel.
-# Those at torch._dynamo end with an attribute that PyTorch sets on models or looks for on functions.
+# "torch has no NAME, which distopt.torch uses ...": each name, and the end of this sentence. A path begins at the
+# module torch, or at `ddp`, a DistributedDataParallel. Under torch._dynamo, it ends with an attribute of models or
+# functions.
 USES = {
     "torch._C._current_autograd_node": _AUTOGRAD,
     "torch._C._current_graph_task_id": _AUTOGRAD,
-    "torch.autograd.Variable._execution_engine.queue_callback": "carries out collectives at the end of a backward pass "
-    "with it",
-    "torch.autograd.graph._engine_run_backward": "knows by its name on the stack that DDP's C++ asks for a future",
-    "torch._C._autograd._profiler_enabled": "adds records to a profile if it says so",
+    "torch.autograd.Variable._execution_engine.queue_callback": "to carry out collectives after a backward pass",
+    "torch.autograd.graph._engine_run_backward": "to find on the stack that DDP asks for a future from C++",
+    "torch._C._autograd._profiler_enabled": "to add records to a profile",
     "torch._C._autograd._enable_record_function": _PROFILER,
     "torch._C._dynamo.eval_frame._FrameAction.SKIP": _COMPILER,
     "torch._C._dynamo.eval_frame._FrameExecStrategy": _COMPILER,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": _COMPILER,
     "torch._dynamo._torchdynamo_disable": _COMPILER,
-    "torch._dynamo._orig_mod": "saves a compiled model under the model's own names with it",
+    "torch._dynamo._orig_mod": "to save a compiled model under the model's own names",
     "torch.UntypedStorage._cdata": _MOVES,
     "torch.UntypedStorage._swap_data_ptr_": _MOVES,
     "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
-    "torch.Tensor._base": "writes the sum of complex sparse tensors with it",
-    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "derives SyncBatchNorm from it",
-    "torch.ops.aten.native_batch_norm_backward": "computes SyncBatchNorm's gradients with it",
+    "torch.Tensor._base": "to write the sum of complex sparse tensors",
+    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "to derive SyncBatchNorm",
+    "torch.ops.aten.native_batch_norm_backward": "to compute SyncBatchNorm's gradients",
     "ddp.reducer._rebuild_buckets": _ORDER,
     "ddp.reducer._get_zeros_like_grad_buckets": _ORDER,
     "ddp._has_rebuilt_buckets": _ORDER,
@@ -61,9 +61,8 @@ USES = {
     "torch.distributed.ProcessGroupGloo._Options._timeout": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._threads": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._devices": _GLOO,
-    "torch.distributed.Work._source_rank": "is asked for it by torch.distributed.recv",
-    "torch.distributed.distributed_c10d.AllgatherOptions": "makes default options with it",
-    "torch.distributed.distributed_c10d.monitored_barrier": "replaces it by one that serves groups of distopt, too",
+    "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks works for it",
+    "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
     "torch.distributed.ProcessGroup._set_group_name": _GROUP,
     "torch.distributed.ProcessGroup._set_group_desc": _GROUP,
     "torch.distributed.ProcessGroup._device_types": _GROUP,
@@ -78,15 +77,19 @@ USES = {
     "torch._C._distributed_c10d.Backend": _BACKEND,
 }
 
+# Names that later versions lack and do not need, by the first of these versions.
+UNNEEDED_SINCE = {"torch.distributed.ProcessGroup._set_sequence_number_for_group": (2, 14)}
+
 # -- autograd ---------------------------------------------------------------------------------------------------------
-# Local. The node of the graph that calls this, None outside of a backward pass and in the callbacks at its end.
+# Local. The node of the graph that runs in this thread; None outside of a backward pass and in the callbacks at its
+# end.
 current_autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
-# Local. The number of the backward pass that this thread is in, callbacks included; negative outside.
+# Local. The number of the backward pass, callbacks included, that this thread runs; negative if it runs none.
 current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Local, in a backward pass. Have this thread call `callback` at its end, after those that were queued before."""
+    """Local, in a backward pass. Have this thread call `callback` at the end of the pass, after earlier callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -103,7 +106,7 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def unrecorded(start: Callable[..., Any], *args: Any) -> Any:
     """Local. `start(*args)`, without a record of the transfer that it starts.
 
-    PyTorch would write the end of that record into the profile even if this has ended, and its memory is used anew.
+    PyTorch would write the end of the record into the memory of the profile even after the profile has ended.
     """
     if not is_profiling():
         return start(*args)
@@ -142,15 +145,16 @@ StorageWeakRef = reductions.StorageWeakRef
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """Local. A number that no other storage has as long as this one, or a `StorageWeakRef` to it, exists."""
+    """Local. A number for the storage, unique as long as the storage or a `StorageWeakRef` to it exists."""
     key: int = storage._cdata
     return key
 
 
 def take_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Local. Give the memory of `other` to `storage`, and so to all tensors that view it; a storage of the old memory.
+    """Local. Give the memory of `other` to `storage`, and so to every tensor that views `storage`.
 
-    `other` is empty afterwards.
+    Returns:
+        A storage that has the old memory of `storage`. `other` is empty afterwards.
     """
     old = torch.UntypedStorage(0)
     storage._swap_data_ptr_(old)  # in two steps: PyTorch exchanges different sizes only if one of them is 0
@@ -159,14 +163,14 @@ def take_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> t
 
 
 def complex_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Local. The complex tensor of which `tensor` is a view as real numbers, if it is one."""
+    """Local. The complex tensor that `tensor` views as real numbers, if there is one."""
     base: torch.Tensor | None = tensor._base
     return base if base is not None and base.is_complex() else None
 
 
 # -- batch normalization ----------------------------------------------------------------------------------------------
 class BatchNorm(batchnorm._BatchNorm):
-    """What PyTorch's batch normalizations have in common. Subclasses define `check_input`."""
+    """The common base of PyTorch's batch normalizations. Subclasses define `check_input`."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - PyTorch's name
         self.check_input(input)
@@ -217,9 +221,6 @@ def gloo_options(seconds: float, **device: str) -> Any:
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
-AllgatherOptions = c10d.AllgatherOptions
-
-
 def replace_monitored_barrier(function: Callable[..., None]) -> None:
     """Local. Have users, and PyTorch itself, call `function` for `torch.distributed.monitored_barrier`."""
     dist.monitored_barrier = c10d.monitored_barrier = function

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's objects: the files, the thread and the leaving in time of `distopt.checkpoint`."""
+"""Checkpoints of PyTorch's objects, over the files, the thread and the signals of `distopt.checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(checkpoint.Checkpoint):
-    """Saves a training job of PyTorch every few steps, from where it resumes with equal bits.
+    """Saves a training job of PyTorch every few steps; it resumes there with the same bits.
 
     The ranks are those of a process group over any backend; a script without one is a job of one rank. Objects are
     saved and restored by the names of their arguments. They can be
 
     - models, perhaps inside DDP or `torch.compile`, which are saved under the names of the model itself;
-    - optimizers, schedules, `GradScaler`, and all else with `state_dict` and `load_state_dict`: its dictionaries,
+    - optimizers, schedules, `GradScaler`, and other objects with `state_dict` and `load_state_dict` whose dictionaries,
       lists and tuples hold tensors, arrays and values of JSON. Nothing is pickled;
     - `ResumableSampler`, which resumes after the last sample that was trained;
     - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
 
     Parameters of DDP's models and the states of their optimizers are the same on all ranks, and each rank writes a
-    share; all else, such as buffers, is each rank's own. So are the shards of FSDP2: resume with as many ranks.
+    share. Each rank writes all of its other states, such as buffers and the shards of FSDP2. Jobs with shards resume
+    with the same number of ranks only.
 
     Args:
-        folder: where checkpoints are, on a file system that all ranks see; with None, nothing is saved.
+        folder: of the checkpoints, on a file system that all ranks see; with None, nothing is saved.
         every: `step` saves after each multiple of this number of steps; 0 leaves it to calls of `save`.
-        keep: how many whole checkpoints to keep.
+        keep: number of complete checkpoints to keep.
         preemptible: whether signals save and end the job in time; see `distopt.checkpoint.Checkpoint`.
         group: the ranks (default: all).
-        replicated: False where ranks train DDP's parameters apart for a while, as post-local SGD does.
+        replicated: False if ranks train DDP's parameters independently for a while, as post-local SGD does.
         objects: see above.
 
     Attributes:
         steps: number of finished training steps.
-        epoch: the argument of the last `step` or `save` that gave one.
+        epoch: the last epoch that `step` or `save` was called with.
 
     Raises:
         UsageError: a number is out of range, or an object cannot be saved.
@@ -87,13 +88,13 @@ class Checkpoint(checkpoint.Checkpoint):
 def load(
     folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replicated: bool = True, **objects: Any
 ) -> Resumed | None:
-    """Collective. Set `objects` to the newest whole checkpoint in `folder`, a model alone, say; nothing is written.
+    """Collective. Load objects, for example only a model, from the newest complete checkpoint; nothing is written.
 
     Args:
-        folder: where the checkpoints are.
+        folder: of the checkpoints.
         group: the ranks (default: all).
         replicated: see `Checkpoint`.
-        objects: what to set, by the names under which it was saved.
+        objects: the objects to load, by the names under which they were saved.
 
     Returns:
         See `distopt.checkpoint.load`, for errors too.

@@ -1,4 +1,4 @@
-"""The ranks of any process group of PyTorch, as checkpoints need them: who they are, and small messages to all."""
+"""The ranks of any process group of PyTorch, for checkpoints: their topology, and a gather of small messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class GroupRanks:
     """The ranks of a process group, over distopt, Gloo, NCCL or another backend.
 
     Args:
-        group: of this process (default: that of all ranks).
+        group: a group with this process (default: all ranks).
 
     Attributes:
-        topology: this rank's place among them.
+        topology: of all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -27,7 +27,7 @@ class GroupRanks:
         self.topology = Topology(rank, size, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), hosts)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. The payload of every rank, in rank order; lengths may differ."""
+        """Collective. Gather the payloads of all ranks, in rank order; lengths may differ."""
         payloads = [b""] * dist.get_world_size(self._group)
         dist.all_gather_object(payloads, payload, group=self._group)
         return payloads

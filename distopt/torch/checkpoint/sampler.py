@@ -1,4 +1,4 @@
-"""A batch sampler that counts samples when they have been trained."""
+"""A batch sampler that counts the samples that have been trained, not those that a loader has fetched."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...errors import check_integer
 class ResumableSampler(ShardedSampler):
     """A batch sampler for `DataLoader(data, batch_sampler=...)` that can resume in the middle of an epoch.
 
-    Samples are dealt out as `distopt.data.ShardedSampler` does. A loader's workers fetch batches before they are
-    needed, so what they were given does not count: `Checkpoint.step` counts what was trained.
+    It deals out samples as `distopt.data.ShardedSampler` does. A loader's workers fetch batches ahead, so fetched
+    samples do not count: `Checkpoint.step` counts the samples of a step.
 
     Args:
-        data: the data set, or how many samples it has.
+        data: the data set, or its number of samples.
         batch_size: samples per rank and step.
-        group: the ranks (default: all; one, if there is no process group).
+        group: the ranks (default: all, or this process alone if there is no process group).
         seed: the same on all ranks.
         shuffle: if False, samples keep their order in every epoch.
         tail: see `ShardedSampler`.
-        partial_batch: whether the last batch of an epoch may be shorter; a loader's `drop_last=False`.
-        batches_per_step: how many batches a step trains on, where gradients of several are accumulated.
+        partial_batch: whether the last batch of an epoch may be shorter, as by a loader's `drop_last=False`.
+        batches_per_step: number of batches whose gradients a step accumulates.
 
     Attributes:
         consumed: number of samples of this epoch that all ranks together have trained on.
@@ -57,7 +57,7 @@ class ResumableSampler(ShardedSampler):
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the current epoch, lists of indices; see `ShardedSampler`."""
-        # A loader has drawn a seed for its workers by now, which the interrupted epoch had done at its own start.
+        # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
         at_start, self._at_start = self._at_start, None
         if at_start is not None and self._first:
             at_start()
@@ -65,10 +65,10 @@ class ResumableSampler(ShardedSampler):
             yield batch.tolist()
 
     def _hand_out(self, samples: int) -> None:
-        """Count nothing: the loader asks ahead."""
+        """Count nothing, since loaders fetch ahead."""
 
     def step(self) -> None:
-        """Local. Count the batches of one step as trained."""
+        """Local. Count the samples of one step on all ranks."""
         trained = self.consumed + self.batches_per_step * self.batch_size * self.world_size
         self.consumed = min(trained, self.size)  # the last batch may be shorter
 

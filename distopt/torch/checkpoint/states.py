@@ -1,9 +1,9 @@
 """The state dictionaries of PyTorch's objects as arrays and JSON, which checkpoints save.
 
-Nothing is pickled. A tensor becomes an array, named by its path; of types that NumPy lacks, such as bfloat16, the bits.
-The rest becomes JSON, in which each dictionary, tuple and tensor is an object with one key for its kind. A DTensor, as
-FSDP2 makes of parameters, is its rank's own shard: the job resumes with as many ranks. For other numbers,
-`torch.distributed.checkpoint` deals the shards out anew.
+Nothing is pickled. A tensor becomes an array, named by its path; if NumPy lacks the type, as bfloat16, an array of its
+bits. Everything else becomes JSON, in which each dictionary, tuple and tensor is an object with one key for its kind. A
+rank saves its own shard of a DTensor, such as a parameter of FSDP2, so the job resumes with the same number of ranks
+only. For another number, `torch.distributed.checkpoint` reshards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "parts_of"]
 
-_KINDS: dict[tuple[type, type | None], str] = {  # of mappings, by type and `default_factory`
+_KINDS: dict[tuple[type, type | None], str] = {  # names of mappings, by type and `default_factory`
     **{(kind, None): kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
     **{(defaultdict, kind): f"defaultdict({kind.__name__})" for kind in (int, float, str, list, dict)},
 }
@@ -45,19 +45,19 @@ _BITS = {torch.bfloat16: torch.int16, **{getattr(torch, name): torch.uint8 for n
 
 
 def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
-    """Local. The parts that `objects` are, in the order in which they resume; NumPy's generators are left as they are.
+    """Local. A part for each object, in the order in which they resume; NumPy's generators stay as they are.
 
     Args:
         objects: see `Checkpoint`.
         replicated: whether the parameters of DDP's models are the same on all ranks.
 
     Raises:
-        UsageError: an object has no states that could be saved.
+        UsageError: an object has no states to save.
     """
     models = [_plain(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
     alike = {id(p) for model in models if model is not None and replicated for p in model.parameters()}
     parts = {name: _part_of(name, thing, alike) for name, thing in objects.items()}
-    # To construct a schedule changes the learning rates of its optimizer, which therefore comes last.
+    # Optimizers come last: a schedule that is constructed changes the learning rates of its optimizer.
     return dict(sorted(parts.items(), key=lambda item: isinstance(item[1], OptimizerState)))
 
 
@@ -79,13 +79,13 @@ def _part_of(name: str, thing: Any, alike: set[int]) -> Any:
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
-    """Whether a thing is of a class whose module takes half a second or more to import."""
+    """Whether `thing` is of a class, without importing its module, which takes half a second or more."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(thing, kind)
 
 
 def _plain(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The model inside DDP and `torch.compile`, under whose names it is saved, and that of DDP around it."""
+    """The model inside DDP and `torch.compile`, whose names are saved, and the DDP around it, if there is one."""
     ddp = None
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -98,16 +98,16 @@ def _plain(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]
 
 # -- trees ------------------------------------------------------------------------------------------------------------
 def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
-    """Local. `value` as JSON; its tensors and arrays go to `arrays`.
+    """Local. `value` as JSON; adds its tensors and arrays to `arrays`.
 
     Raises:
-        UsageError: there is something in it that is neither.
+        UsageError: `value` contains something that is neither JSON nor an array.
     """
 
     def under(key: object, inner: Any) -> Any:
         return encode(inner, f"{path}/{key}" if path else str(key), arrays)
 
-    kind: type = type(value)  # a class that derives from one of these would come back as that one
+    kind: type = type(value)  # exactly: an object of a derived class would come back as one of its base
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
@@ -139,12 +139,12 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
 
 
 def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
-    """Local. The value that `encode` turned into `node`.
+    """Local. The value that `encode` has turned into `node`.
 
     Args:
         node: JSON.
-        arrays: of its tensors.
-        whole: gives, by the name of a shard, a DTensor that is laid out as that to which the shard belongs.
+        arrays: the tensors, by name.
+        whole: returns, by the name of a shard, a DTensor with the layout of the one that the shard belongs to.
     """
     if isinstance(node, list):
         return [decode(each, arrays, whole) for each in node]
@@ -165,7 +165,7 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
 
 
 def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:
-    """The DTensor with this rank's `shard`, laid out as `whole`."""
+    """A DTensor with this rank's `shard`, and the layout of `whole`."""
     from torch.distributed.tensor import DTensor
 
     shard = shard.to(whole.to_local().device)
@@ -174,7 +174,7 @@ def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's own memory if it lies in a row; of a type that files or NumPy have not, numbers or bits in it."""
+    """The tensor as an array, a view if it is contiguous; pairs of numbers or bits for types that files lack."""
     tensor = dense(tensor.cpu())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -185,7 +185,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.from_numpy(np.array(array))  # a copy, since an optimizer keeps what it is given
+    tensor = torch.from_numpy(np.array(array))  # a copy, since optimizers keep the tensors that they load
     if dtype.is_complex:
         return torch.view_as_complex(tensor)
     return tensor.view(dtype) if dtype in _BITS else tensor
@@ -200,7 +200,7 @@ def _tensors(node: Any) -> dict[str, dict[str, str]]:
 
 
 def _items(tree: Any) -> dict[Any, Any]:
-    """Of a mapping as `encode` makes it: the nodes of its values, by its keys, where these are strings."""
+    """The nodes of the values of an encoded mapping, by key, for keys that are strings."""
     if not isinstance(tree, dict):
         return {}
     ((_, items),) = tree.items()
@@ -242,10 +242,10 @@ class StateDict(Part):
 
 
 class ModelState(StateDict):
-    """A model. DDP's parameters are the same on all ranks; buffers, such as running statistics, are each rank's own.
+    """A model. The parameters of DDP are the same on all ranks; buffers, such as running statistics, may differ.
 
     Args:
-        model: perhaps inside DDP and `torch.compile`.
+        model: the model; it may be inside DDP and `torch.compile`.
         alike: identities of the parameters that are the same on all ranks.
     """
 
@@ -253,7 +253,7 @@ class ModelState(StateDict):
         plain, self._ddp = _plain(model)
         super().__init__(plain)
         self._alike = alike
-        self._buckets: list[str] = []  # once they stay
+        self._buckets: list[str] = []  # their order, when it no longer changes
 
     def look(self) -> State:
         state = super().look()
@@ -301,7 +301,7 @@ class OptimizerState(StateDict):
     """An optimizer. Its states are the same on all ranks if its parameters are.
 
     Args:
-        optimizer: of `ZeroRedundancyOptimizer`, that of this rank's share is saved.
+        optimizer: the optimizer; if it is a `ZeroRedundancyOptimizer`, each rank saves its share.
         alike: identities of the parameters that are the same on all ranks.
     """
 
@@ -320,7 +320,7 @@ class OptimizerState(StateDict):
 
     def look(self) -> State:
         if self._zero is not None:
-            # Schedules change the learning rates of the outer one, which `step` hands to that of the share.
+            # Schedules change the learning rates of the outer optimizer, and its `step` copies them to the inner one.
             _copy_options(self._zero.param_groups, self._thing.param_groups)
         state = super().look()
         return State(state.arrays, {**state.notes, "share": self._share})
@@ -350,7 +350,7 @@ class OptimizerState(StateDict):
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Set learning rate and the other options of groups of parameters."""
+    """Copy the learning rate and the other options of groups of parameters."""
     for own, group in zip(source, target, strict=True):
         group.update({key: value for key, value in own.items() if key != "params"})
 
@@ -409,6 +409,6 @@ class Generators(Part):
         np.random.set_state(states["numpy"])  # noqa: NPY002
 
     def put_again(self) -> None:
-        """Local. As `put` did last."""
+        """Local. Set the states of the last `put` again."""
         if self._loaded is not None:
             self.put(self._loaded)

@@ -1,9 +1,9 @@
-"""DDP's buckets, laid out as they were: in another layout a library may add the ranks' gradients in another order.
+"""Saves and restores the layout of DDP's buckets, since the bits of sums may depend on it.
 
-DDP lays out its buckets by the order of the model's parameters, and anew at its second forward pass, by the order in
-which gradients became ready in the first backward pass. Rings, such as those of Gloo and NCCL, begin the sum of an
-element at a rank that depends on its place in the bucket. So a job that resumes must sum its first step in the layout
-that it had.
+DDP first lays out its buckets in the order of the model's parameters. At its second forward pass it does so again, in
+the order in which gradients became ready in the first backward pass. A ring, as in Gloo or NCCL, starts the sum of an
+element at a rank that depends on the place of the element in its bucket. So a job that resumes needs its old layout for
+the same bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def bucket_order(ddp: DistributedDataParallel) -> list[str]:
-    """Collective, once; then local. Names of the parameters in the order of the buckets in which the next step sums.
+    """Collective the first time, then local. The names of the parameters in the order of the next step's buckets.
 
-    Where the new layout is due at the next forward pass, it is made now.
+    If a new layout is due at the next forward pass, DDP makes it now.
     """
     rebuild_buckets(ddp)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
@@ -31,7 +31,7 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str]:
 
 
 def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
-    """Collective. Have DDP lay out its buckets by `order`, by idle passes in which gradients become ready in it.
+    """Collective. Have DDP lay out its buckets in `order`: it sees idle passes with gradients ready in this order.
 
     Parameters keep their gradients.
     """
@@ -41,9 +41,9 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
         return
     kept = {name: parameters[name].grad for name in order}
     ddp.module = _Idle([parameters[name] for name in order])
-    sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # the idle module has none
+    sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # the idle module has no buffers
     try:
-        for _ in range(2 if ddp.static_graph else 1):  # DDP watches the last of them
+        for _ in range(2 if ddp.static_graph else 1):  # DDP watches the last pass
             ddp(parameters[order[0]].detach()).backward()
     finally:
         ddp.module, ddp.forward_sync_buffers = model, sends_buffers
@@ -53,7 +53,7 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
 
 
 class _Idle(nn.Module):
-    """Zero, through all parameters: what was added last becomes ready first."""
+    """Computes zero from all parameters. The gradient of the parameter added last is ready first."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Buckets of DDP, and whatever else is reduced again and again in backward passes, moved into wire memory.
+"""Moves DDP's buckets, and other storages that backward passes reduce repeatedly, into shared memory.
 
-There the communicator reduces them where they lie, without a copy. A storage moves with all tensors that are views of
-it: PyTorch exchanges what the storage points to. Storages that others may know by their addresses stay where they are:
-those that are shared, and those that PyTorch marks as not resizable, since they are made of an array or of a file, or
-since an array has been made of them (`Tensor.numpy`). Those that have moved are not resizable either.
+There the communicator reduces them in place, without a copy. PyTorch changes the memory that the storage points to, so
+all tensors that view the storage move with it. A storage stays where it is if code may know its address: if it is
+shared, or if PyTorch marks it as not resizable, because it was made of an array or a file, or an array was made of it
+(`Tensor.numpy`). A storage that has moved is not resizable either.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ...comm.base import Array, Communicator
 
 _log = logging.getLogger("distopt")
-_Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
+_Kind: TypeAlias = tuple[str, int]  # type and number of a storage's elements
 
-_LEAST_BYTES = 64 << 10  # what is smaller is copied in less time than is saved
-_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # between agreements, in operations
-_NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether to move the storage of an operation
+_LEAST_BYTES = 64 << 10  # a smaller storage is copied faster than it is moved
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # operations between two agreements
+_NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # a rank's wish to move the storage of an operation
 
 
 @dataclass
@@ -43,21 +43,22 @@ class _Seen:
 
     alive: StorageWeakRef  # while this exists, no other storage has its key
     kind: _Kind
-    has_memory: bool = False  # or has had
-    memory: Array | None = None  # into which it moves when it is next reduced
+    has_memory: bool = False  # has been given memory, and may have moved since
+    memory: Array | None = None  # the storage moves there when it is next reduced
 
 
 class SharedBuckets:
-    """Moves into wire memory what a group reduces repeatedly.
+    """Moves the storages that a lane reduces repeatedly.
 
-    To make wire memory is collective, but only its own rank knows whether it has seen a storage before. So every few
-    operations ranks start to tell each other what they would move, and at the next time, when all of them know it, make
-    what memory they lack. Until then, and where one rank's storage is new or stays, the communicator copies. A rank
-    whose storage must stay when memory has been made for it need not say so: the communicator looks where arrays lie.
+    Making shared memory is collective, but each rank alone knows which of its storages it has seen before. So every few
+    operations the ranks start to gather which storages each would move. At the next such time all ranks know the
+    result, and make the memory that is missing. Before, and if one rank has a new storage or one that must stay, the
+    communicator copies. A rank may decide against a move even after memory was made for it, since the communicator
+    looks at addresses.
 
     Args:
-        communicator: of the group.
-        post: adds an action to the group's operations, in their order; returns its work.
+        communicator: of the lane.
+        post: adds an action to the lane's operations, and returns its work.
         timeout: of the group, in seconds.
     """
 
@@ -68,13 +69,13 @@ class SharedBuckets:
         self._size = communicator.topology.world_size
         self._period = _SHORTEST_PERIOD
         self._seen: dict[int, _Seen] = {}
-        self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage to move
+        self._wishes: list[int | None] = []  # the storage to move in each operation since the last agreement
         self._agreement: tuple[Any, list[int | None], Array] | None = None
         self._free: dict[_Kind, list[Array]] = {}
         self._has_warned = False
 
     def look(self, tensor: torch.Tensor, *, in_backward: bool) -> None:
-        """Collective, before every all_reduce of `tensor`. Move it, if that has been agreed on."""
+        """Collective, before every all_reduce. Move the storage of `tensor` if the ranks have agreed on that."""
         if tensor.layout != torch.strided or tensor.nbytes < _LEAST_BYTES:
             return
         if len(self._wishes) == self._period:
@@ -83,7 +84,7 @@ class SharedBuckets:
         self._wishes.append(self._wish(tensor) if in_backward else None)
 
     def _wish(self, tensor: torch.Tensor) -> int | None:
-        """The storage of `tensor`, if it is to move."""
+        """The storage of `tensor` if it is to move. Moves it if it has memory."""
         dtype, storage = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage()
         if dtype not in DTYPES or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
             return None
@@ -109,15 +110,15 @@ class SharedBuckets:
         view = memory.view()  # type: ignore[union-attr] # lives as long as the storage points to it
         wire = torch.from_numpy(view)
         wire.view(tensor.dtype)[: tensor.numel()].copy_(tensor.detach().view(-1))
-        if _is_known(own):  # now, to another thread
+        if _is_known(own):  # since now, through another thread
             return
         seen.memory, old = None, take_memory(own, wire.untyped_storage())
-        # The old memory stays as long: other libraries, whose views PyTorch does not know, may read it.
+        # `old` lives as long as the view: other libraries may read it through views that PyTorch does not know.
         free = self._free.setdefault(seen.kind, [])
         weakref.finalize(view, _give_back, free, memory, old).atexit = False
 
     def _agree(self) -> None:
-        """Collective. Start to tell the others what this rank would move."""
+        """Collective. Start to gather the wishes of all ranks."""
         for key, seen in tuple(self._seen.items()):
             if seen.alive.expired():
                 del self._seen[key]
@@ -136,7 +137,7 @@ class SharedBuckets:
         self._agreement = self._post(lambda: all_gather().wait(self._timeout)), wishes, table
 
     def _grant(self) -> None:
-        """Collective. Give memory to the storages that all ranks would move."""
+        """Collective. Give memory to the storages that all ranks wish to move."""
         if self._agreement is None:
             return
         (work, wishes, table), self._agreement = self._agreement, None
@@ -153,7 +154,7 @@ class SharedBuckets:
             seen.has_memory, seen.memory = True, free.pop()
 
     def _fits(self, n_bytes: int) -> bool:
-        """Whether there is memory for it on all ranks of a host; a notice if not."""
+        """Whether there are `n_bytes` of memory for each rank of this host. Logs a notice if not."""
         n_bytes *= self._communicator.topology.local_size
         fits = resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
         fits = fits and available_bytes() > 2 * n_bytes
@@ -172,12 +173,12 @@ class SharedBuckets:
 
 
 def _is_known(storage: torch.UntypedStorage) -> bool:
-    """Whether others may know the storage by its address."""
+    """Whether other code may know the address of the storage."""
     return storage.is_shared() or not storage.resizable()
 
 
 def _with_room(count: int) -> int:
-    """So many elements, and what PyTorch's batched PowerSGD adds for a square: what has moved cannot be resized."""
+    """The next square number. PyTorch's batched PowerSGD resizes buckets to it; moved storages need the room."""
     return (math.isqrt(count - 1) + 1) ** 2
 
 

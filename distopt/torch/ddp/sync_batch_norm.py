@@ -1,4 +1,4 @@
-"""Batch normalization by the statistics of all ranks, for CPU tensors, which PyTorch's `SyncBatchNorm` refuses."""
+"""Batch normalization by the statistics of all ranks. PyTorch's `SyncBatchNorm` refuses CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from ..private import BatchNorm, batch_norm_backward, is_batch_norm
 
 
 class SyncBatchNorm(BatchNorm):
-    """`BatchNorm1d`, `2d` or `3d` by the statistics of all ranks' batches, as if they were one.
+    """`BatchNorm1d`, `2d` or `3d` that normalizes the batches of all ranks as if they were one batch.
 
-    Every value counts the same, whatever the sizes of the ranks' batches, and running statistics are the same on all
-    ranks, to the bit. In training mode, each forward and each backward pass is collective and waits for one all-reduce
-    of 2 C + 1 or 2 C numbers; in evaluation mode it is local. Without a process group, statistics are local. Names of
-    states are those of PyTorch's layers.
+    Batch sizes may differ: every value counts the same. Running statistics have the same bits on all ranks. In training
+    mode each forward and each backward pass is collective, and waits for one all-reduce of 2 C + 1 or 2 C float64
+    numbers. In evaluation mode, and without a process group, passes are local. States have the names of PyTorch's
+    layers.
 
     Args:
         num_features: C of an input [N, C, ...].
-        args: see `torch.nn.BatchNorm2d`, as are the options.
-        process_group: whose ranks (default: all).
+        args, options: see `torch.nn.BatchNorm2d`.
+        process_group: the ranks (default: all).
     """
+
+    __module__ = "distopt.torch"  # pickled models name the public place
 
     def __init__(
         self, num_features: int, *args: Any, process_group: dist.ProcessGroup | None = None, **options: Any
@@ -33,7 +35,11 @@ class SyncBatchNorm(BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        """The input [N, C, ...], normalized."""
+        """Collective in training mode. The input [N, C, ...], normalized; of its shape and type.
+
+        Raises:
+            ValueError: the input has another shape, or all ranks together have at most one value per channel.
+        """
         if not (self.training and dist.is_initialized()):
             return super().forward(input)
         self.check_input(input)
@@ -55,9 +61,12 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Local. `module` with layers of this class, of the same parameters and buffers, for its batch normalizations.
+        """Local. Replace the batch normalizations in `module` by layers of this class with the same tensors.
 
-        Make the optimizer, and DDP, afterwards.
+        Make the optimizer and DDP afterwards.
+
+        Returns:
+            `module`, or the new layer if `module` is a batch normalization itself.
         """
         result = module
         if is_batch_norm(module) and not isinstance(module, cls):
@@ -72,7 +81,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Batch normalization by PyTorch's own kernels, which are given the statistics of all ranks."""
+    """Batch normalization by PyTorch's own kernels, with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -90,7 +99,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.zeros(2, x.size(1), dtype=torch.float64)
         if x.numel():
             own[1], own[0] = torch.var_mean(x.to(dtype), axes, correction=0)
-        # From the variance, which squares of float32 would not give where it is small beside the mean.
+        # The mean square from the variance: squares of float32 lose a variance that is small beside the mean.
         own[1] += own[0] ** 2
         sums = torch.cat([own.view(-1), torch.ones(1, dtype=torch.float64)]) * (x.numel() // x.size(1))
         dist.all_reduce(sums, group=group)
@@ -114,7 +123,7 @@ class _Normalize(torch.autograd.Function):
         count, eps, group = ctx.of_all
         scale = torch.ones_like(mean) if weight is None else weight
         if x.numel():
-            # As if mean and variance were constants.
+            # The gradients as if mean and variance were constants.
             statistics = mean, var, None, None, False, eps
             dx, dweight, dbias = batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
         else:  # PyTorch's kernel would divide by zero
@@ -122,7 +131,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             totals = torch.stack([dweight, dbias]).double() * scale
             dist.all_reduce(totals, group=group)
-            # They depend on every x, which adds an affine function of x.
+            # Mean and variance depend on every x, which adds an affine function of x.
             slope, shift = (totals / ((var + eps).sqrt() * -count)).to(mean.dtype)
             dx += functional.batch_norm(x, mean, var, slope, shift, eps=eps)
         needs = ctx.needs_input_grad

@@ -1,7 +1,7 @@
-"""The collectives of `torch.distributed`, made of the communicator's. All methods here wait for their end.
+"""The collectives of `torch.distributed`, made of collectives of a communicator. All methods here wait for the end.
 
-A rank that calls another collective, or the same with other counts or types, is found by the communicator, which
-compares both and a label. So what PyTorch distinguishes and a communicator does not is part of the label.
+The communicator compares the kinds, counts, types and labels of what the ranks call. Distinctions that PyTorch makes
+and the communicator does not, such as list or tensor, are therefore part of the label.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 class Collectives:
     """Collectives of CPU tensors of any dtype and layout, over one communicator.
 
-    Each waits at most `seconds` for the other ranks (None: the communicator's time-out).
+    Each waits at most `seconds` for the other ranks (None: the timeout of the communicator).
     """
 
     def __init__(self, communicator: Communicator, who: Sequence[str]) -> None:
-        """Local. `who`: what messages call the ranks."""
+        """Local. `who`: how error messages name the ranks."""
         self._communicator = communicator
         self._who = who
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
 
     def noted(self, note: str) -> Collectives:
-        """Local. The same, whose operations begin their labels with `note`."""
+        """Local. The same collectives, with `note` at the beginning of their labels."""
         return Collectives(cast("Communicator", _Noted(self._communicator, note)), self._who)
 
     # -- reductions --------------------------------------------------------------------------------------------------
@@ -66,15 +66,15 @@ class Collectives:
         return self._communicator.all_reduce(numbers[0], reduction.op, wire=numbers[1])
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int, seconds: float | None) -> None:
-        """Collective. As `all_reduce`, but only rank `root` gets the result; the others' tensors stay as they are."""
+        """Collective. As `all_reduce`, but only the tensor of rank `root` changes."""
         row = tensor if self._rank == root else tensor.detach().clone()
         self.all_reduce(row, reduction, seconds, f"reduce to {root}")
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
-        """Collective. `out` = this rank's part of the reduction of `tensor`, which has one part for every rank."""
+        """Collective. Write this rank's part of the reduction to `out`; `tensor` has one part for every rank."""
         row, part = dense(tensor), dense(out)
         if reduction.factor is not None:
-            row = row.clone().mul_(reduction.factor)  # of the same type, whatever type the factor has
+            row = row.clone().mul_(reduction.factor)  # in place, so that the type of the factor does not matter
         numbers, result = as_numbers(row, reduction.op), as_numbers(part, reduction.op)
         if numbers is None or result is None:
             whole = row.clone()
@@ -96,7 +96,7 @@ class Collectives:
     def reduce_scatter_list(
         self, out: Tensor, parts: Sequence[Tensor], reduction: Reduction, seconds: float | None
     ) -> None:
-        """Collective. `reduce_scatter` of tensors that lie apart, `parts[r]` for rank r; sizes may differ."""
+        """Collective. As `reduce_scatter`, with `parts[r]` for rank r; sizes may differ between parts."""
         row = torch.cat([dense(part).view(-1) for part in parts])
         sizes = [part.numel() for part in parts]
         if len(set(sizes)) == 1:
@@ -106,7 +106,7 @@ class Collectives:
             out.detach().copy_(row.split(sizes)[self._rank].view_as(out))
 
     def _fold(self, row: Tensor, reduction: Reduction, seconds: float | None, label: str) -> None:
-        """A reduction that communicators do not know: every rank gathers all tensors, and folds them in rank order."""
+        """Reduce by NumPy, for types that communicators do not: gather all tensors, and fold them in rank order."""
         whole = row.new_empty((self._size, *row.shape))
         self._gather(row, whole, seconds, f"{label} {reduction.op}")
         parts = array_of(whole).reshape(self._size, -1)
@@ -115,7 +115,7 @@ class Collectives:
         row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])
 
     def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str) -> None:
-        """Every rank gathers the entries of all ranks, and adds them in rank order."""
+        """Gather the entries of all ranks, and add them in rank order."""
         own = tensor.detach().coalesce()
         if reduction.factor is not None:
             own = own * reduction.factor
@@ -130,21 +130,21 @@ class Collectives:
             nnz = int(each[len(head) - 1])
             indices = each[len(head) :].view(own.sparse_dim(), nnz)
             total = total + torch.sparse_coo_tensor(indices, part.view(nnz, *own.values().shape[1:]), own.shape)
-        with torch.no_grad():  # of a sparse tensor, detach() would be another one
+        with torch.no_grad():  # instead of detach(), which copies a sparse tensor
             tensor.copy_(total.coalesce())
             # PyTorch passes a complex tensor as a real view, whose entries are its own now.
             if (base := complex_base(tensor)) is not None:
                 base.copy_(torch.view_as_complex(tensor))
 
     def _gather_ragged(self, tensor: Tensor, seconds: float | None, label: str) -> list[Tensor]:
-        """The elements of every rank's tensor; counts may differ."""
+        """Gather flat tensors of all ranks; counts may differ."""
         array, dtype = as_items(dense(tensor).view(-1))
         work = self._communicator.all_gather_ragged(array, label=f"{label} {dtype}".rstrip())
         work.wait(seconds)
         return [_elements(part, tensor) for part in work.parts]
 
     def _agree_on_kinds(self, kinds: Sequence[list[int]]) -> None:
-        """All ranks find, or none, that their sparse tensors do not add up."""
+        """Raise an error on all ranks if the sparse tensors of two ranks differ in shape or sparse_dim."""
         for who, kind in zip(self._who, kinds, strict=True):
             if kind != kinds[0]:
                 raise MismatchError(
@@ -154,7 +154,7 @@ class Collectives:
 
     # -- moves -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensor, root: int, seconds: float | None) -> None:
-        """Collective. Overwrite `tensor` by that of rank `root`."""
+        """Collective. Overwrite `tensor` by the tensor of rank `root`."""
         row = dense(tensor)
         array, label = as_items(row)
         self._communicator.broadcast(array, root, label=label).wait(seconds)
@@ -162,7 +162,7 @@ class Collectives:
             give_back(row, tensor)
 
     def all_gather(self, out: Tensor, tensor: Tensor, seconds: float | None) -> None:
-        """Collective. `out` = the tensors of all ranks in a row."""
+        """Collective. Write the tensors of all ranks to `out`, one after the other."""
         row, whole = dense(tensor), dense(out)
         self._gather(row, whole, seconds)
         give_back(whole, out)
@@ -174,7 +174,7 @@ class Collectives:
         return self._communicator.all_gather(array, whole, label=dtype)
 
     def all_gather_list(self, outs: Sequence[Tensor], tensor: Tensor, seconds: float | None) -> None:
-        """Collective. `outs[r]` = the tensor of rank r; sizes may differ."""
+        """Collective. Write the tensor of rank r to `outs[r]`; sizes may differ between ranks."""
         row = dense(tensor)
         sizes = [out.numel() for out in outs]
         if len(set(sizes)) == 1:
@@ -187,7 +187,7 @@ class Collectives:
             out.detach().copy_(part.view(out.shape))
 
     def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, seconds: float | None) -> None:
-        """Collective. On rank `root`, `outs[r]` = the tensor of rank r."""
+        """Collective. On rank `root`, write the tensor of rank r to `outs[r]`."""
         row = dense(tensor).view(-1)
         empty = row[:0]
         parts = [row if q == root else empty for q in range(self._size)]
@@ -198,7 +198,7 @@ class Collectives:
             out.detach().copy_(part.view(out.shape))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor], root: int, seconds: float | None) -> None:
-        """Collective. `out` = the part of rank `root`'s `parts` that is for this rank."""
+        """Collective. Write `parts[r]` of rank `root` to `out` of rank r."""
         empty = out.new_empty(0)
         sent = [dense(part).view(-1) for part in parts] or [empty] * self._size
         counts = [out.numel() if q == root else 0 for q in range(self._size)]
@@ -207,7 +207,7 @@ class Collectives:
         out.detach().copy_(received[root].view(out.shape))
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor], seconds: float | None) -> None:
-        """Collective. Send `parts[r]` to rank r; `outs[r]` = what rank r has sent here."""
+        """Collective. Send `parts[r]` to rank r, and receive into `outs[r]` from rank r."""
         counts = [out.numel() for out in outs]
         sent = [dense(part).view(-1) for part in parts]
         self._agree_on_splits([part.numel() for part in sent], counts, _name(sent[0]), seconds)
@@ -226,7 +226,7 @@ class Collectives:
     def _exchange(
         self, parts: Sequence[Tensor], counts: Sequence[int], seconds: float | None, label: str
     ) -> list[Tensor]:
-        """Send `parts[r]` to rank r; what each rank has sent here, `counts[r]` elements."""
+        """Send `parts[r]` to rank r; return the `counts[r]` elements that rank r has sent here."""
         arrays, dtypes = zip(*map(as_items, parts), strict=True)
         work = self._communicator.all_to_all_ragged(arrays, label=f"{label} {dtypes[0]}")
         work.wait(seconds)
@@ -240,7 +240,7 @@ class Collectives:
         return received
 
     def _agree_on_splits(self, sent: Sequence[int], expected: Sequence[int], dtype: str, seconds: float | None) -> None:
-        """All ranks find, or none, that one sends more or fewer elements than another expects."""
+        """Raise an error on all ranks if one sends another number of elements than the receiver expects."""
         mine = np.array([sent, expected], np.int64)
         table = np.empty((self._size, 2, self._size), np.int64)
         self._communicator.all_gather(mine, table, label=f"splits of all_to_all {dtype}").wait(seconds)
@@ -254,7 +254,7 @@ class Collectives:
 
 
 class _Noted:
-    """A communicator that puts a note before the labels of its operations."""
+    """A communicator that begins the labels of its operations with a note."""
 
     def __init__(self, communicator: Communicator, note: str) -> None:
         self.topology = communicator.topology
@@ -266,7 +266,8 @@ class _Noted:
         return lambda *args, label="", **given: method(*args, label=f"{self._note} {label}".rstrip(), **given)
 
 
-# The parts of these collectives that can be under way with others: a work, or None where they need more.
+# Functions that start these collectives while others run. They return None for tensors that need more than one
+# operation.
 STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
     Collectives.all_reduce: Collectives._start_all_reduce,
     Collectives.reduce_scatter: Collectives._start_reduce_scatter,
@@ -275,9 +276,9 @@ STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
 
 
 def of_each(collective: Callable[..., None]) -> Callable[..., None]:
-    """Local. A collective of lists that have its tensors: one after the other, with its name.
+    """Local. A function that takes lists of tensors and calls `collective` for one after the other; it keeps the name.
 
-    Labels say how many there are, so that ranks whose lists differ in length raise an error.
+    Labels contain the length of the lists, so that ranks with lists of different lengths raise an error.
     """
 
     @wraps(collective)
@@ -289,8 +290,8 @@ def of_each(collective: Callable[..., None]) -> Callable[..., None]:
 
 
 def _elements(part: Array, like: Tensor) -> Tensor:
-    """What has come of an array of `as_items`, as a flat tensor of the type of `like`."""
-    # An empty array has strides that `view` refuses.
+    """The array `part`, which was sent as `as_items` says, as a flat tensor of the type of `like`."""
+    # `view` refuses the strides of an empty array.
     return torch.from_numpy(part).view(like.dtype) if part.size else like.new_empty(0)
 
 

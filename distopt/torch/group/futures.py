@@ -1,8 +1,8 @@
-"""Futures of operations, and the place of what their callbacks call.
+"""Futures of operations, whose callbacks may call collectives.
 
-When a callback runs depends on the rank: at once where its operation has ended, else later and in another thread. So a
-collective that a callback calls has no place among those that the script calls. It has one in a `Lane`: its place among
-what the callbacks of the same operations call, which run one after the other.
+The time when a callback runs depends on the rank: at once if its operation has ended, else later and in another thread.
+So the collectives that callbacks call have no fixed place among the collectives that the script calls. They are put in
+a `Lane` of their own, in the order of the callbacks, which run one after the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..private import untraced
 
 
 class Origin(NamedTuple):
-    """An operation whose callbacks call others.
+    """An operation whose callbacks call other operations.
 
     Attributes:
-        lane: the name of its lane, equal on all ranks.
-        number: its place there.
+        lane: the name of the operation's lane, equal on all ranks.
+        number: its place in that lane.
     """
 
     lane: str
@@ -37,7 +37,7 @@ _running = _Running()
 
 
 def origin() -> Origin | None:
-    """Local. The operation whose callback this thread runs, if it runs one."""
+    """Local. The operation whose callback runs in this thread; None outside of callbacks."""
     return _running.origin
 
 
@@ -52,12 +52,12 @@ def _runs_callbacks_of(whose: Origin) -> Iterator[None]:
 
 @untraced
 class CallbackFuture(torch.futures.Future[Any]):
-    """A future that marks the thread in which its callbacks run.
+    """A future whose callbacks know, by `origin`, which operation they belong to.
 
     Args:
-        whose: the operation whose end it stands for.
-        help_on: called before a wait, to carry that out.
-        first: the future of the operation, if this one is of a callback.
+        whose: the operation.
+        help_on: carries out the operation; called before a wait.
+        first: the operation's own future, if this future is the result of `then`.
     """
 
     def __init__(self, whose: Origin, help_on: Callable[[], object], first: CallbackFuture | None = None) -> None:
@@ -65,7 +65,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         self._whose = whose
         self._help_on = help_on
         self._first = first or self
-        self._seen = False  # somebody looks at its error
+        self._seen = False  # Python code may look at its error
         self._failed: list[tuple[CallbackFuture, BaseException]] = []
 
     def then(self, callback: Callable[[Any], Any]) -> CallbackFuture:
@@ -76,7 +76,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         def run(_: object) -> None:
             try:
                 value = callback(self)
-            except BaseException as error:  # PyTorch would drop it, and leave the child without an end
+            except BaseException as error:  # PyTorch would drop the error, and the child would never end
                 self._first._failed.append((child, error))
                 child._end(None, error)
             else:
@@ -101,8 +101,8 @@ class CallbackFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def complete(self, value: object, error: BaseException | None) -> None:
-        """Local. Give it its value, or its error, and run its callbacks in this thread."""
-        with _runs_callbacks_of(self._whose):  # also those of futures that PyTorch has made of it
+        """Local. Set the value or the error, and run the callbacks in this thread."""
+        with _runs_callbacks_of(self._whose):  # PyTorch may have added callbacks in C++
             self._end(value, error)
 
     def _end(self, value: object, error: BaseException | None) -> None:
@@ -117,7 +117,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         return self._seen
 
     def raise_unseen(self) -> None:
-        """Local. Raise the first error of a callback of which nobody in Python hears."""
+        """Local. Raise the first error of a callback whose future no Python code has looked at."""
         for child, error in self._failed:
             if not child._seen:
                 raise error

@@ -1,7 +1,8 @@
-"""Lanes: operations of a group in one order, over a communicator of their own.
+"""Lanes: each has operations of a group in one order, and a communicator of its own.
 
-What the script calls is in the first lane. Operations that callbacks call are in others: one for each lane whose
-operations have these callbacks, so that the order in a lane is the same on all ranks whenever callbacks run.
+The first lane has the operations that the script calls. The operations that callbacks call are in other lanes:
+callbacks of operations of one lane share the next lane. So the order in every lane is the same on all ranks, whenever
+callbacks run.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from .queue import OperationQueue, PendingWork
 if TYPE_CHECKING:
     from ...comm.base import Communicator
 
-_MOST_LEVELS = 8  # of callbacks of operations of callbacks; each has a communicator
+_MOST_LEVELS = 8  # callbacks of operations that callbacks have called, and so on; each level has a communicator
 
 
 class Lane:
-    """Operations in one order.
+    """A sequence of operations, the same on all ranks.
 
     Args:
         name: equal on all ranks.
         communicator: moves the bytes.
-        who: what messages call the ranks.
-        seconds: for which operations wait for a rank.
+        who: how error messages name the ranks.
+        seconds: how long operations wait for a rank.
 
     Attributes:
-        count: operations that have been called.
-        lock: of the order of calls.
+        count: number of operations called so far.
+        lock: held while an operation gets its place in the sequence.
     """
 
     def __init__(self, name: str, communicator: Communicator, who: Sequence[str], seconds: float) -> None:
@@ -61,8 +62,8 @@ class Lanes:
     """The lanes of a group.
 
     Args:
-        first: of what the script calls.
-        connect: makes a communicator of the group's ranks; collective among them, with equal names.
+        first: the lane of the operations that the script calls.
+        connect: makes a communicator of the group's ranks; collective, with the same name on all ranks.
     """
 
     def __init__(self, first: Lane, connect: Callable[[str], Communicator]) -> None:
@@ -71,18 +72,18 @@ class Lanes:
         self._others: dict[str, Lane] = {}
 
     def of_caller(self) -> tuple[Lane, Collectives]:
-        """Local, but collective at the first call in a callback. The lane of what this thread calls now."""
+        """Local, but collective at the first call in a callback. The lane of the operation that this thread calls."""
         whose = origin()
         if whose is None:
             return self.first, self.first.collectives
         lane = self._others.get(whose.lane)
         if lane is None:
             lane = self._others[whose.lane] = self._new(whose.lane)
-        # Callbacks that run in another order on another rank call other operations, which ranks find by their labels.
+        # If callbacks run in different orders on different ranks, these labels differ, and the ranks raise an error.
         return lane, lane.collectives.noted(f"callback of #{whose.number}")
 
     def all(self) -> list[Lane]:
-        """Local. All lanes."""
+        """Local. All lanes, the first one first."""
         return [self.first, *self._others.values()]
 
     def _new(self, source: str) -> Lane:

@@ -1,4 +1,4 @@
-"""Messages between two ranks of a group, apart from its collectives."""
+"""Messages between two ranks of a group, independent of its collectives."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NAP_SECONDS = 1e-3
 
 @untraced
 class PendingMessage(Received, WaitedWork):
-    """A message under way.
+    """A message that has been started.
 
     Args:
-        work: the communicator's.
-        row: the dense tensor whose memory is sent or written.
-        into: the tensor that gets what was received; None for one that is sent.
-        seconds: for which `wait` waits.
-        mail: has the threads that wait for futures.
+        work: the communicator's work.
+        row: the dense tensor whose memory is sent or received into.
+        into: the tensor that the received message is copied to; None for a message that is sent.
+        seconds: how long `wait` waits by default.
+        mail: has the threads that wait on behalf of futures.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class PendingMessage(Received, WaitedWork):
         self._future: CallbackFuture | None = None
 
     def is_completed(self) -> bool:
-        """Local. Move messages forward; whether this one has ended."""
+        """Local. Make progress with messages; whether this one has ended."""
         return self._ends(self._work.done)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, at most `timeout` (default: the group's).
+        """Wait for the end, at most `timeout` (default: the timeout of the group).
 
         Raises:
-            DistBackendError: the other rank has ended, did not come in time or sent something else.
+            DistBackendError: the other rank has ended, was late, or sent another count or type.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         self._ends(lambda: self._work.wait(seconds if seconds > 0 else self._seconds))
@@ -67,11 +67,11 @@ class PendingMessage(Received, WaitedWork):
         return True
 
     def source_rank(self) -> int:
-        """Local. The rank in the group that has sent it, once it has been received."""
+        """Local, after the end. The rank in the group that has sent the message."""
         return self._work.source
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Local. A future that gets the tensor, or the error, from a thread that waits for the message."""
+        """Local. A future of the tensor, or of the error; a thread waits for the message and completes it."""
         with self._lock:
             if self._future is None:
                 self._future = CallbackFuture(Origin("messages", 0), lambda: None)
@@ -79,12 +79,12 @@ class PendingMessage(Received, WaitedWork):
         return self._future
 
     def _complete(self) -> None:
-        with contextlib.suppress(dist.DistBackendError):  # the future has it
+        with contextlib.suppress(dist.DistBackendError):  # the future gets the error
             self.wait()
-        self._future.complete(self._tensors, self._error)  # type: ignore[union-attr] # whoever makes it calls this
+        self._future.complete(self._tensors, self._error)  # type: ignore[union-attr] # made before
 
     def _ends(self, step: Any) -> bool:
-        """Whether it has ended after `step`, which returns that, or None for True."""
+        """Whether the message has ended after `step`, which returns False if not. Copies a received message."""
         try:
             if self._error is None and step() is False:
                 return False
@@ -101,8 +101,8 @@ class PendingMessage(Received, WaitedWork):
 class Mail:
     """Sends and receives tensors over a communicator.
 
-    Messages move while this rank waits for one of them or for a collective of the group. In case that it does neither,
-    a thread moves them now and then as long as there are any.
+    Messages progress while this rank waits for one of them or for a collective of the group. A thread polls the
+    unfinished ones, in case this rank does not wait.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -125,14 +125,14 @@ class Mail:
         return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float) -> PendingMessage:
-        """Local. Receive into `tensor` from rank `source` of the group, or from any."""
+        """Local. Receive into `tensor` from rank `source` of the group; None: from any rank."""
         row = dense(tensor)
         array, wire = as_message(row)
         work = self._communicator.receive(array, source, tag=tag, wire=wire)
         return self._started(PendingMessage(work, row, tensor, seconds, self))
 
     def run(self, target: Callable[[], None]) -> None:
-        """Local. Run it in a thread, which `join` waits for."""
+        """Local. Run `target` in a thread, which `join` waits for."""
 
         def run() -> None:
             target()
@@ -143,14 +143,14 @@ class Mail:
         thread.start()
 
     def drain(self, deadline: float) -> int:
-        """Local. Wait for what this rank has sent; how many messages have not ended at the deadline."""
+        """Local. Wait for the messages that this rank has sent; how many have not ended at the deadline."""
         for message in self._sent:
             with contextlib.suppress(dist.DistBackendError):
                 message.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
         return sum(not message.is_completed() for message in self._sent)
 
     def join(self, deadline: float) -> None:
-        """Local, when the communicator has been closed. Wait for the end of the threads, until the deadline."""
+        """Local, after the communicator has been closed. Wait until the threads have ended, or until the deadline."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -179,7 +179,7 @@ class Mail:
             time.sleep(_NAP_SECONDS)
             try:
                 left = [work for work in works if not work.done()]
-            except DistoptError:  # raised by `wait`, too
+            except DistoptError:  # `wait` raises it, too
                 left = []
             with self._condition:
                 self._under_way = left + self._under_way[len(works) :] if not self._closed else []

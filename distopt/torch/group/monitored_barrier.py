@@ -1,4 +1,4 @@
-"""A barrier through the store, which no collective that other threads are in can hold up."""
+"""A barrier through the store. It works while other threads are in collectives of the group."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-_GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why, and rank 0 until all know
+# The other ranks wait so much longer than rank 0, which knows who is absent; then rank 0 waits until they have read it.
+_GRACE_SECONDS = 5.0
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 
 
 def monitored_barrier(
     store: dist.Store, rank: int, who: Sequence[str], seconds: float, *, name_all: bool = False
 ) -> None:
-    """Collective. Return when every rank has called it. Whatever comes of it, the group can be used afterwards.
+    """Collective. Return when every rank has called it. The group can be used afterwards, even after an error.
 
     Args:
-        store: of this barrier alone.
+        store: used by this barrier only.
         rank: of this process.
-        who: what messages call the ranks.
-        seconds: for which rank 0 waits for the others.
-        name_all: whether its message names all ranks that have not come, or the first.
+        who: how error messages name the ranks.
+        seconds: how long rank 0 waits for the others.
+        name_all: whether the error of rank 0 names all absent ranks, or only the first.
 
     Raises:
-        DistBackendError: ranks have not come.
+        DistBackendError: a rank is absent.
     """
     if rank != 0:
         store.set(str(rank), "")
         if not _comes(lambda: store.check(["verdict"]), seconds + _GRACE_SECONDS):
             raise dist.DistBackendError(f"rank 0 has not come to monitoredBarrier within {seconds:g} s: {who[0]}")
         verdict = store.get("verdict").decode()
-        store.set(f"{rank} knows", "")  # then rank 0, which may keep the store, may end
+        store.set(f"{rank} knows", "")  # rank 0, which may serve the store, waits for this before it leaves
         if verdict:
             raise dist.DistBackendError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
@@ -61,7 +62,7 @@ def monitored_barrier(
 
 
 def _comes(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it holds before the time is over. Stores differ in how their own waiting ends, so they are asked."""
+    """Whether `condition` becomes true in time. It is polled: the waits of stores end in different errors."""
     deadline, nap = time.monotonic() + seconds, _FIRST_NAP
     while not condition():
         left = deadline - time.monotonic()

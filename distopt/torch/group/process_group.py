@@ -1,7 +1,7 @@
 """The process group of `torch.distributed` over a communicator.
 
-PyTorch calls it from Python and, for what DDP and functional collectives need, from C++, which finds the methods of a
-Python subclass. A group is used by many threads: operations run one at a time, in the order of the calls; see `queue`.
+PyTorch calls its methods from Python and, for DDP and functional collectives, from C++. Any thread may call them: the
+operations run one at a time, in the order of the calls; see `queue`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...errors import DistoptError
 from ..errors import as_torch
-from ..private import AllgatherOptions, NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
+from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import reduction_of, refuse_nan
 from .collectives import STARTS, Collectives, of_each
 from .lanes import Lane, Lanes
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("distopt")
 
-_LEAVE_SECONDS = 2.0  # for what nobody has waited for, and in which threads see that their group has been closed
-_groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # of this process
+# A group that is destroyed completes its operations for so long, and then waits as long for its threads to end.
+_LEAVE_SECONDS = 2.0
+_DEFAULTS = dist.AllreduceOptions()  # options of other collectives have the same defaults
+_groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # all groups of this process
 
 
 @untraced
@@ -48,15 +50,15 @@ class DistoptProcessGroup(NamedGroup):
     """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
 
     Args:
-        store: where PyTorch lets the group's ranks leave notes.
+        store: PyTorch's store for the ranks of this group.
         rank: of this process in the group.
         size: number of ranks.
-        name: equal on all ranks, and of no other group.
-        communicator: of what the script calls.
-        connect: makes a communicator of a name, which is equal on all ranks; collective among them.
-        make: makes a group of other ranks, by store, rank, numbers of the ranks in the job, name and timeout.
-        timeout: for which an operation waits for a rank.
-        who: what messages call the ranks.
+        name: equal on all ranks, and different from the names of other groups.
+        communicator: of the operations that the script calls.
+        connect: makes another communicator of all ranks, by a name that is equal on all; collective.
+        make: makes a group of some ranks by store, own rank, numbers of the ranks in the job, name and timeout.
+        timeout: how long an operation waits for a rank.
+        who: how error messages name the ranks.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class DistoptProcessGroup(NamedGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, dist.AllreduceOptions)
+        opts = _DEFAULTS if opts is None else opts
         (tensor,) = tensors = _list(tensors)
         action = Collectives.all_reduce
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
@@ -128,27 +130,23 @@ class DistoptProcessGroup(NamedGroup):
         return self._run(opts, tensors, Collectives.broadcast, tensor, opts.rootRank)
 
     def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, AllgatherOptions)
         (tensor,), (each,) = _list(tensors), outs
         self._check_list("all_gather", each, "output", tensor)
         _check_count("all_gather", tensor, each[self.rank()])
         return self._run(opts, each, Collectives.all_gather_list, each, tensor)
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        # PyTorch gives one list for each rank here, of what that rank gives.
-        opts = _or_default(opts, AllgatherOptions)
+        # PyTorch passes one list a rank, with one tensor for each tensor of that rank.
         _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, AllgatherOptions)
         self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, [out], Collectives.all_gather, out, tensor)
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, AllgatherOptions)
         _check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
@@ -169,7 +167,6 @@ class DistoptProcessGroup(NamedGroup):
         return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        opts = _or_default(opts, dist.AllToAllOptions)
         for each, role in ((outs, "output"), (parts, "input")):
             self._check_list("all_to_all", each, role)
         return self._run(opts, outs, Collectives.all_to_all, outs, parts)
@@ -177,18 +174,18 @@ class DistoptProcessGroup(NamedGroup):
     def all_to_all_single(  # noqa: D102
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        opts = _or_default(opts, dist.AllToAllOptions)
         outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
         return self._run(opts, [out], Collectives.all_to_all, outs, parts)
 
     def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
-        return self._run(_or_default(opts, dist.BarrierOptions), [], Collectives.barrier)
+        return self._run(opts, [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Collective. A barrier through the store, for which rank 0 waits for `timeout` (default: the group's).
+        """Collective. A barrier through the store. Rank 0 waits for `timeout` (default: the timeout of the group).
 
         Raises:
-            DistBackendError: ranks have not come; that of rank 0 names all with `wait_all_ranks`, else the first.
+            DistBackendError: a rank is absent. On rank 0 it names all absent ranks with `wait_all_ranks`, else the
+            first.
         """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
@@ -229,7 +226,7 @@ class DistoptProcessGroup(NamedGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Local. For which operations called from now on wait for a rank."""
+        """Local. Set how long operations that are called from now on wait for a rank."""
         self._seconds = timeout.total_seconds()
 
     @property
@@ -238,7 +235,7 @@ class DistoptProcessGroup(NamedGroup):
         return self._lanes.first.count
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Local. Nothing: the ranks have met."""
+        """Local. Do nothing: the ranks are connected."""
 
     def split_group(
         self,
@@ -249,7 +246,7 @@ class DistoptProcessGroup(NamedGroup):
         group_desc: str | None = None,
         device_types: object = None,
     ) -> DistoptProcessGroup | None:
-        """Collective among `ranks` of this group. A group of theirs; None on the others."""
+        """Collective among `ranks` of this group. Make their group; None on the other ranks."""
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{list(ranks)}"
@@ -263,12 +260,12 @@ class DistoptProcessGroup(NamedGroup):
     def shutdown(self) -> None:
         """Local. Leave the group; idempotent. Ranks that still wait for this one raise an error that names it.
 
-        What nobody has waited for is carried out before, if that takes no longer than two seconds.
+        Unfinished operations are carried out first, for at most two seconds.
         """
         self._leave(0.0 if sys.exc_info()[0] else _LEAVE_SECONDS)
 
     def abort(self) -> None:
-        """Local. As `shutdown`, at once."""
+        """Local. Leave the group without finishing its operations; idempotent."""
         self._leave(0.0)
 
     def _leave(self, seconds: float) -> None:
@@ -280,7 +277,7 @@ class DistoptProcessGroup(NamedGroup):
         left = [*(lane.queue.drain(deadline) for lane in lanes), self._mail.drain(deadline)]
         for lane in lanes:
             lane.queue.close()
-            with contextlib.suppress(DistoptError):  # a thread waits in it, and raises the error itself
+            with contextlib.suppress(DistoptError):  # a thread that waits in it raises the error
                 lane.communicator.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
         self._mail.join(deadline)
@@ -293,12 +290,12 @@ class DistoptProcessGroup(NamedGroup):
 
     # -- carrying out ------------------------------------------------------------------------------------------------
     def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
-        """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in its turn."""
+        """Carry out `action(*args, seconds)`, which writes `tensors`, now or in its turn."""
         if self._check_nan:
             refuse_nan(tensors, args, self.rank())
         start = _recorded(action, self._start) if is_profiling() else self._start
         try:
-            return start(opts, tensors, action, *args)
+            return start(_DEFAULTS if opts is None else opts, tensors, action, *args)
         except DistoptError as error:
             raise as_torch(error) from error
 
@@ -308,7 +305,7 @@ class DistoptProcessGroup(NamedGroup):
             seconds = self._seconds
         lane, collectives = self._lanes.of_caller()
         queue = lane.queue
-        # Not in the callbacks of a backward pass: what DDP starts there, it waits for there.
+        # False in callbacks of a backward pass: DDP waits there for the operations that it starts there.
         in_backward = opts.asyncOp and current_autograd_node() is not None
         with lane.lock:
             lane.count += 1
@@ -371,9 +368,10 @@ def _check_count(name: str, own: Tensor, *listed: Tensor) -> None:
 
 
 def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """`start` with a record of `action` for the profiler.
+    """`start` with a profiler record named after `action`.
 
-    It ends with the call: PyTorch writes the end of a record where its profile was, even if that has ended.
+    The record ends with the call: PyTorch writes its end into the memory of the profile even after the profile has
+    ended.
     """
 
     def recorded(*args: Any) -> dist.Work:
@@ -387,12 +385,8 @@ def _list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def _or_default(opts: Any, kind: Any) -> Any:
-    return kind() if opts is None else opts
-
-
 def _leave_at_exit() -> None:
-    """Before the interpreter finalizes, when a thread in C++ that wants it back would end the process by SIGABRT."""
+    """Leave all groups before the interpreter finalizes: it would end a thread in C++ that returns to it by SIGABRT."""
     has_failed = hasattr(sys, "last_type")  # an uncaught exception
     for group in list(_groups):
         group._leave(0.0 if has_failed else _LEAVE_SECONDS)

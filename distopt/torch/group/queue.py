@@ -1,10 +1,10 @@
-"""Operations of a lane, one at a time, in the order in which they were called, whatever threads call.
+"""The queue of a lane: it carries out operations one at a time, in the order of the calls, from any thread.
 
-An operation is carried out by the thread that waits for it, after all that were called before it. Operations that start
-in a backward pass are carried out by a callback at its end, in the thread that computes. The queue has a thread for the
-rest: operations that no thread waits for, and operations that must progress while this process waits in another group.
+The thread that waits for an operation carries it out, after all earlier ones. Operations called in a backward pass are
+carried out by a callback at the end of the pass, in the computing thread. The queue's own thread does the rest:
+operations that no thread waits for, and operations that must progress while this process waits in another group.
 
-The callbacks of futures run one after the other, in the order of their operations, in a thread that has ended one.
+Callbacks of futures run one after the other, in the order of their operations, in a thread that has carried one out.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
 
     from ...comm.work import Work
 
-# For which an operation is left to those who may wait for it, before the thread carries it out.
+# The queue's thread leaves an operation for so long to threads that may wait for it: they carry it out without a
+# switch.
 _GRACE_SECONDS = 2e-3
-_with_operations: set[OperationQueue] = set()  # of this process
+_with_operations: set[OperationQueue] = set()  # the queues of this process that are not empty
 
 
 @untraced
 class PendingWork(WaitedWork):
-    """An operation in the queue of its group.
+    """An operation in the queue of its lane.
 
     Args:
         queue: carries it out.
-        start: starts it in the communicator; None, or an error, if that cannot be done before its turn.
-        action: carries it out as a whole.
-        tensors: the result.
-        seconds: for which what has started waits for other ranks.
+        start: starts the operation before its turn, and returns the communicator's work; returns None or raises an
+            error if that is not possible.
+        action: carries out the whole operation in its turn, if it has not started.
+        tensors: the tensors that the operation writes.
+        seconds: how long a started operation waits for other ranks.
         number: its place in the lane, equal on all ranks.
-        in_backward: it was called in a backward pass, whose callback carries it out.
+        in_backward: it was called in a backward pass, and a callback at the end of the pass carries it out.
     """
 
     def __init__(
@@ -78,22 +80,22 @@ class PendingWork(WaitedWork):
 
     # -- for the queue -----------------------------------------------------------------------------------------------
     def begin(self) -> bool:
-        """Local. Start it; whether it has started."""
+        """Local. Start the operation if possible; whether it has started."""
         start, self._start = self._start, None
         if start is not None:
-            with contextlib.suppress(Exception):  # `action` meets the same, and raises it where it can be seen
+            with contextlib.suppress(Exception):  # `action` meets the same error, and its waiter sees it
                 self._under_way = start()
         return self._under_way is not None
 
     def done(self) -> bool:
-        """Local. Move it forward; whether to carry it out takes no waiting."""
+        """Local. Make progress; whether `carry_out` would return without waiting."""
         try:
             return self._under_way is not None and self._under_way.done()
         except DistoptError:
             return True
 
     def carry_out(self) -> None:
-        """Wait for what has started, or run the action."""
+        """Wait for the started operation, or run the action. Keep an error for `wait`."""
         try:
             if self._under_way is not None:
                 self._under_way.wait(self._seconds)
@@ -103,9 +105,9 @@ class PendingWork(WaitedWork):
         except DistoptError as error:
             self._error = as_torch(error)
             self._error.__cause__ = error
-        except BaseException as error:  # raised by `wait`
+        except BaseException as error:
             self._error = error
-        self._action = self._under_way = None  # and with it what they refer to
+        self._action = self._under_way = None  # frees the tensors that they refer to
 
     def tell(self) -> None:
         """Run the callbacks of the future in this thread."""
@@ -116,7 +118,7 @@ class PendingWork(WaitedWork):
             self.told = True
 
     def _complete(self) -> None:
-        """Before a wait for the future."""
+        """Carry out the operation and run its callbacks, before a thread waits for the future."""
         self._queue.complete(self)
         self._queue.tell_within_callback(self)
 
@@ -126,20 +128,21 @@ class PendingWork(WaitedWork):
         return self._future is not None and self._future.has_callbacks
 
     def raise_unseen(self) -> None:
-        """Local. Raise the error of a callback, unless somebody has asked for it."""
+        """Local. Raise the first error of a callback whose future no Python code has looked at."""
         if self._future is not None:
             self._future.raise_unseen()
 
     # -- for PyTorch -------------------------------------------------------------------------------------------------
     def is_completed(self) -> bool:
-        """Local. Whether it has ended; moves it forward."""
+        """Local. Make progress; whether the operation has ended."""
         return self._queue.poll(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, at most `timeout` (default: the operation's own).
+        """Wait for the end, at most `timeout` (default: the timeout of the operation).
 
         Raises:
-            DistBackendError: it has failed; the message names the rank at fault, or it has not ended in time.
+            DistBackendError: the operation has failed, and the message names the rank at fault; or it has not ended in
+                time, and goes on.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not self.ended and seconds <= 0:
@@ -151,10 +154,7 @@ class PendingWork(WaitedWork):
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Local. A future that gets the tensors, or the error, when the operation ends.
-
-        Its callbacks may call collectives and wait for them; see `futures`.
-        """
+        """Local. A future of the tensors, or of the error. Its callbacks may call collectives; see `futures`."""
         by_ddp = _asked_by_ddp(sys._getframe(1))
         if by_ddp and of_a_hook(self._tensors):
             self.wait()
@@ -168,20 +168,20 @@ class PendingWork(WaitedWork):
         if not (self.told or (by_ddp and self.in_backward)):
             self._queue.attend(at_once=True)
         if by_ddp:
-            # Only a callback that raises gives a future an error that C++, where DDP waits, takes for one.
+            # DDP waits in C++, which takes only the error of a callback for an error.
             return torch.futures.Future.then(future, lambda _: self.result())
         return future
 
 
 class OperationQueue:
-    """The operations of a lane that have been called and not carried out.
+    """The operations of a lane that have been called and not yet carried out.
 
-    Operations begin in the communicator as soon as all before them have begun, where they can.
+    An operation that can start before its turn starts as soon as all earlier ones have.
 
     Args:
         name: of the lane.
-        by_thread: the thread carries out every asynchronous operation: they move only while a thread waits, and
-            should do so while this process computes.
+        by_thread: whether the queue's thread carries out every asynchronous operation, because operations progress only
+            while a thread waits for them, and this process is to compute meanwhile.
     """
 
     def __init__(self, name: str, *, by_thread: bool) -> None:
@@ -189,11 +189,11 @@ class OperationQueue:
         self._by_thread = by_thread
         self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
-        self._begun = 0  # at the front of the queue
-        self._busy = False  # a thread is in the communicator
+        self._begun = 0  # so many operations at the front of the queue have started
+        self._busy = False  # a thread uses the communicator
         self._untold: deque[PendingWork] = deque()  # ended, with callbacks to run
-        self._teller = 0  # the thread that runs them
-        self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # of the last backward pass
+        self._teller = 0  # the thread that runs callbacks
+        self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # a weak reference: the last backward pass
         self._thread: threading.Thread | None = None
         self._look = threading.Event()
         self._at_once = False
@@ -201,7 +201,7 @@ class OperationQueue:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
-        """Local. Take the communicator if nothing is under way. Whoever has got it calls `leave`."""
+        """Local. Take the communicator if the queue is empty; whether it was. Then call `leave` after the operation."""
         self._let_others_go_on()
         with self._condition:
             if self._busy or self._queue:
@@ -210,13 +210,13 @@ class OperationQueue:
             return True
 
     def leave(self) -> None:
-        """Local. Let the next operation proceed."""
+        """Local. Give the communicator back, after `enter` has returned True."""
         with self._condition:
             self._busy = False
             self._condition.notify_all()
 
     def post(self, work: PendingWork) -> None:
-        """Local. Add an operation, which begins now if it can."""
+        """Local. Add an operation, and start it if possible."""
         with self._condition:
             self._queue.append(work)
             _with_operations.add(self)
@@ -227,7 +227,7 @@ class OperationQueue:
         self.leave()
 
     def complete(self, work: PendingWork) -> None:
-        """Local. Carry out the operations up to `work`, unless another thread does."""
+        """Local. Carry out the operations up to `work`, or wait while another thread does."""
         while True:
             self._let_others_go_on()
             with self._condition:
@@ -239,18 +239,18 @@ class OperationQueue:
             self._carry_out_first()
 
     def until_told(self, work: PendingWork) -> None:
-        """Wait until the callbacks of an operation that has ended have run."""
+        """Wait until the callbacks of `work`, which has ended, have run."""
         with self._condition:
             self._condition.wait_for(lambda: work.told)
 
     def tell_within_callback(self, work: PendingWork) -> None:
-        """Local. If this thread runs a callback that waits for those of `work`, run them, and all before them."""
-        if self._teller == threading.get_ident():  # which only this thread writes there
+        """Local. If this thread runs a callback, run all later ones up to those of `work`, which it waits for."""
+        if self._teller == threading.get_ident():  # no lock: no other thread writes this number
             while not work.told:
                 self._untold.popleft().tell()
 
     def drain(self, deadline: float) -> int:
-        """Local. Have the thread carry out what is left; how many operations are left at the deadline."""
+        """Local. Have the queue's thread carry out all operations; how many are left at the deadline."""
         if self._queue or self._teller:
             self.attend(at_once=True)
             with self._condition:
@@ -259,13 +259,13 @@ class OperationQueue:
         return len(self._queue)
 
     def complete_within(self, work: PendingWork, seconds: float) -> bool:
-        """Local. Have the thread carry out what is left; whether `work` has ended within that time."""
+        """Local. Have the queue's thread carry out all operations; whether `work` ends within that time."""
         self.attend(at_once=True)
         with self._condition:
             return self._condition.wait_for(lambda: work.ended, seconds)
 
     def poll(self, work: PendingWork) -> bool:
-        """Local. Move the operations forward; whether `work` has ended."""
+        """Local. Make progress with the operations; whether `work` has ended."""
         while not work.ended:
             with self._condition:
                 if self._busy or work.ended:
@@ -281,23 +281,23 @@ class OperationQueue:
 
     # -- who carries them out ----------------------------------------------------------------------------------------
     def attend(self, *, at_once: bool = False) -> None:
-        """Local. Have the thread carry out what no other thread has waited for within a moment, or `at_once`."""
+        """Local. Have the queue's thread carry out all operations, at once or after `_GRACE_SECONDS`."""
         at_once = at_once or self._by_thread
         self._at_once = self._at_once or at_once
-        if self._thread in (None, threading.current_thread()):  # which runs a callback that may wait
+        if self._thread in (None, threading.current_thread()):  # a callback in the thread itself may wait: have another
             with self._condition:
                 if self._thread in (None, threading.current_thread()) and not self._closed:
-                    # A daemon: a script may end without destroy_process_group, in the middle of an operation.
+                    # A daemon, since a script may end in the middle of an operation.
                     self._thread = threading.Thread(target=self._serve, name=f"distopt {self.name}", daemon=True)
                     self._thread.start()
         if at_once or not self._look.is_set():
             self._look.set()
 
     def attend_after_backward(self, work: PendingWork) -> None:
-        """Local, in a backward pass. Carry out `work` at its end, in this thread, with what has been posted before.
+        """Local, in a backward pass. Carry out `work`, and all before it, at the end of the pass in this thread.
 
-        Callbacks run in the order of their queueing, so this comes before that of DDP, which is queued after its last
-        bucket, and which would make a RuntimeError of its future's error.
+        Autograd runs callbacks in the order in which they were queued. DDP queues its own after its last bucket, so
+        this one runs first, and can raise the error that DDP would turn into a RuntimeError.
         """
         if self._by_thread:
             self.attend()
@@ -309,27 +309,27 @@ class OperationQueue:
         callback.works.append(work)
 
     def close(self) -> None:
-        """Local. End the thread after the operation that it is in."""
+        """Local. End the queue's thread after its current operation."""
         self._closed = True
         self._look.set()
 
     def join(self, deadline: float) -> None:
-        """Local, after `close`. Wait for the end of the thread, until the deadline."""
+        """Local, after `close`. Wait until the queue's thread has ended, or until the deadline."""
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
-    # -- within ------------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------------
     def _first(self) -> PendingWork | None:
         with self._condition:
             return self._queue[0] if self._queue else None
 
     def _begin(self) -> None:
-        """Holding the communicator. Begin what can be begun, in order."""
+        """Local, holding the communicator. Start operations in order, up to the first that cannot start."""
         while self._begun < len(self._queue) and self._queue[self._begun].begin():
             self._begun += 1
 
     def _carry_out_first(self) -> None:
-        """Holding the communicator. Carry out an operation, leave, and run callbacks, unless another thread does."""
+        """Holding the communicator. Carry out the first operation, give the communicator back, and run callbacks."""
         self._begin()
         self._queue[0].carry_out()
         with self._condition:
@@ -344,7 +344,7 @@ class OperationQueue:
         self._tell()
 
     def _tell(self) -> None:
-        """Run the callbacks of what has ended, in order, unless another thread does."""
+        """Run the callbacks of operations that have ended, in order, unless another thread does."""
         while True:
             with self._condition:
                 if self._teller or not self._untold:
@@ -359,7 +359,7 @@ class OperationQueue:
                     self._condition.notify_all()
 
     def _let_others_go_on(self) -> None:
-        """Before this thread waits. Ranks may wait for the operations of several groups in different orders."""
+        """Have other queues progress while this thread waits: ranks may wait for several groups in different orders."""
         if len(_with_operations) > (self in _with_operations):
             for queue in tuple(_with_operations):
                 if queue is not self:
@@ -372,15 +372,15 @@ class OperationQueue:
             if not self._at_once:
                 time.sleep(_GRACE_SECONDS)
             at_once = self._at_once
-            if at_once:  # else another thread may be setting it
+            if at_once:  # else another thread may set it now, and must not be overwritten
                 self._at_once = False
             while (work := self._first()) is not None and (at_once or not work.in_backward):
                 self.complete(work)
-            del work  # its tensors are the caller's again
+            del work  # frees its tensors while this thread sleeps
 
 
 class _AtTheEnd:
-    """The callback of a backward pass. A pass that raises half-way drops it: the thread then takes its place."""
+    """The callback at the end of a backward pass. A pass that raises drops it, and the queue's thread does its work."""
 
     def __init__(self, queue: OperationQueue, backward_pass: int) -> None:
         self._queue = queue
@@ -396,7 +396,7 @@ class _AtTheEnd:
         for work in works:
             if work.has_callbacks:
                 self._queue.until_told(work)
-                work.raise_unseen()  # DDP would make another error of it
+                work.raise_unseen()  # DDP would raise another error instead
 
     def __del__(self) -> None:
         if self.works:
@@ -404,9 +404,9 @@ class _AtTheEnd:
 
 
 def _asked_by_ddp(frame: FrameType | None) -> bool:
-    """Whether a future was asked for by C++ in a backward pass, which waits for it only after its callbacks.
+    """Whether C++ in a backward pass, that is DDP, has asked for a future: `frame` then runs the backward pass itself.
 
-    A caller in Python may wait for it at once, in C++, where no thread carries the operation out: the innermost frame
-    of Python is then that of a hook, and here the one in which torch.autograd runs its engine.
+    DDP waits for the future at the end of the pass, after the queue's callback. A hook in Python, which has a frame of
+    its own, may wait at once in C++, so the queue's thread must carry out the operation.
     """
     return runs_backward(frame)

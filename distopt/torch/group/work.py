@@ -1,4 +1,4 @@
-"""Works, as PyTorch sees them."""
+"""Works: the handles that collectives and messages return."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..private import current_backward_pass, untraced
 
 @untraced
 class WaitedWork(dist.Work):
-    """Base of all works: subclasses add `wait` and `is_completed`.
+    """The base of all works. Subclasses define `wait` and `is_completed`.
 
     Args:
-        tensors: the result.
+        tensors: the tensors that the operation writes.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -27,14 +27,14 @@ class WaitedWork(dist.Work):
         self._in_inference_mode = torch.is_inference_mode_enabled()
 
     def _as_called(self) -> AbstractContextManager[Any]:
-        """Local. The inference mode of the call, which a thread that ends the work need not have."""
+        """Local. A context with the inference mode of the call: another thread, in another mode, may end the work."""
         if torch.is_inference_mode_enabled() == self._in_inference_mode:
             return nullcontext()
         mode: AbstractContextManager[Any] = torch.inference_mode(self._in_inference_mode)
         return mode
 
     def is_success(self) -> bool:
-        """Local. Whether it has ended, and without an error."""
+        """Local. Whether it has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -42,18 +42,18 @@ class WaitedWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """See `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that have been written; waits."""
+        """Wait, and return the tensors that the operation has written."""
         self.wait()
         return self._tensors
 
 
 @untraced
 class DoneWork(WaitedWork):
-    """An operation that had ended when it was returned."""
+    """The work of an operation that has ended before the call returns."""
 
     def is_completed(self) -> bool:
         """Local. True."""
@@ -73,10 +73,10 @@ class DoneWork(WaitedWork):
 
 
 def of_a_hook(tensors: list[torch.Tensor]) -> bool:
-    """Whether DDP's hook FP16_COMPRESS may want a future: of C++, it takes none whose value is a Python object."""
+    """Whether DDP's hook FP16_COMPRESS may ask for a future: its C++ cannot read one whose value is a Python object."""
     return current_backward_pass() >= 0 and bool(tensors) and tensors[0].dtype == torch.float16
 
 
 def typed(tensors: list[torch.Tensor]) -> Any:
-    """A future that holds a list of C++. Python can make only such that have ended."""
+    """A future whose value is a list in C++. Python can make only futures that have ended."""
     return torch.jit.fork(lambda: tensors)

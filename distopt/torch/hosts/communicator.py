@@ -1,12 +1,12 @@
-"""Collectives over several hosts for PyTorch: shared memory inside a host, PyTorch's Gloo between hosts.
+"""Collectives over several hosts: shared memory inside a host, PyTorch's Gloo between hosts.
 
-An all_reduce runs in three stages: the ranks of a host reduce, each its slice, in shared memory; the ranks that carry
-the same slice on all hosts exchange it through Gloo and add the results; then each rank reads the slices of its host.
-So what crosses the network is what one rank per host would send, and all ranks of a host send it together. Large arrays
-go in chunks, some on the network while the next is inside the host.
+An all_reduce has three stages. The ranks of a host reduce in shared memory, one slice each. The ranks that carry the
+same slice on all hosts exchange it through Gloo and add it up. Then each rank reads the slices of its host. The network
+thus carries as many bytes as if one rank per host sent them, and all ranks of a host send together. Large arrays are
+sent in chunks: some are on the network while the next is reduced inside the host.
 
-Sums run inside a host in rank order, then over the hosts in the order of their first ranks: equal bits on all ranks and
-on every run. 16-bit floats are accumulated in float32 and rounded once per host and once more at the end.
+Sums run in rank order inside a host, then over the hosts in the order of their first ranks: the same bits on all ranks
+and in every run. 16-bit floats are accumulated in float32, and rounded once per host and once at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...comm.base import Array, Communicator, MessageWork, RaggedWork, Request, 
 from ...errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
 from ..tensors import array_of, bytes_of
 from .description import Description
-from .exchange import NOTHING, Heads, Between, Exchange, fold
+from .exchange import NOTHING, Between, Exchange, Heads, fold
 
 if TYPE_CHECKING:
     from ...launch.topology import Topology
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Of a slice: large enough to hide the time of a message, small enough that one is on the network while the next is
-# inside the host.
+# Bytes of a slice in a chunk: large enough to hide the time of a message, small enough that one chunk is on the network
+# while the next is inside the host.
 _SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 2 << 20, 4 << 20
-_CHUNKS = 4  # of a slice, between these sizes
-_CHUNKS_REDUCED, _CHUNKS_GATHERED = 5, 1  # of a large array, at most, on the network
+_CHUNKS = 4  # a slice is cut into so many, between these sizes
+_CHUNKS_REDUCED, _CHUNKS_GATHERED = 5, 1  # most chunks on the network in either phase of `Exchange`
 
 
 class HostsCommunicator(Communicator):
-    """Collectives over hosts with any numbers of ranks, however the ranks are dealt out to them.
+    """Collectives over hosts with any numbers of ranks, and with any assignment of ranks to hosts.
 
-    An operation is carried out while its `Work` is waited for, so works are waited for in the order of starting.
+    `Work.wait` carries out an operation, so works must be waited for in the order in which they were started.
 
     Attributes:
-        begins_at_once: sums begin when they are call, and need no help of this rank until their end.
+        begins_at_once: sums start when they are called, and progress while this rank computes.
     """
 
     name: ClassVar[str] = "gloo"
@@ -66,10 +66,10 @@ class HostsCommunicator(Communicator):
 
         Args:
             topology: of all ranks.
-            hosts: the ranks of each host, in their order there.
-            local: that of the ranks of this host.
+            hosts: the ranks of each host, in the order of their local ranks.
+            local: the communicator of the ranks of this host.
             gloo: connects all ranks.
-            seconds: for which an operation waits for a rank, unless its wait says another time.
+            seconds: how long an operation waits for a rank, unless `wait` is called with a timeout.
         """
         self.topology = topology
         self._rank, self._size = topology.rank, topology.world_size
@@ -81,7 +81,7 @@ class HostsCommunicator(Communicator):
         self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
         self.begins_at_once = len(hosts) == len(topology.hosts) == 2
-        # So many ranks of every host carry slices: this one, if it does, the same slice as these of all hosts.
+        # So many ranks of every host carry a slice. The carriers of this rank's slice are empty if it carries none.
         self._n_slices = min(len(ranks) for ranks in hosts)
         self._between = Between(gloo, len(hosts), self._n_slices)
         place = topology.local_rank
@@ -99,14 +99,14 @@ class HostsCommunicator(Communicator):
 
     @classmethod
     def create(cls, job: Any) -> HostsCommunicator:  # noqa: ARG003
-        """Raise a UsageError: ranks of PyTorch meet by `distopt.torch.join`."""
+        """Raise a UsageError: `distopt.torch.join` makes this communicator."""
         raise UsageError("the gloo communicator serves process groups of PyTorch; choose mpi")
 
     def barrier(self) -> None:  # noqa: D102
         self.all_reduce(np.zeros(1, np.int32), label="barrier").wait()
 
     def close(self) -> None:
-        """Local. Leave; ranks that wait for this one get an error. Idempotent."""
+        """Local. Leave; idempotent. Ranks that wait for this one raise an error."""
         if self._error is None:
             me = self._gloo.me.name
             self._error = CommunicatorClosedError(f"{me} has closed this communicator", cure="use it before close()")
@@ -115,7 +115,7 @@ class HostsCommunicator(Communicator):
         self._local.close()
 
     def carry_out(self, call: Description, run: Callable[[Description], _T], timeout: float | None) -> _T:
-        """Collective. Run an operation in its turn, or a part of it; see `Work.wait`."""
+        """Collective. Run an operation, or a part of it, in its turn; see `Work.wait`."""
         if self._error is not None:
             raise self._error
         if not call.number:
@@ -125,7 +125,7 @@ class HostsCommunicator(Communicator):
         try:
             return run(call)
         except CommunicatorError as error:
-            # The kernel says that a process of this host has ended.
+            # Inside a host, the kernel reports the end of a process, so the rank in the error is the cause.
             here = [self._gloo.processes[rank] for rank in self._mine]
             is_known = isinstance(error, PeerLostError) and error.ranks[0] in here
             self._error = self._gloo.fail(error, is_known=is_known)
@@ -134,7 +134,7 @@ class HostsCommunicator(Communicator):
             raise self._error from error
 
     def end(self) -> None:
-        """Local, when an operation has been carried out."""
+        """Local. Drop the oldest operation, which has been carried out."""
         self._under_way.popleft()
 
     # -- for the base class ------------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ class HostsCommunicator(Communicator):
             self._begin_reduce(call, flat)()
 
     def _begin_reduce(self, call: Description, flat: Array) -> Callable[[], None]:
-        """Collective in this host. Begin; a function that ends it.
+        """Collective in this host. Start a reduction, and return a function that completes it.
 
-        A small array travels with what ranks say. So does what is left of a large one when it is cut into slices, and
-        between two hosts the slice, unless it is large itself.
+        Small arrays are part of the heads. So is the rest of a large array that does not divide into slices and,
+        between two hosts, a slice that is not large itself.
         """
         if flat.nbytes <= self._between.whole_bytes:
             return partial(self._finish_small, call, [flat], self._begin_small(call, [flat]))
@@ -200,7 +200,7 @@ class HostsCommunicator(Communicator):
         reducing: deque[_Chunk],
         begun: Iterator[_Chunk],
     ) -> None:
-        """Collective in this host. Reduce what has come with the heads, then chunks, so many of them on the network."""
+        """Collective in this host. Reduce the data in the heads, then the chunks, with several on the network."""
         self._finish_small(call, arrays, heads)
         gathering: deque[_Chunk] = deque()
         while reducing:
@@ -214,7 +214,7 @@ class HostsCommunicator(Communicator):
             self._finish_chunk(call, chunk)
 
     def _begin_small(self, call: Description, arrays: list[Array]) -> Heads:
-        """Collective in this host. Reduce the last array there; each carrier begins to send all with what it says."""
+        """Collective in this host. Reduce the last array inside the host, and start to send all arrays in heads."""
         if len(self._mine) > 1 and _takes_part(call, arrays[-1]):
             self._local.all_reduce(arrays[-1], call.op, wire=call.dtype, label=call.within).wait(call.left())
         full = [array for array in arrays if array.size] or arrays
@@ -222,7 +222,7 @@ class HostsCommunicator(Communicator):
         return self._between.announce(call, dict.fromkeys(self._others, bytes_of(data)))
 
     def _finish_small(self, call: Description, arrays: list[Array], heads: Heads) -> None:
-        """Collective in this host. Reduce what has come."""
+        """Collective in this host. Reduce the data in the heads."""
         theirs, end = heads.wait(), 0
         for array in arrays if self._carriers else ():
             begin, end = end, end + array.nbytes
@@ -233,7 +233,7 @@ class HostsCommunicator(Communicator):
             self._local.broadcast(arrays[-1], wire=call.dtype, label=call.within).wait(call.left())
 
     def _reduce_mean(self, call: Description, flat: Array) -> None:
-        """Of hosts with different numbers of ranks: the sum, divided once."""
+        """The mean over hosts with different numbers of ranks: the sum, divided once."""
         numbers = torch.from_numpy(flat).view(getattr(torch, call.dtype))
         wide = numbers.float() if numbers.itemsize == 2 else numbers
         dtype = str(wide.dtype).removeprefix("torch.")
@@ -241,7 +241,7 @@ class HostsCommunicator(Communicator):
         numbers.copy_(wide.div_(self._size))
 
     def _begin_chunk(self, call: Description, array: Array, *, sends: bool = True) -> _Chunk:
-        """Collective in this host. Reduce the chunk there; each carrier begins to send its slice to other hosts."""
+        """Collective in this host. Reduce a chunk inside the host, and start to send its slices to other hosts."""
         part: Array | None = None
         if self._carriers:
             count, place = array.size // self._n_slices, self.topology.local_rank
@@ -257,7 +257,7 @@ class HostsCommunicator(Communicator):
         return _Chunk(array, part, Exchange(self._between, call, part, self._carriers, self._rank))
 
     def _finish_chunk(self, call: Description, chunk: _Chunk) -> None:
-        """Collective in this host. Give the result to all its ranks."""
+        """Collective in this host. Give the reduced chunk to all ranks of the host."""
         if chunk.exchange is not None:
             chunk.exchange.finish()
         if not self._even:
@@ -326,7 +326,7 @@ class HostsCommunicator(Communicator):
         np.concatenate(received, out=out)
 
     def _spread(self, call: Description, array: Array) -> None:
-        """To one rank of every other host, and from it to all of its host."""
+        """Send to one rank of every other host, which broadcasts inside its host."""
         root, between = call.root, self._between
         firsts = {root if root in ranks else ranks[0] for ranks in self._hosts}
         first = next(q for q in self._mine if q in firsts)
@@ -367,15 +367,15 @@ class HostsCommunicator(Communicator):
 
 
 def _takes_part(call: Description, rest: Array) -> bool:
-    """Whether the ranks of a host reduce the rest of an array: not if nothing is left, but if there was nothing.
+    """Whether the ranks of a host reduce the rest of an array: if there is one, or if the whole array is empty.
 
-    Ranks find there that one has an empty array, and another one that is not.
+    An empty array must take part, so that the ranks find out if the array of another rank is not empty.
     """
     return rest.size > 0 or call.count == 0
 
 
 class _Chunk(NamedTuple):
-    """A piece of a large array under way: this rank's slice of it, if it carries one, and that on the network."""
+    """A piece of a large array: the slice that this rank carries, or None, and its exchange with other hosts."""
 
     array: Array
     part: Array | None
@@ -383,7 +383,7 @@ class _Chunk(NamedTuple):
 
 
 class _Deferred(Work):
-    """An operation that its wait carries out, or ends if it has begun."""
+    """The work of an operation. `wait` carries it out, or completes it if it has started."""
 
     def __init__(self, owner: HostsCommunicator, call: Description, run: Callable[[Description], None]) -> None:
         self._owner = owner
@@ -392,21 +392,21 @@ class _Deferred(Work):
         self._array: Array | None = None
 
     def begin(self, start: Callable[[Description], Callable[[], None]], array: Array) -> None:
-        """Local. Begin it with `start`, which gives what ends it; `array` is in use until then."""
+        """Local. Start it by `start`, which returns a function that completes it and uses `array` until then."""
         finish = self._owner.carry_out(self._call, start, None)
         self._run, self._array = lambda _: finish(), array
 
     def leaves(self, array: Array) -> bool:
-        """Local. Whether an operation on `array` may begin before this one ends: messages keep the order of calls."""
+        """Local. Whether an operation on `array` may start before this one ends: this one has, on other memory."""
         return self._array is not None and not np.may_share_memory(self._array, array)
 
     def done(self) -> bool:
-        """Collective. Carry it out."""
+        """Collective. Carry out the operation."""
         self.wait()
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Collective. Carry it out, waiting at most `timeout` seconds for the other ranks; see `Work.wait`."""
+        """Collective. Carry out the operation; wait at most `timeout` seconds for the other ranks. See `Work.wait`."""
         if self._run is not None:
             self._owner.carry_out(self._call, self._run, timeout)
             self._owner.end()

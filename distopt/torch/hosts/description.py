@@ -1,4 +1,4 @@
-"""The description of a collective, which ranks of different hosts compare before they use each other's data."""
+"""The description of a collective. Ranks of different hosts compare descriptions before they use each other's data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import Call
 
-CALL_BYTES = 248  # of a packed description
+CALL_BYTES = 248  # size of a packed description
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Description:
         kind, count, dtype, op, label, root: see `distopt.errors.Call`.
         number: its place in the order of operations.
         deadline: on the clock of `time.monotonic`.
-        n_bytes: of the data that it moves, which become part of the tag of their messages.
+        n_bytes: bytes of the data that it moves; part of the tag of their messages.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Description:
 
     @property
     def within(self) -> str:
-        """Local. Label of what a host's ranks call for it."""
+        """Local. The label of the collectives inside the host that this one is made of."""
         return f"{self.kind} {self.count:,} {self.label}".rstrip()
 
     def left(self) -> float:
@@ -43,23 +43,23 @@ class Description:
         return max(0.0, self.deadline - time.monotonic())
 
     def tag(self, phase: int = 0) -> int:
-        """Local. Of its data, in one of two phases."""
+        """Local. The tag of its data in one of two phases, 0 or 1."""
         return (self.number & 0x3FFF) << 16 | 2 * (1 + self.n_bytes % 0x7FFE) + phase
 
     def packed(self) -> bytes:
-        """Local. What ranks must agree on."""
-        label = f"{zlib.crc32(self.label.encode())}|{self.label[:31]}"  # cut, but compared as a whole
+        """Local. The part on which ranks must agree, in `CALL_BYTES` bytes."""
+        label = f"{zlib.crc32(self.label.encode())}|{self.label[:31]}"  # cut off; the checksum compares the whole
         text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{label}"
         return text.encode().ljust(CALL_BYTES)
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Description:
-        """Local. What another rank says."""
+        """Local. The description that `packed` has made, on another rank."""
         kind, count, dtype, op, root, number, _, label = packed.decode().rstrip().split("|", 7)
         return cls(kind, int(count), dtype, op, label, int(root), int(number))
 
     def describe(self) -> str:
-        """Local. In words, as those of csrc/host/describe.cpp."""
+        """Local. The collective in the words of csrc/host/describe.cpp."""
         text = f"{self.kind} #{self.number:,}"
         if not self.kind.endswith("ragged"):
             text += f" of {self.count:,} {self.dtype}"
@@ -70,5 +70,5 @@ class Description:
         return f"{text} ({self.label})" if self.label else text
 
     def of_rank(self, rank: int) -> Call:
-        """Local. As the call of a rank."""
+        """Local. The description as the call of rank `rank`, for errors."""
         return Call(rank, self.kind, self.number, self.count, self.dtype, self.op, self.root, self.label)

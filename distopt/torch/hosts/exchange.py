@@ -1,7 +1,8 @@
-"""Operations of ranks on different hosts, through PyTorch's Gloo: a description of each, and the data.
+"""Exchanges between ranks of different hosts, through PyTorch's Gloo.
 
-The description travels beside the data, so that ranks which call different collectives raise an error. Their data never
-meet, since the tag of a message contains its length: Gloo would end the process.
+Each begins with a head, which has the description of the collective, so that ranks that call different collectives
+raise an error. Tags contain the length of the data: Gloo would end the process if a message were longer than its
+receive.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from .description import CALL_BYTES, Description
 if TYPE_CHECKING:
     from .gloo import Gloo, Transfer
 
-# At the head of a rank's first message: bytes of its data, and what it calls. Gloo keeps messages of one tag in order.
+# A head: the size of the data, the description, then small data themselves. Gloo keeps messages of one tag in order.
 _HEAD_TAG = 0
 _SIZE_BYTES = 8
 _HEAD_BYTES = _SIZE_BYTES + CALL_BYTES
-# Between two hosts, data of up to this size over the number of carriers travel with it: to copy them takes less time
-# than a message of their own.
+# Between two hosts, data of up to this size divided by the number of carriers are part of the head: a copy takes less
+# time than another message.
 _INLINE_BYTES_OF_TWO = 4 << 20
-# An array up to twice this over the number of hosts travels as a whole from each of several carriers to every host. A
-# larger one would cross the network more often than necessary.
+# Several carriers of a host each send an array of up to twice this size, divided by the number of hosts, as a whole. A
+# larger one is cut into slices, since whole copies would load the network.
 _WHOLE_BYTES = 64 << 10
-_MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays, and first messages, that are kept
+_MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # how much memory is kept for further use
 NOTHING = np.empty(0, np.uint8)
 
 
 class Between:
-    """The messages between one rank and ranks of other hosts, in its operations.
+    """One rank's messages to and from ranks of other hosts.
 
     Attributes:
-        inline_bytes: size of the data that travel with the description of an operation.
-        whole_bytes: size of an array that each carrier sends as a whole.
+        inline_bytes: largest size of data in a head.
+        whole_bytes: largest size of an array that each carrier sends as a whole.
     """
 
     def __init__(self, gloo: Gloo, n_hosts: int, n_carriers: int) -> None:
@@ -49,13 +50,13 @@ class Between:
         whole = 2 * _WHOLE_BYTES // n_hosts
         self.inline_bytes = max(whole, _INLINE_BYTES_OF_TWO // n_carriers) if n_hosts == 2 else whole
         self.whole_bytes = self.inline_bytes if n_carriers == 1 else whole
-        # Of the next heads, by rank: begun early, since Gloo sends data when it knows that they are awaited.
+        # Receives of the next heads, by rank. They are started early, since Gloo sends data only to a started receive.
         self._begun: dict[int, tuple[_Box, Transfer]] = {}
         self._free: list[_Box] = []
         self._scratch: list[Array] = []
 
     def announce(self, call: Description, data: Mapping[int, Array]) -> Heads:
-        """Local. Say what this rank does, with `data`, to some ranks, which do the same. To be ended by `end`."""
+        """Local. Start to exchange heads with the ranks in `data`, which do the same. Call `end` after `Heads.wait`."""
         heads = Heads(self, call)
         begun = self._begun
         heads.receives = {q: begun.pop(q) if q in begun else self._receive_next(q) for q in data}
@@ -68,10 +69,10 @@ class Between:
         return heads
 
     def end(self, heads: Heads) -> None:
-        """Local, after `Heads.wait`. What others have said in it is no longer needed."""
+        """Local, after `Heads.wait`. Free the memory of the heads, and start to receive the next ones."""
         self._free += [box for box, _ in (*heads.sends, *heads.receives.values())]
         del self._free[_MOST_SCRATCH:]
-        with suppress(CommunicatorError):  # the next operation meets the same
+        with suppress(CommunicatorError):  # the next operation raises the same error
             for rank in heads.receives:
                 if rank not in self._begun:
                     self._begun[rank] = self._receive_next(rank)
@@ -84,31 +85,31 @@ class Between:
         return self._free.pop() if self._free else _Box(self.inline_bytes)
 
     def close(self) -> None:
-        """Local. Forget the receives that were begun, which hold connections."""
+        """Local. Drop the started receives, which keep connections open."""
         self._begun.clear()
 
     def send(self, call: Description, array: Array, to: int, phase: int = 0) -> Transfer:
-        """Local. Begin to send to a rank that awaits as much."""
+        """Local. Start to send to a rank that receives as many bytes."""
         return self.gloo.send(torch.from_numpy(bytes_of(array)), to, call.tag(phase), call.describe)
 
     def receive(self, call: Description, array: Array, source: int, phase: int = 0) -> Transfer:
-        """Local. Begin to receive."""
+        """Local. Start to receive into `array`."""
         return self.gloo.receive(torch.from_numpy(bytes_of(array)), source, call.tag(phase), call.describe)
 
     def wait(self, call: Description, transfers: Sequence[Transfer]) -> None:
-        """Wait for the end of all; see `Gloo.wait`."""
+        """Wait for the end of all transfers; see `Gloo.wait`."""
         for transfer in transfers:
             self.gloo.wait(transfer, call.deadline, call.describe)
 
     def take(self, n_bytes: int) -> Array:
-        """Local. Scratch memory of `n_bytes`, as a flat array of bytes; fresh memory would cost page faults."""
+        """Local. Scratch memory as a flat uint8 array. It is used again, since fresh memory costs page faults."""
         for i, memory in enumerate(self._scratch):
             if memory.size >= n_bytes:
                 return self._scratch.pop(i)[:n_bytes]
         return np.empty(n_bytes, np.uint8)
 
     def give(self, array: Array) -> None:
-        """Local. What `take` has given can be used again."""
+        """Local. Give back an array of `take`, or a view of it."""
         while isinstance(array.base, np.ndarray):
             array = array.base
         if len(self._scratch) < _MOST_SCRATCH and array.nbytes <= _LARGEST_SCRATCH_BYTES:
@@ -116,7 +117,7 @@ class Between:
 
 
 class _Box:
-    """Memory of a first message, as an array and as a tensor."""
+    """The memory of a head, as an array and as a tensor."""
 
     def __init__(self, inline_bytes: int) -> None:
         self.array = np.empty(_HEAD_BYTES + inline_bytes, np.uint8)
@@ -125,12 +126,12 @@ class _Box:
 
 
 class Heads:
-    """The descriptions of an operation that some ranks exchange, with small data. `Between.meet` makes it.
+    """An exchange of heads between some ranks. `Between.announce` starts it.
 
     Attributes:
-        said: by this rank.
-        receives, sends: the messages, and where they lie.
-        sizes: bytes that each rank has for this one, once `wait` has returned.
+        said: this rank's packed description.
+        receives, sends: the memory and the transfer of each head.
+        sizes: bytes of the data that each rank has for this one; after `wait`.
     """
 
     def __init__(self, between: Between, call: Description) -> None:
@@ -141,10 +142,10 @@ class Heads:
         self._between, self._call = between, call
 
     def wait(self) -> dict[int, Array]:
-        """The data of each rank, until `Between.end`; empty where they are too long to travel with what it says.
+        """Wait for all heads. The data in them, by rank, valid until `Between.end`; empty if too large for a head.
 
         Raises:
-            MismatchError: a rank does something else.
+            MismatchError: a rank calls another collective.
         """
         between, call, theirs = self._between, self._call, {}
         for rank, (box, transfer) in self.receives.items():
@@ -169,22 +170,22 @@ class Heads:
 
 
 class Exchange:
-    """A reduction over ranks of different hosts under way.
+    """A reduction over ranks of different hosts, one rank a host.
 
-    Two ranks send each other all that they have: one message time, and as many bytes as by pieces. More send the others
-    their pieces, reduce their own, and gather the results (Rabenseifner, "Optimization of Collective Reduction
-    Operations", ICCS 2004).
+    Two ranks send each other whole arrays: the same bytes as in pieces, in one message time. More ranks send each other
+    pieces, reduce one each, and gather the results (Rabenseifner, "Optimization of Collective Reduction Operations",
+    ICCS 2004).
     """
 
     def __init__(self, between: Between, call: Description, part: Array, ranks: Sequence[int], rank: int) -> None:
-        """Local. Begin to send.
+        """Local. Start to send.
 
         Args:
             between: moves the data.
-            call: the operation.
-            part: what this rank has, a flat array; it gets the result.
-            ranks: all that take part, in the order of the sum.
-            rank: this one among them.
+            call: the collective.
+            part: a flat array of this rank, which the result overwrites.
+            ranks: all ranks that take part, in the order of the sum.
+            rank: this rank.
         """
         self._between, self._call, self._ranks = between, call, ranks
         self._others = [q for q in ranks if q != rank]
@@ -197,7 +198,7 @@ class Exchange:
         self._moves += [between.send(call, self._pieces[q], q) for q in self._others]
 
     def reduce(self) -> None:
-        """Wait for what comes, add it up, and begin to send the result to those who have none."""
+        """Wait for the data of the others, reduce, and start to send the result to ranks that have other pieces."""
         between, call, own = self._between, self._call, self._own
         between.wait(call, self._moves)
         fold(call, [self._rooms.get(q, own) for q in self._ranks], own)
@@ -209,10 +210,10 @@ class Exchange:
             self._moves += [between.send(call, own, q, 1) for q in self._others]
 
     def finish(self) -> None:
-        """After `reduce`: wait until the result is in place."""
+        """Wait until the whole result is in place. Call it after `reduce`."""
         self._between.wait(self._call, self._moves)
 
 
 def fold(call: Description, parts: Sequence[Array], out: Array) -> None:
-    """Local. `out` = the reduction of the parts in their order."""
+    """Local. Write the reduction of the parts, in their order, to `out`."""
     _core.reduce([out], list(parts), DTYPES[call.dtype], OPS[call.op])

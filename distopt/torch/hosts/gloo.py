@@ -1,6 +1,7 @@
-"""Bytes between two ranks on different hosts, through PyTorch's own Gloo.
+"""Transfers of bytes between two ranks on different hosts, through PyTorch's own Gloo.
 
-A rank that fails says why to all others before it closes its connections, so that they name the same cause.
+A rank that fails sends the reason to all others before it closes its connections, so that all errors name the same
+cause.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from ..tensors import array_of, bytes_of
 if TYPE_CHECKING:
     from ...comm.base import Array
 
-# Gloo's tags have 31 bits. A message has the caller's tag and a hash of its type and length, so that two that differ do
-# not meet, but for one pair in 1,024: Gloo compares no types, takes a shorter message for a longer one, and ends the
-# process where a message is longer than its receive.
+# Gloo's tags have 31 bits. The tag of a message contains the caller's tag and a hash of type and count, so that a
+# receive of another type or count does not match, except for one pair in 1,024. Gloo itself compares no types, accepts
+# a shorter message, and ends the process if a message is longer than its receive.
 _MESSAGE = 1 << 30
 _TAG_BITS, _HASH_BITS = 20, 10
-_NEVER_TAG = (1 << 30) - 1  # of data that no operation has
+_NEVER_TAG = (1 << 30) - 1  # no message has this tag
 _CAUSE_BYTES = 4096
-_CAUSE_SECONDS = 1.0  # in which a rank that knows the cause has said so
+_CAUSE_SECONDS = 1.0  # how long a rank that fails waits for other ranks to report the cause
 _NAP_SECONDS = 0.01
 
 
 class Transfer(NamedTuple):
-    """Bytes on their way.
+    """A transfer that has been started.
 
     Attributes:
-        work: PyTorch's.
-        peer: rank at the other end; None: any.
+        work: PyTorch's work.
+        peer: rank at the other end; None: any rank.
     """
 
     work: Any
@@ -61,15 +62,15 @@ class Transfer(NamedTuple):
 class Gloo:
     """The transfers of one rank to and from the others.
 
-    After a wait that timed out, or found that a peer has ended, the connections are unusable: call `fail`.
+    After a wait that timed out or lost its peer, the connections are unusable: call `fail`.
 
     Args:
-        store: where the ranks leave their addresses.
+        store: the ranks exchange their addresses through it.
         rank: of this process among `processes`.
         processes: all ranks.
-        address: that other hosts reach this one by; empty for the interface in `GLOO_SOCKET_IFNAME`.
-        interface: that interface, or empty.
-        seconds: for which the ranks wait for each other here.
+        address: other hosts reach this one by it; not used if there is an interface.
+        interface: the network interface in `GLOO_SOCKET_IFNAME`, or empty.
+        seconds: how long the ranks wait for each other here.
 
     Raises:
         LaunchError: Gloo cannot connect the ranks.
@@ -82,7 +83,7 @@ class Gloo:
         self.me = processes[rank]
         try:
             options = gloo_options(seconds, **({"interface": interface} if interface else {"hostname": address}))
-            # A wait that has run into its time-out closes all connections of its group.
+            # Two groups, since a wait that times out closes all connections of its group.
             self._group, self._notices = [
                 dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(processes), options)
                 for name in ("data", "notices")
@@ -93,24 +94,24 @@ class Gloo:
                 f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
-        self._keeps = self._notices  # as long as what others say may come
+        self._keeps = self._notices  # keeps the connections open on which other ranks may report a cause
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
         self._received: list[Any] = []
-        self._waiting = 0  # threads
+        self._waiting = 0  # number of threads in `wait`
         for other in range(len(processes)):
             if other != rank:
                 with suppress(RuntimeError):  # it has left already
                     self._received.append(unrecorded(self._notices.recv, [self._causes[other]], other, 0))
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
-        """Local. Begin to send to rank `to`, which must not await fewer bytes."""
+        """Local. Start to send to rank `to`, which must receive at least as many bytes."""
         try:
             return Transfer(unrecorded(self._open().send, [data], to, tag), to)
         except RuntimeError as error:
             raise self._lost(to, what()) from error
 
     def receive(self, data: torch.Tensor, source: int | None, tag: int, what: Callable[[], str]) -> Transfer:
-        """Local. Begin to receive from a rank, or from any; fewer bytes may come."""
+        """Local. Start to receive from a rank; None: from any. The message may be shorter."""
         group = self._open()
         try:
             if source is None:
@@ -125,13 +126,13 @@ class Gloo:
         """Wait for the end of a transfer.
 
         Args:
-            transfer: what is awaited.
+            transfer: the transfer.
             deadline: on the clock of `time.monotonic`.
-            what: the operation, in words.
+            what: returns a description of the operation for errors.
 
         Raises:
-            PeerLostError: the connection has broken. Whoever is at its other end need not be the cause.
-            StalledError: the other rank did not come in time.
+            PeerLostError: the connection is broken. The rank at its other end need not be the cause.
+            StalledError: the other rank was late.
         """
         self._waiting += 1
         try:
@@ -147,7 +148,7 @@ class Gloo:
             self._waiting -= 1
 
     def message(self, sends: bool, array: Array, dtype: str, peer: int | None, tag: int, seconds: float) -> GlooMessage:
-        """Local. Begin a message beside the collectives; see `Communicator.send`."""
+        """Local. Start a message, independent of the collectives; see `Communicator.send`."""
         most = (1 << _TAG_BITS) - 1
         if not 0 <= tag <= most:
             raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {most:,}")
@@ -161,13 +162,14 @@ class Gloo:
         return GlooMessage(self, start(torch.from_numpy(bytes_of(array)), peer, wide, lambda: text), text, seconds)
 
     def fail(self, error: CommunicatorError, *, is_known: bool = False) -> CommunicatorError:
-        """Local. Say to all others what has failed here, and close the connections; the cause, as far as they know.
+        """Local. Report an error to all other ranks, close the connections, and return the cause.
 
-        Where a rank has been waited for in vain, and says itself what it has waited for, that is nearer to the cause.
+        If the error names a rank that has failed itself, and has reported why, its error is nearer to the cause, and so
+        on.
 
         Args:
-            error: this rank's.
-            is_known: whether it needs no confirmation by the rank that it names.
+            error: the error of this rank.
+            is_known: whether it is the cause for certain.
         """
         self._say(error)
         cause, passed, deadline = error, {self.me.rank}, time.monotonic() + _CAUSE_SECONDS
@@ -185,28 +187,28 @@ class Gloo:
         return cause
 
     def close(self) -> None:
-        """Local. Close the connections; idempotent. A thread that waits in them gets an error."""
+        """Local. Close the connections; idempotent. A thread in `wait` gets an error."""
         if self._waiting:
             self._break()
         else:
             self._forget()
 
     def _forget(self) -> None:
-        """Close the connections when no work holds them any more."""
+        """Drop the groups. Their connections close when no work holds them any more."""
         self._group = self._notices = self._keeps = None
         self._received = []
 
     def _break(self) -> None:
-        """Close the connections even if works are left that hold them, so that no rank still waits for this one."""
+        """Close the connections even if works hold them, so that no other rank waits for this one."""
         group = self._group
         self._forget()
         for other, process in enumerate(self.processes if group is not None else ()):
             if process is not self.me:
-                with suppress(RuntimeError):  # a wait that runs into its time-out closes all that are open
+                with suppress(RuntimeError):  # a wait that times out closes all connections of the group
                     group.recv([torch.empty(1)], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
 
     def _say(self, error: CommunicatorError) -> None:
-        """To all others, once."""
+        """Report an error to all other ranks, the first time."""
         notices, self._notices = self._notices, None
         text = json.dumps([type(error).__name__, error.fact[: _CAUSE_BYTES // 2], error.cure, error.ranks])
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
@@ -216,10 +218,10 @@ class Gloo:
                     notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self, number: int) -> CommunicatorError | None:
-        """The error that the rank of that number in the job has reported, if any."""
+        """The error that the rank with this number in the job has reported; None if it has not."""
         for process, said in zip(self.processes, self._causes, strict=True):
             if process.rank == number:
-                with suppress(ValueError):  # nothing, or too much
+                with suppress(ValueError):  # it has reported nothing, or more than fits
                     kind, fact, cure, ranks = json.loads(array_of(said).tobytes().rstrip(b"\0"))
                     error: CommunicatorError = getattr(errors, kind)(
                         fact, cure=cure, ranks=[Process(*one) for one in ranks]
@@ -243,7 +245,7 @@ class Gloo:
 
 
 class GlooMessage(MessageWork):
-    """A message under way. Gloo moves it without help, and says that it has ended to those who wait only."""
+    """A message that has been started. Gloo moves it in a thread of its own, and reports the end to `wait` only."""
 
     def __init__(self, gloo: Gloo, transfer: Transfer, what: str, seconds: float) -> None:
         self._gloo = gloo
@@ -251,7 +253,7 @@ class GlooMessage(MessageWork):
         self._what = what
         self._seconds = seconds
         self._ended = False
-        self._lock = threading.Lock()  # Gloo wakes one waiter only
+        self._lock = threading.Lock()  # Gloo wakes only one waiter
 
     @property
     def source(self) -> int:
@@ -279,7 +281,7 @@ class GlooMessage(MessageWork):
 
 
 def route_to(host: str) -> str:
-    """Local. The address from which the kernel would send to `host`; empty if there is no way, or only the loopback."""
+    """Local. This host's address on the route to `host`; empty if there is no route, or only the loopback."""
     with suppress(OSError, UnicodeError):
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
