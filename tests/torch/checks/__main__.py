@@ -2,8 +2,8 @@
 
     python -m tests.torch.checks RANKS
 
-forks RANKS ranks ("2+1": on two emulated hosts), which make a group and run the checks of `CHECKS` in turn, or those that
-the variable CHECKS names, and prints for each the errors of all ranks as JSON.
+forks RANKS ranks ("2+1": on two emulated hosts), which make a group and run all checks in turn, or those that the
+variable CHECKS names, and prints for each the errors of all ranks as JSON.
 """
 
 from __future__ import annotations

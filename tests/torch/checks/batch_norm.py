@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distopt.torch
 
 from ..forked import group_with_gloo
-from .ranks import Ranks, same, with_error
+from .ranks import Ranks, same_on_all_ranks, with_error
 
 
 def normalized(dtype: torch.dtype) -> torch.nn.Module:
@@ -25,14 +25,14 @@ def normalized(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def batch_of(ranks: range, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of these ranks, of different sizes, one after the other; means are large beside deviations."""
+    """The batches of these ranks, one after the other, of different sizes; means are large beside deviations."""
     generators = [(q, torch.Generator().manual_seed(100 * step + q)) for q in ranks]
     x = [torch.randn(3 + 2 * q, 3, 6, 6, generator=g, dtype=torch.float64) * 0.5 + 3 + q for q, g in generators]
     return torch.cat(x).to(dtype), torch.cat([torch.randint(3, (3 + 2 * q,), generator=g) for q, g in generators])
 
 
 def check_sync_batch_norm(r: Ranks) -> None:
-    """DDP as one rank that has all ranks' batches."""
+    """DDP gives the results of one process that has the batches of all ranks."""
     gloo = group_with_gloo(r.all)
     cross_entropy, own = torch.nn.functional.cross_entropy, range(r.rank, r.rank + 1)
     weight = len(batch_of(own, 0, torch.float32)[0]) * r.size / len(batch_of(range(r.size), 0, torch.float32)[0])
@@ -60,9 +60,7 @@ def check_sync_batch_norm(r: Ranks) -> None:
         tolerance = 1e-10 if dtype == torch.float64 else 1e-3
         for (name, found), expected in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            of_first = found.clone()
-            dist.broadcast(of_first, 0)
-            same(found, of_first, name)
+            same_on_all_ranks(found, name)
         if r.rank == 0:  # evaluation is local; the last normalization has no running statistics
             x, _ = batch_of(own, 9, dtype)
             torch.testing.assert_close(model.eval()(x), whole.eval()(x), rtol=10 * tolerance, atol=10 * tolerance)
@@ -70,7 +68,7 @@ def check_sync_batch_norm(r: Ranks) -> None:
 
 
 def check_sync_batch_norm_gradients(r: Ranks) -> None:
-    """Beside central differences: of this rank's loss, where a group has no other; and of the sum over all ranks."""
+    """Against central differences: of the loss of a group of one rank, then of the sum of the losses of all ranks."""
     groups = [dist.new_group([q]) for q in r.all]
     layer = distopt.torch.SyncBatchNorm(3, dtype=torch.float64, process_group=groups[r.rank])
     x = (torch.randn(2 + r.rank, 3, 4, dtype=torch.float64) + r.rank).requires_grad_()
@@ -107,7 +105,7 @@ def check_sync_batch_norm_gradients(r: Ranks) -> None:
 
 
 def check_sync_batch_norm_of_an_empty_batch(r: Ranks) -> None:
-    """Of all ranks but the last one, whose statistics and gradients are as without the others."""
+    """All ranks but the last have an empty batch; statistics and gradients are as if the last were alone."""
     whole = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layer, local = (kind(3, dtype=torch.float64) for kind in (distopt.torch.SyncBatchNorm, torch.nn.BatchNorm1d))
     x = (whole if r.rank == r.size - 1 else whole[:0]).clone().requires_grad_()

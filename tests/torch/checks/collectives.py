@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from .ranks import DTYPES, FLOATS, LAYOUTS, MOVED, Ranks, ops_of, reduced, same, values, with_error
+from .ranks import DTYPES, FLOATS, LAYOUTS, MOVED, Ranks, ops_of, reduced, same, same_on_all_ranks, values, with_error
 
 
 def check_all_reduce(r: Ranks) -> None:
@@ -33,7 +33,7 @@ def check_all_reduce_by_its_function(r: Ranks) -> None:
             work.wait()
             assert work.is_completed()
             assert work.is_success()
-        same(tensor, reduced("SUM", [values(q, dtype) for q in r.all]), dtype)
+        same(tensor, r.total(dtype), dtype)
 
 
 def check_premul_sum(r: Ranks) -> None:
@@ -57,7 +57,7 @@ def check_premul_sum(r: Ranks) -> None:
 def check_all_reduce_of_a_parameter(r: Ranks) -> None:
     parameter = torch.nn.Parameter(values(r.rank, torch.float32))
     dist.all_reduce(parameter)
-    same(parameter.detach(), reduced("SUM", [values(q, torch.float32) for q in r.all]))
+    same(parameter.detach(), r.total())
 
 
 def check_conjugate_tensors(r: Ranks) -> None:
@@ -153,7 +153,7 @@ def check_reduce_scatter(r: Ranks) -> None:
 def check_reduce_scatter_of_different_sizes(r: Ranks) -> None:
     out = torch.zeros(r.rank + 1)
     dist.reduce_scatter(out, [values(r.rank, torch.float32, (p + 1,)) for p in r.all])
-    same(out, reduced("SUM", [values(q, torch.float32, (r.rank + 1,)) for q in r.all]))
+    same(out, r.total(shape=(r.rank + 1,)))
 
 
 def check_gather(r: Ranks) -> None:
@@ -197,7 +197,7 @@ def check_all_to_all_single(r: Ranks) -> None:
 
 
 def check_sizes(r: Ranks) -> None:
-    """From no element to some MiB; ranks and chunks divide few of these."""
+    """From no element to some MiB; few of these counts divide by the number of ranks or chunks."""
     world = dist.group.WORLD
     counts = 0, 1, 2, 3, 7, 1023, 16_385, 300_007, 1_500_001
     for count, dtype in itertools.product(counts, (torch.float32, torch.int64)):
@@ -224,7 +224,7 @@ def check_sizes(r: Ranks) -> None:
 
 
 def collectives_of(count: int, r: Ranks, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    """Every collective, on a rank that believes that all ranks have `count` elements."""
+    """A call of every collective, with `count` elements a rank."""
 
     def parts() -> list[torch.Tensor]:
         return [torch.ones(count) for _ in r.all]
@@ -251,7 +251,7 @@ def collectives_of(count: int, r: Ranks, group: dist.ProcessGroup) -> dict[str, 
 
 
 def check_empty_on_one_rank(r: Ranks) -> None:
-    """All ranks raise the error of a wrong count, at once: no later operation is paired with this one."""
+    """All ranks raise the error of different counts at once, instead of pairing this operation with a later one."""
     for at, name in enumerate(collectives_of(0, r, dist.group.WORLD)):
         group = dist.new_group(list(r.all))
         count = (4, 40_000, 3_000_000)[at % 3]
@@ -262,13 +262,13 @@ def check_empty_on_one_rank(r: Ranks) -> None:
 
 
 def check_empty_on_all_ranks(r: Ranks) -> None:
-    """Nothing to do, and an operation all the same: a rank that leaves it out is found."""
+    """An operation on nothing is an operation: a rank that does not call it gets an error."""
     group = dist.new_group(list(r.all))
     for name, collective in collectives_of(0, r, group).items():
         collective()
         tensor = values(r.rank, torch.float32)
         dist.all_reduce(tensor, group=group)
-        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]), name)
+        same(tensor, r.total(), name)
     if r.rank != r.size - 1:
         dist.all_reduce(torch.ones(0), async_op=True, group=group)
     with_error(dist.DistBackendError, "all ranks must call", dist.all_reduce, torch.ones(4), dist.ReduceOp.SUM, group)
@@ -276,14 +276,12 @@ def check_empty_on_all_ranks(r: Ranks) -> None:
 
 
 def check_large_sums_of_fractions(r: Ranks) -> None:
-    """The same bits everywhere, whatever the order of the sum; with two ranks there is one order only."""
+    """The same bits on all ranks. Two ranks have only one order of summing, so their bits are known."""
     for dtype in FLOATS:
         every = [torch.randn(700_001, generator=torch.Generator().manual_seed(q)).to(dtype) for q in r.all]
         out = every[r.rank].clone()
         dist.all_reduce(out)
-        first = out.clone()
-        dist.broadcast(first, 0)
-        same(out, first, dtype)
+        same_on_all_ranks(out, dtype)
         if r.size == 2:
             same(out, reduced("SUM", every), dtype)
         else:
@@ -296,7 +294,7 @@ def check_coalesced(r: Ranks) -> None:
     tensors = [values(r.rank, torch.float32), values(r.rank + 1, torch.float32, (7,))]
     dist.all_reduce_coalesced(tensors)
     for i, tensor in enumerate(tensors):
-        same(tensor, reduced("SUM", [values(q + i, torch.float32, tuple(tensor.shape)) for q in r.all]))
+        same(tensor, r.total(shape=tuple(tensor.shape), offset=i))
     for asynchronous in (False, True):
         outs = [torch.zeros(r.size * 7), torch.zeros(r.size * 3, dtype=torch.float64)]
         with dist._coalescing_manager(async_ops=asynchronous) as manager:
@@ -311,7 +309,7 @@ def check_coalesced(r: Ranks) -> None:
             dist.reduce_scatter_single(out, values(r.rank, torch.float32, (3 * r.size,)))
         if asynchronous:
             manager.wait()
-        expected = reduced("SUM", [values(q, torch.float32, (3 * r.size,)) for q in r.all])
+        expected = r.total(shape=(3 * r.size,))
         same(out, expected.view(r.size, 3)[r.rank])
 
 

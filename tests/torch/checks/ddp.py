@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..forked import group_with_gloo
-from .ranks import Ranks, reduced, same, values
+from .ranks import Ranks, reduced, same, same_on_all_ranks, values
 
 
 def network() -> torch.nn.Module:
@@ -37,15 +39,9 @@ def check_ddp(r: Ranks) -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
         ours = trained(r.rank, dist.group.WORLD, **options)
         theirs = trained(r.rank, gloo, **options)
-        for one, other in zip(ours, theirs, strict=True):
-            if r.size == 2:  # with more ranks Gloo sums in another order
-                same(one, other, options)
-            else:
-                torch.testing.assert_close(one, other)
+        r.same_as_gloo(ours, theirs, options)
         for tensor in ours[:6]:
-            first = tensor.clone()
-            dist.broadcast(first, 0)
-            same(tensor, first, "parameters differ between ranks")
+            same_on_all_ranks(tensor, "a parameter")
     dist.destroy_process_group(gloo)
 
 
@@ -59,55 +55,47 @@ def reference_cnn() -> torch.nn.Module:
     )
 
 
+def trained_cnn(
+    rank: int,
+    group: dist.ProcessGroup,
+    steps: int,
+    batch: int,
+    *,
+    inside: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    around: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    **options: object,
+) -> list[torch.Tensor]:
+    """The parameters after some steps of DDP, with functions that change the model inside DDP and around it."""
+    layers = reference_cnn()
+    model = around(DistributedDataParallel(inside(layers), process_group=group, **options))
+    optimizer = torch.optim.SGD(layers.parameters(), 0.02, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        x, y = torch.randn(batch, 1, 28, 28, generator=generator), torch.randint(10, (batch,), generator=generator)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in layers.parameters()]
+
+
 def check_reference_cnn(r: Ranks) -> None:
     """DDP with all defaults."""
     gloo = group_with_gloo(r.all)
-    results = []
-    for group in (dist.group.WORLD, gloo):
-        model = DistributedDataParallel(reference_cnn(), process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-        generator = torch.Generator().manual_seed(r.rank)
-        for _ in range(5):
-            x, y = torch.randn(8, 1, 28, 28, generator=generator), torch.randint(10, (8,), generator=generator)
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert sum(parameter.numel() for parameter in results[0]) == 431_080
-    for one, other in zip(*results, strict=True):
-        first = one.clone()
-        dist.broadcast(first, 0)
-        same(one, first, "parameters differ between ranks")
-        if r.size == 2:
-            same(one, other)
-        else:  # Gloo sums in another order
-            torch.testing.assert_close(one, other)
+    ours, theirs = (trained_cnn(r.rank, group, steps=5, batch=8) for group in (dist.group.WORLD, gloo))
+    assert sum(parameter.numel() for parameter in ours) == 431_080
+    for one in ours:
+        same_on_all_ranks(one, "a parameter")
+    r.same_as_gloo(ours, theirs)
     dist.destroy_process_group(gloo)
 
 
 def check_compiled_ddp(r: Ranks) -> None:
     """By the default compiler, the model and DDP around it."""
-
-    def trained_by(group: dist.ProcessGroup, *, around: bool) -> list[torch.Tensor]:
-        layers = reference_cnn()
-        inner = layers if around else torch.compile(layers)
-        model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=1)
-        model, optimizer = torch.compile(model) if around else model, torch.optim.SGD(layers.parameters(), 0.02)
-        generator = torch.Generator().manual_seed(r.rank)
-        for _ in range(20):
-            x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        return [parameter.detach() for parameter in layers.parameters()]
-
     gloo = group_with_gloo(r.all)
-    for around in (False, True):
-        for one, other in zip(*(trained_by(group, around=around) for group in (dist.group.WORLD, gloo)), strict=True):
-            if r.size == 2:
-                same(one, other, around)
-            else:  # Gloo sums in another order
-                torch.testing.assert_close(one, other)
+    for place in ("inside", "around"):
+        compiled = {place: torch.compile, "bucket_cap_mb": 1}
+        ours, theirs = (trained_cnn(r.rank, group, 20, 2, **compiled) for group in (dist.group.WORLD, gloo))
+        r.same_as_gloo(ours, theirs, place)
     dist.destroy_process_group(gloo)
 
 

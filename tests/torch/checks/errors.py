@@ -1,4 +1,4 @@
-"""Arguments and ranks that do not fit together: errors in words, and groups that go on."""
+"""Wrong arguments and ranks that disagree: the errors, and groups that work afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ranks import Ranks, same, with_error
 
 
 def check_sparse_tensors_that_differ(r: Ranks) -> None:
-    """All ranks say how, and the group goes on."""
+    """All ranks raise an error with the difference, and the group works afterwards."""
     last = r.rank == r.size - 1
     who = rf"rank 0 \(.*pid \d+\).*rank {r.size - 1} \(.*pid \d+\)"
     wider, flatter = torch.ones(3, 4 if last else 3).to_sparse(), torch.ones(3, 3).to_sparse(1 if last else 2)
@@ -30,7 +30,7 @@ def check_sparse_tensors_that_differ(r: Ranks) -> None:
 
 
 def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
-    """Of lists as long together, where the difference is behind what messages show."""
+    """Lists of the same total size. The sizes differ after the part of the label that messages show."""
     last = r.rank == r.size - 1
     group, sizes = dist.new_group(list(r.all)), [1_000_000, 1_000_002 + last, 1_000_003 - last, *[9] * (r.size - 3)]
     parts = [torch.ones(size) for size in sizes[-r.size :]]
@@ -39,7 +39,7 @@ def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
 
 
 def check_coalesced_lists_that_differ(r: Ranks) -> None:
-    """In length: all ranks raise, though the next call has a tensor of the same size."""
+    """Lists of different lengths: all ranks raise an error, though the next tensor has the same size."""
     with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], coalesced_options())
     group = dist.new_group(list(r.all))
     ours = [torch.ones(4) for _ in range(1 + (r.rank == 0))]
@@ -49,7 +49,7 @@ def check_coalesced_lists_that_differ(r: Ranks) -> None:
 
 
 def check_a_rank_that_does_not_join(r: Ranks) -> None:
-    """The others name it when the time-out of the new group is over, not that of the store."""
+    """The others name it after the timeout of the new group, which is shorter than the store's."""
     last = r.size - 1
     if r.rank != last:
         text = rf"rank {last} \(host .*, pid \d+\) did not join the group of ranks .* within 0.5 s"

@@ -69,7 +69,7 @@ def check_names(r: Ranks) -> None:
 
 
 def check_abilities(r: Ranks) -> None:
-    """PyTorch's queries of the group and, from 2.14 on, of the backend that C++ knows."""
+    """The answers to PyTorch's questions, by the group and, from 2.14 on, by its backend for C++."""
     group = dist.group.WORLD
     asked = [group]
     if VERSION >= (2, 14):
@@ -92,14 +92,14 @@ def check_abilities(r: Ranks) -> None:
 
 
 def check_calls_of_cpp(r: Ranks) -> None:
-    """Through the operators of C++, which look for a backend."""
+    """Collectives through the operators of C++, which look for a backend."""
     if VERSION < (2, 14):
         return
     group, mine = dist.group.WORLD.boxed(), values(r.rank, torch.float32)
     tensor, outs = mine.clone(), [torch.zeros_like(mine) for _ in r.all]
     if VERSION >= (2, 15):  # before, Python cannot name a reduction to C++
         torch.ops.c10d.allreduce_([tensor], group, dist.ReduceOp(dist.ReduceOp.SUM).boxed(), None, False, 20_000)
-        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]))
+        same(tensor, r.total())
     torch.ops.c10d.gather_([outs] if r.rank == 0 else [], [mine], group, 0, False, 20_000)
     if r.rank == 0:
         for q, out in enumerate(outs):
@@ -146,7 +146,7 @@ def check_devices(r: Ranks) -> None:
         group = group_with_gloo(r.all, backend)
         tensor = values(r.rank, torch.float32)
         dist.all_reduce(tensor, group=group)
-        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]), backend)
+        same(tensor, r.total(), backend)
         there = torch.ones(3, device="meta")
         with_error(ValueError, text, dist.broadcast, there, 0, group)
         with_error(ValueError, text, dist.send, there, (r.rank + 1) % r.size, group)

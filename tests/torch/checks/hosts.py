@@ -17,7 +17,7 @@ from .ranks import Ranks, reduced, same, values
 
 
 def check_sums_in_many_chunks(r: Ranks) -> None:
-    """More of them than may be on the network at the same time."""
+    """More chunks than may be on the network at the same time."""
     if len(r.counts) == 1:
         return
     every = [values(q, torch.float32, (300_007,)) for q in r.all]
@@ -28,7 +28,7 @@ def check_sums_in_many_chunks(r: Ranks) -> None:
 
 
 def check_three_hosts(r: Ranks) -> None:
-    """Three carriers divide a sum. The ranks of this host take themselves for ranks of three."""
+    """Three carriers divide a sum. Each rank of this host is made to believe that it is on a host of its own."""
     if r.counts != [3]:
         return
     with (
@@ -55,7 +55,7 @@ def check_three_hosts(r: Ranks) -> None:
 
 
 def check_bytes_between_hosts(r: Ranks) -> None:
-    """Of a sum of n bytes a host sends n, whatever the number of its ranks, if they are as many on the other."""
+    """In a sum of n bytes a host sends n bytes, with any number of ranks a host, if both have the same."""
     if len(set(r.counts)) != 1 or len(r.counts) != 2:
         return
     tensor = torch.ones(1 << 20)
@@ -71,6 +71,6 @@ def check_bytes_between_hosts(r: Ranks) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes that this host sent to the other, with headers."""
+    """The number of bytes, with headers, that this host has sent to the other."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{LINK}:"))

@@ -22,11 +22,11 @@ from distopt.torch.ddp.shared_buckets import SharedBuckets
 
 from ..forked import group_with_gloo
 from .ddp import reference_cnn
-from .ranks import TIMEOUT_SECONDS, Ranks, same, values, with_error
+from .ranks import TIMEOUT_SECONDS, Ranks, same, same_on_all_ranks, values, with_error
 
 
 def check_tensors_can_be_resized(r: Ranks) -> None:
-    """After every collective and message, as FSDP and hooks of DDP do with storages that they free and fill again."""
+    """Tensors can be resized after every collective and message: FSDP and DDP's hooks free and refill storages."""
     after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
     root = r.rank == 0
 
@@ -91,7 +91,7 @@ def moved_storages(group: dist.ProcessGroup) -> int:
 
 
 class Checkpointed(torch.nn.Module):
-    """The reference CNN, with activations computed anew in the backward pass, and a layer that not every rank uses."""
+    """The reference CNN with recomputed activations, and with a layer that not every rank uses."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def steps_of_ddp(
     clips: bool = False,
     **options: object,
 ) -> list[torch.Tensor]:
-    """A rank's result after training as users do: parameters, and the last gradients."""
+    """Train as users do; the parameters and the last gradients of a rank."""
     kept, arrays = [], []
     models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
@@ -153,14 +153,9 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
     ):
         ours = steps_of_ddp(r.rank, [dist.group.WORLD, other], **options)
         theirs = steps_of_ddp(r.rank, [gloo], **options)
-        for one, its in zip(ours, theirs * 2, strict=True):
-            first = one.clone()
-            dist.broadcast(first, 0)
-            same(one, first, (options, "differs between ranks"))
-            if r.size == 2:
-                same(one, its, options)
-            else:  # Gloo sums in another order
-                torch.testing.assert_close(one, its, rtol=1e-3, atol=1e-4)
+        for one in ours:
+            same_on_all_ranks(one, options)
+        r.same_as_gloo(ours, theirs * 2, options, rtol=1e-3, atol=1e-4)
     if min(r.counts) > 1:
         assert (wire := other._lanes.first.shared_buckets) is not None
         assert moved_storages(dist.group.WORLD) >= before
@@ -170,21 +165,21 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
 
 
 def sum_in_backward(buffer: torch.Tensor) -> None:
-    """Collective. Reduce as a hook does."""
+    """Collective. Start a sum inside a backward pass, as a hook does."""
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: dist.all_reduce(buffer, async_op=True) and None)
     x.sum().backward()
 
 
 def agree_anew() -> None:
-    """Collective. Have ranks agree on moves as often as in a new group."""
+    """Collective. Have the ranks agree on moves as frequently as in a new group."""
     lane = dist.group.WORLD._lanes.first
     if lane.shared_buckets is not None:
         lane.shared_buckets = SharedBuckets(lane.communicator, lane._post, TIMEOUT_SECONDS)
 
 
 def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
-    """By an array, another process or a file: what they read is what is reduced, by rank 0 alone or by all."""
+    """Memory that an array, another process or a file shares stays in place, on rank 0 alone or on all ranks."""
     count, folder = 20_000, TemporaryDirectory()
 
     def mapped() -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +241,7 @@ def check_arrays_of_gradients_stay_valid(r: Ranks) -> None:
 
 
 def check_data_loader_workers(r: Ranks) -> None:
-    """Forked ones share the buckets' memory with their rank; spawned ones import this file."""
+    """Forked workers share the memory of the buckets with their rank; spawned workers import this package."""
     groups = dist.new_group(list(r.all)), group_with_gloo(r.all)
     models = [DistributedDataParallel(reference_cnn(), process_group=group) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
@@ -259,11 +254,7 @@ def check_data_loader_workers(r: Ranks) -> None:
                 torch.nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
     assert (moved_storages(groups[0]) > 0) == (min(r.counts) > 1)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        if r.size == 2:
-            same(one, other)
-        else:  # Gloo sums in another order
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    r.same_as_gloo(*(model.parameters() for model in models), rtol=1e-3, atol=1e-4)
     for group in groups:
         dist.destroy_process_group(group)
 

@@ -41,7 +41,12 @@ def check_empty_messages(r: Ranks) -> None:
         ours += [dist.irecv(torch.ones(0, 3, dtype=dtype), (r.rank - 1) % r.size)]
         for work in ours:
             work.wait()
-    dist.barrier()
+            assert work.is_success()
+    out = torch.zeros(3)
+    after = dist.isend(values(r.rank, torch.float32, (3,)), (r.rank + 1) % r.size)
+    dist.irecv(out, (r.rank - 1) % r.size).wait()
+    after.wait()
+    same(out, values((r.rank - 1) % r.size, torch.float32, (3,)), "a message after empty ones")
 
 
 def check_messages_from_anyone(r: Ranks) -> None:
@@ -58,17 +63,17 @@ def check_messages_from_anyone(r: Ranks) -> None:
 
 
 def check_messages_move_without_waiting(r: Ranks) -> None:
-    """A large message arrives though the sender does nothing more with the group; and its future tells."""
+    """A large message arrives though the sender does nothing more with the group; its future completes."""
     if r.rank == 0:
         works = [dist.isend(torch.full((2_000_000,), 2.5), q) for q in range(1, r.size)]
         world = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=30))
-        # As Gloo's own, those between hosts say so after `wait` only.
+        # Between hosts a message is completed only after `wait`, as with Gloo.
         assert on_emulated_host() or all(work.is_completed() for work in works)
     else:
         out = torch.zeros(2_000_000)
         work = dist.irecv(out, 0)
-        future = work.get_future()  # of a thread, beside which this one waits
+        future = work.get_future()  # a thread waits for it, at the same time as this one
         work.wait()
         (found,) = future.wait()
         same(found, torch.full((2_000_000,), 2.5))
@@ -76,7 +81,7 @@ def check_messages_move_without_waiting(r: Ranks) -> None:
 
 
 def check_messages_of_several_threads(r: Ranks) -> None:
-    """Threads that wait for messages do not keep others from sending them."""
+    """Threads that wait for messages do not block threads that send them."""
     peer = (r.rank + 1) % r.size, (r.rank - 1) % r.size
     outs = [torch.zeros(1000) for _ in range(4)]
     threads = [threading.Thread(target=dist.recv, args=(out, peer[1], None, tag)) for tag, out in enumerate(outs)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distopt.errors import DistoptError
 
@@ -96,6 +97,13 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None
     assert torch.equal(one, other), f"{what}: {found} instead of {expected}"
 
 
+def same_on_all_ranks(tensor: torch.Tensor, what: object = "") -> None:
+    """Collective."""
+    first = tensor.detach().clone()
+    dist.broadcast(first, 0)
+    same(tensor, first, f"{what} differs between ranks")
+
+
 class Ranks:
     """This rank, and the group, with so many ranks on each host."""
 
@@ -105,6 +113,20 @@ class Ranks:
         self.all = range(self.size)
         # How tensors lie is the same matter on one host and on several, where a call takes longer.
         self.layouts = {name: LAYOUTS[name] for name in (LAYOUTS if len(counts) == 1 else ("transposed", "empty"))}
+
+    def total(
+        self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 5, 3), *, offset: int = 0
+    ) -> torch.Tensor:
+        """The sum of `values(rank + offset, ...)` over all ranks."""
+        return reduced("SUM", [values(q + offset, dtype, shape) for q in self.all])
+
+    def same_as_gloo(self, ours: object, theirs: object, what: object = "", **tolerances: float) -> None:
+        """Compare tensors one by one. With more than two ranks Gloo sums in another order, so the bits differ."""
+        for one, other in zip(ours, theirs, strict=True):
+            if self.size == 2:
+                same(one, other, what)
+            else:
+                torch.testing.assert_close(one, other, **tolerances)
 
 
 def with_error(kind: type[BaseException], text: str, function: object, *args: object, **named: object) -> None:

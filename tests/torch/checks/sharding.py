@@ -36,7 +36,7 @@ def check_fsdp(r: Ranks) -> None:
 
 
 def check_fsdp_of_16_bits(r: Ranks) -> None:
-    """FSDP of PyTorch 1 frees and fills the storages of parameters in each pass; with Gloo's results."""
+    """FSDP1 frees and refills the storages of parameters in each pass; results are as over Gloo."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
     bits16 = MixedPrecision(param_dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from .ranks import Ranks, reduced, same, values
 
 
 def check_inference_mode(r: Ranks) -> None:
-    """Works that another thread ends, which is not in that mode."""
+    """Works that another thread ends, outside of inference mode."""
     half = dist._make_nccl_premul_sum(0.5)
     with torch.inference_mode():
         sparse, dense, received = torch.eye(3).to_sparse(), torch.ones(3), torch.zeros(6)[::2]
@@ -31,7 +32,7 @@ def check_inference_mode(r: Ranks) -> None:
             dist.irecv(received, (r.rank - 1) % r.size),
             dist.isend(torch.ones(3), (r.rank + 1) % r.size),
         ]
-        futures = [work.get_future() for work in works]  # they have threads end the works
+        futures = [work.get_future() for work in works]  # threads now end the works
     for future in futures:
         future.wait()
     same(sparse.to_dense(), torch.eye(3) * r.size)
@@ -47,7 +48,7 @@ def check_works_end_in_order(r: Ranks) -> None:
     works[-1].wait()
     assert all(work.is_completed() for work in works)
     torch.futures.wait_all(futures)
-    expected = reduced("SUM", [values(q, torch.float32) for q in r.all]) * r.size**4
+    expected = r.total() * r.size**4
     same(tensor, expected)
     assert ends == sorted(ends)
     same(works[0].result()[0], expected)
@@ -71,11 +72,11 @@ def check_ranks_differ_in_what_shares_memory(r: Ranks) -> None:
     same(tensors[1], second)
     same(tensors[2], reduced("SUM", [values(3 * q + 2, torch.float32) for q in r.all]))
     same(out, torch.arange(float(r.size)))
-    same(last, reduced("SUM", [values(q, torch.float32, (99_999,)) for q in r.all]))
+    same(last, r.total(shape=(99_999,)))
 
 
 def check_operations_in_flight(r: Ranks) -> None:
-    """As in a backward pass: buckets are reduced while others are computed, and waited for in any order."""
+    """As in a backward pass: some buckets are reduced while others are computed, and waits come in any order."""
     sizes = [3, 262_144, 70_001, 1, 0, 524_289, 4096]
     other = dist.new_group(list(r.all))
     for turn in range(4):
@@ -91,20 +92,23 @@ def check_operations_in_flight(r: Ranks) -> None:
         for work in works if turn % 2 else works[::-1]:
             work.wait()
         for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-            same(tensor, reduced("SUM", [values(q + i, torch.float32, (size,)) for q in r.all]), (turn, i))
+            same(tensor, r.total(shape=(size,), offset=i), (turn, i))
         torch.futures.wait_all([work.get_future() for work in works])
         assert [i for i in ends if i % 3 != 2] == [0, 1, 3, 4, 6], ends
     dist.destroy_process_group(other)
 
 
 def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
-    """It ends while the rank that started it computes."""
+    """An operation ends while the rank that started it computes."""
     for _ in range(3):
-        works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(3)]
+        tensors = [torch.ones(200_000) for _ in range(3)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         deadline = time.monotonic() + 30
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < deadline
             torch.randn(50, 50) @ torch.randn(50, 50)
+        for tensor in tensors:
+            same(tensor, torch.full((200_000,), float(r.size)))
         dist.barrier()
 
 
@@ -134,50 +138,32 @@ def check_orders_of_waiting(r: Ranks) -> None:
 def check_threads(r: Ranks) -> None:
     """Groups are independent of each other, whatever the order in which threads use them."""
     groups = [dist.new_group(list(r.all)) for _ in range(4)]
-    errors: list[BaseException] = []
 
-    def work(group: dist.ProcessGroup, i: int) -> None:
-        try:
-            for step in range(30):
-                tensor = values(r.rank + i + step, torch.float32)
-                handle = dist.all_reduce(tensor, group=group, async_op=step % 3 == 0)
-                if handle:
-                    handle.wait()
-                same(tensor, reduced("SUM", [values(q + i + step, torch.float32) for q in r.all]))
-        except BaseException as error:
-            errors.append(error)
+    def work(i: int) -> None:
+        for step in range(30):
+            tensor = values(r.rank + i + step, torch.float32)
+            handle = dist.all_reduce(tensor, group=groups[i], async_op=step % 3 == 0)
+            if handle:
+                handle.wait()
+            same(tensor, r.total(offset=i + step))
 
-    order = list(enumerate(groups))
-    if r.rank % 2:
-        order.reverse()
-    threads = [threading.Thread(target=work, args=(group, i)) for i, group in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)[:: -1 if r.rank % 2 else 1]))
     for group in groups:
         dist.destroy_process_group(group)
 
 
 def check_threads_in_one_group(r: Ranks) -> None:
-    """Calls of several threads at the same time are carried out one by one; here all are alike."""
+    """Calls of several threads at the same time run one by one; here all calls are alike, so any order fits."""
     tensors = [torch.ones(1000) for _ in range(40)]
-    threads = [
-        threading.Thread(target=lambda part: [dist.all_reduce(tensor) for tensor in part], args=(tensors[i::4],))
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(dist.all_reduce, tensors))
     for tensor in tensors:
         same(tensor, torch.full((1000,), float(r.size)))
 
 
 def check_profiler(r: Ranks) -> None:
-    """Records have the names of Gloo's, and end with the calls: works may outlive the profile. Gloo leaves none."""
+    """Records are named as Gloo's, and end with the calls, since works may outlive the profile. Gloo adds none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dist.destroy_process_group(dist.new_group(list(r.all)))
         dist.all_reduce(torch.ones(3))
@@ -199,7 +185,7 @@ def check_profiler(r: Ranks) -> None:
 
 
 def check_abandoned_backward_pass(r: Ranks) -> None:
-    """The work it started does not reach the gradients of the next."""
+    """Work that it started does not reach the gradients of the next pass."""
 
     class Break(torch.autograd.Function):
         @staticmethod
@@ -244,7 +230,7 @@ class Breaking(torch.nn.Module):
 
 
 def check_backward_without_a_thread(r: Ranks) -> None:
-    """On one host, the thread of a backward pass also carries out its operations."""
+    """On one host, the thread that computes a backward pass carries out its operations."""
     if len(r.counts) > 1:  # a thread keeps the network busy
         return
     carry_out, threads = PendingWork.carry_out, []
