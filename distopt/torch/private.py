@@ -61,7 +61,7 @@ USES = {
     "torch.distributed.ProcessGroupGloo._Options._timeout": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._threads": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._devices": _GLOO,
-    "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks works for it",
+    "torch.distributed.Work._source_rank": "to find out who has sent a message, and to answer torch.distributed.recv",
     "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
     "torch.distributed.ProcessGroup._set_group_name": _GROUP,
     "torch.distributed.ProcessGroup._set_group_desc": _GROUP,
@@ -218,6 +218,11 @@ def gloo_options(seconds: float, **device: str) -> Any:
     options._threads = 1  # for collectives, which distopt does not use
     options._devices = [dist.ProcessGroupGloo.create_device(**device)]
     return options
+
+
+def source_of(work: dist.Work) -> int:
+    """Local. The rank that has sent a message. The public method warns that it is deprecated."""
+    return int(work._source_rank())
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

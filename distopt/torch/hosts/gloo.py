@@ -30,7 +30,7 @@ from ...errors import (
     StalledError,
     UsageError,
 )
-from ..private import gloo_options, unrecorded
+from ..private import gloo_options, source_of, unrecorded
 from ..tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class GlooMessage(MessageWork):
         if not self._ended:
             return -1
         peer = self._transfer.peer
-        return int(self._transfer.work.source_rank()) if peer is None else peer
+        return source_of(self._transfer.work) if peer is None else peer
 
     def done(self) -> bool:
         """Local. Whether `wait` has returned."""
