@@ -1,29 +1,29 @@
-"""PyTorch: the backend "distopt" of `torch.distributed`, for CPU tensors.
+"""PyTorch: the backend "distopt" of `torch.distributed` for CPU tensors, SyncBatchNorm, and checkpoints.
 
-To import this module registers it. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all that a
-script for Gloo has to change. `docs/pytorch.md` says what it does and does not.
+To import this package registers the backend. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all
+that a script for Gloo has to change; see `docs/pytorch.md`.
+
+`register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
+shared memory or `hosts`. `ddp` and `checkpoint` serve training loops. The room imports torch, which no other room does,
+and `comm`, `launch`, `data` and the package `checkpoint`; it knows nothing of `nn`. Names of PyTorch that are not
+documented are in `private` only.
 """
 
 from __future__ import annotations
 
-from .._core import set_leak_warnings
 from ..errors import MissingDependencyError, pip_install
 
 try:
-    import torch.distributed as dist
+    import torch.distributed  # noqa: F401 - says what is missing, before the modules below import it
 except ModuleNotFoundError as error:
     raise MissingDependencyError(f"PyTorch cannot be imported ({error}); {pip_install('torch')}") from error
 
-from .checkpoint import Checkpoint, load
-from .meeting import meet
-from .monitored import extend_monitored_barrier
-from .process_group import DistoptProcessGroup
-from .sampler import ResumableSampler
-from .sync_batch_norm import SyncBatchNorm
+from .checkpoint.checkpoint import Checkpoint, load
+from .checkpoint.sampler import ResumableSampler
+from .ddp.sync_batch_norm import SyncBatchNorm
+from .group.process_group import DistoptProcessGroup
+from .register import register_backend
 
 __all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "SyncBatchNorm", "load"]
 
-if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
-    dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])
-    extend_monitored_barrier(DistoptProcessGroup)
-    set_leak_warnings(False)  # DTensor keeps its groups, and they their communicators, until the process has ended
+register_backend()

@@ -1,4 +1,4 @@
-"""distopt's errors as those that PyTorch's users expect."""
+"""Turns distopt's errors into the ones that users of PyTorch catch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def as_torch(error: DistoptError) -> Any:
-    """Local. `error` as a ValueError, if an argument is wrong, or a DistBackendError."""
+    """Local. A ValueError if an argument is wrong, else a DistBackendError, with the text of `error`."""
     if isinstance(error, UsageError):
         return ValueError(str(error))
-    if isinstance(error, StalledError):  # a process group has a time-out of its own, not that of the environment
+    if isinstance(error, StalledError):  # the process group's own time-out has passed, not DISTOPT_TIMEOUT
         cure = "find out what it is busy with, or raise the timeout of the process group"
         return dist.DistBackendError(f"{error.fact}; {cure}")
     return dist.DistBackendError(str(error))

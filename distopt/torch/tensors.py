@@ -15,13 +15,13 @@ import torch.distributed as dist
 from ..comm.base import DTYPES, OPS, Array, ReduceOp
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-# Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
+# The types that communicators reduce. They also reduce bfloat16, and sum complex numbers as pairs; NumPy does the rest.
 _NATIVE = {getattr(torch, name): np.dtype(name) for name in DTYPES if name != "bfloat16"}
 _NUMPY = _NATIVE | {
     getattr(torch, name): np.dtype(name) for name in ("uint16", "uint32", "uint64", "complex64", "complex128")
 }
 _BYTES, _UINT16 = np.dtype("uint8"), np.dtype("uint16")
-# All memory from an address on, of which an array takes its part: a ctypes type for each size would cost 40 us.
+# All memory from an address on; each array views a part of it. A ctypes type for each size would cost 40 us.
 _memory_at = (ctypes.c_char * sys.maxsize).from_address
 
 
@@ -31,8 +31,8 @@ class Reduction:
 
     Attributes:
         op: a key of `distopt.comm.base.OPS`.
-        fold: the same for two arrays.
-        factor: what each rank's values are multiplied by first, None for 1.
+        fold: the same reduction of two arrays.
+        factor: each rank multiplies its values by it first; None for 1.
     """
 
     op: ReduceOp
@@ -62,10 +62,10 @@ _OPS_OF = {
 
 
 def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
-    """Local. The reduction that `reduce_op` of an options object stands for.
+    """Local. The reduction that the `reduceOp` of an options object names, for a tensor like `tensor`.
 
     Raises:
-        ValueError: tensors of that type or layout cannot be reduced so.
+        ValueError: this reduction does not exist for tensors of that type or layout.
     """
     kind, factor = getattr(reduce_op, "op", reduce_op), None
     if kind == _RED_OPS.PREMUL_SUM:
@@ -83,7 +83,7 @@ def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Local. The values of `tensor` in a row and out of the graph: its own memory if it lies so, else a copy.
+    """Local. `tensor`, detached and contiguous: a view of its memory if that is contiguous, else a copy.
 
     Raises:
         ValueError: it is not on the CPU, or not strided.
@@ -105,24 +105,24 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_in_a_row(tensor: torch.Tensor) -> bool:
-    """Local. Whether a tensor's elements lie in memory as communicators move them; see `dense`."""
+    """Local. Whether `dense` would return a view of the tensor's own memory."""
     return tensor.layout == torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def give_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Local. Write the result in `row`, made by `dense`, into `tensor`, unless it lies there."""
+    """Local. Copy the result in `row`, which `dense` made, back to `tensor`, unless `row` is a view of it."""
     if row.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(row.view_as(tensor))
 
 
 def array_of(row: torch.Tensor, dtype: np.dtype[Any] | None = None) -> np.ndarray[Any, Any]:
-    """Local. The memory of a dense tensor as a flat array, which keeps it.
+    """Local. A flat array over the memory of a dense tensor; the array keeps the tensor alive.
 
     `Tensor.numpy` would mark the storage, for good, as one that cannot be resized; FSDP and hooks of DDP resize theirs.
 
     Args:
         row: a dense tensor on the CPU.
-        dtype: what its bytes are taken for (default: its own type, one that NumPy has).
+        dtype: the type of the array (default: the type of the tensor, which NumPy must have).
 
     Raises:
         ValueError: its storage has been emptied.
@@ -140,12 +140,12 @@ def array_of(row: torch.Tensor, dtype: np.dtype[Any] | None = None) -> np.ndarra
 
 
 def bytes_of(array: Array) -> Array:
-    """Local. The memory of an array as a flat array of bytes."""
+    """Local. A flat uint8 view of a contiguous array."""
     return array.reshape(-1).view(np.uint8)
 
 
 def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], str | None] | None:
-    """Local. A dense tensor as an array that communicators reduce by `op`, and its `wire` type; None if they cannot."""
+    """Local. A dense tensor as an array to reduce by `op`, and its `wire` type; None if communicators cannot."""
     dtype = row.dtype
     if dtype in _NATIVE:
         return array_of(row, _NATIVE[dtype]), None
@@ -157,24 +157,24 @@ def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], s
 
 
 def as_items(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
-    """Local. A dense tensor as an array that communicators move, and a label with its type where the array lacks it."""
+    """Local. A dense tensor as an array to move, and its type as a label where the array has only bytes."""
     if row.dtype in _NATIVE:
         return array_of(row, _NATIVE[row.dtype]), ""
     return array_of(row, _BYTES), str(row.dtype).removeprefix("torch.")
 
 
 def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
-    """Local. A dense tensor as an array that is sent to one rank, and its `wire` type."""
+    """Local. A dense tensor as an array for a message, with its `wire` type."""
     if row.dtype == torch.bfloat16:
         return array_of(row, _UINT16), "bfloat16"
     return as_items(row)[0], None
 
 
 def refuse_nan(results: Sequence[torch.Tensor], args: Sequence[Any], rank: int) -> None:
-    """Local. Look for NaN in what an operation reads: the `args` that are not results, or all where it writes in place.
+    """Local. Look for NaN in the tensors that an operation reads: `args` without `results`, else all `args`.
 
     Raises:
-        RuntimeError: there is one. With TORCH_DIST_NAN_CHECK=1, PyTorch's own groups say the same.
+        RuntimeError: there is one. PyTorch's own groups use these words, too, with TORCH_DIST_NAN_CHECK=1.
     """
     written = {tensor.untyped_storage().data_ptr() for tensor in results}
     tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]

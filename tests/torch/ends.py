@@ -1,4 +1,4 @@
-"""Scripts that just end: with operations that nobody has waited for, with threads in C++, and right after ranks met.
+"""Scripts that just end: with unfinished operations, with threads in C++, and right after their ranks have met.
 
     python -m tests.torch.ends --runs 500
 

@@ -1,4 +1,4 @@
-"""Ranks of a DDP training of which one fails. Run by test_faults.py, and by hand for many random trials:
+"""A DDP training in which one rank fails. Run by test_faults.py, and by hand for many random trials:
 
     python -m tests.torch.faults 50
     python -m tests.torch.faults 30 --hosts

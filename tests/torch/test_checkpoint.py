@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from distopt import checkpoint
 from distopt.errors import CheckpointError, StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
-from distopt.torch.buckets import bucket_order, lay_out
-from distopt.torch.states import decode, encode
+from distopt.torch.checkpoint.states import decode, encode
+from distopt.torch.ddp.bucket_order import bucket_order, lay_out
 from tests.processes import Ended, Program
 
 from .disturbed import disturb

@@ -1,4 +1,4 @@
-"""The process group against what one process computes, and against Gloo; `checks.py` has the ranks' side."""
+"""The process group against what one process computes, and against Gloo; `checks` has the ranks' side."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ LAYERS = "imports go down only"
 NUMERICS = "the numerics know of no other rank, data of no transport"
 ACYCLIC = "no cycles inside a room"
 PYTORCH = "PyTorch is imported by its own room"
+TORCH_LAYERS = "imports inside the PyTorch room go down only"
 INSTRUMENTS = "the package needs none of its instruments"
 
 # New modules and what each imports; a contract that this breaks; what the report says.
@@ -36,6 +37,11 @@ VIOLATIONS = {
     "cli benchmarks": ({"cli.new": "benchmarks"}, INSTRUMENTS, "distopt.cli.new -> benchmarks"),
     "data examples": ({"data.new": "examples"}, INSTRUMENTS, "distopt.data.new -> examples"),
     "comm torch": ({"comm.new": "torch"}, PYTORCH, "distopt.comm.new -> torch"),
+    "hosts group": (
+        {"torch.hosts.new": "distopt.torch.group"},
+        TORCH_LAYERS,
+        "distopt.torch.hosts.new -> distopt.torch.group",
+    ),
     "cycle": (
         {"data.new": "distopt.data.newer", "data.newer": "distopt.data.new"},
         ACYCLIC,

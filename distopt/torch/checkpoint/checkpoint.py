@@ -1,0 +1,106 @@
+"""Checkpoints of PyTorch's objects, over the files, the thread and the signals of `distopt.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ... import checkpoint
+from ...checkpoint.load import communicator_of
+from .ranks import GroupRanks
+from .sampler import ResumableSampler
+from .states import Generators, parts_of
+
+if TYPE_CHECKING:
+    from ...checkpoint import Resumed
+    from ...checkpoint.parts import Ranks
+
+
+class Checkpoint(checkpoint.Checkpoint):
+    """Saves a training job of PyTorch every few steps; it resumes there with the same bits.
+
+    The ranks are those of a process group over any backend; a script without one is a job of one rank. Objects are
+    saved and restored by the names of their arguments. They can be
+
+    - models, perhaps inside DDP or `torch.compile`, which are saved under the names of the model itself;
+    - optimizers, schedules, `GradScaler`, and other objects with `state_dict` and `load_state_dict` whose dictionaries,
+      lists and tuples hold tensors, arrays and values of JSON. Nothing is pickled;
+    - `ResumableSampler`, which resumes after the last sample that was trained;
+    - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
+
+    Parameters of DDP's models and the states of their optimizers are the same on all ranks, and each rank writes a
+    share. Each rank writes all of its other states, such as buffers and the shards of FSDP2. Jobs with shards resume
+    with the same number of ranks only.
+
+    Args:
+        folder: of the checkpoints, on a file system that all ranks see; with None, nothing is saved.
+        every: `step` saves after each multiple of this number of steps; 0 leaves it to calls of `save`.
+        keep: number of complete checkpoints to keep.
+        preemptible: whether signals save and end the job in time; see `distopt.checkpoint.Checkpoint`.
+        group: the ranks (default: all).
+        replicated: False if ranks train DDP's parameters independently for a while, as post-local SGD does.
+        objects: see above.
+
+    Attributes:
+        steps: number of finished training steps.
+        epoch: the last epoch that `step` or `save` was called with.
+
+    Raises:
+        UsageError: a number is out of range, or an object cannot be saved.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        every: int = 0,
+        keep: int = 3,
+        preemptible: bool = False,
+        group: dist.ProcessGroup | None = None,
+        replicated: bool = True,
+        **objects: Any,
+    ) -> None:
+        """Collective."""
+        self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
+        self._generators = Generators()
+        parts = {**parts_of(objects, replicated=replicated), "torch.generators": self._generators}
+        super().__init__(
+            folder, every=every, keep=keep, preemptible=preemptible, communicator=_ranks_of(group), **parts
+        )
+
+    def resume(self, reset: bool = False) -> Resumed | None:
+        """Collective. Go on from the last whole checkpoint; see `distopt.checkpoint.Checkpoint.resume`."""
+        resumed = super().resume(reset)
+        if resumed is not None:
+            for sampler in self._samplers:
+                sampler.continue_with(self._generators.put_again)
+        return resumed
+
+    def step(self, epoch: int | None = None) -> None:
+        """Local, on all ranks. Count a finished step and its samples; see `distopt.checkpoint.Checkpoint.step`."""
+        for sampler in self._samplers:
+            sampler.step()
+        super().step(epoch)
+
+
+def load(
+    folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replicated: bool = True, **objects: Any
+) -> Resumed | None:
+    """Collective. Load objects, for example only a model, from the newest complete checkpoint; nothing is written.
+
+    Args:
+        folder: of the checkpoints.
+        group: the ranks (default: all).
+        replicated: see `Checkpoint`.
+        objects: the objects to load, by the names under which they were saved.
+
+    Returns:
+        See `distopt.checkpoint.load`, for errors too.
+    """
+    return checkpoint.load(folder, _ranks_of(group), **parts_of(objects, replicated=replicated))
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    return GroupRanks(group) if dist.is_initialized() else communicator_of({})

@@ -1,0 +1,77 @@
+"""A batch sampler that counts the samples that have been trained, not those that a loader has fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch.distributed as dist
+
+from ...data import ShardedSampler
+from ...errors import check_integer
+
+
+class ResumableSampler(ShardedSampler):
+    """A batch sampler for `DataLoader(data, batch_sampler=...)` that can resume in the middle of an epoch.
+
+    It deals out samples as `distopt.data.ShardedSampler` does. A loader's workers fetch batches ahead, so fetched
+    samples do not count: `Checkpoint.step` counts the samples of a step.
+
+    Args:
+        data: the data set, or its number of samples.
+        batch_size: samples per rank and step.
+        group: the ranks (default: all, or this process alone if there is no process group).
+        seed: the same on all ranks.
+        shuffle: if False, samples keep their order in every epoch.
+        tail: see `ShardedSampler`.
+        partial_batch: whether the last batch of an epoch may be shorter, as by a loader's `drop_last=False`.
+        batches_per_step: number of batches whose gradients a step accumulates.
+
+    Attributes:
+        consumed: number of samples of this epoch that all ranks together have trained on.
+
+    Raises:
+        UsageError: see `ShardedSampler`.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: str = "drop",
+        partial_batch: bool = False,
+        batches_per_step: int = 1,
+    ) -> None:
+        """Local."""
+        size = len(data) if isinstance(data, Sized) else data
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        super().__init__(
+            size, world_size, rank, batch_size, seed, shuffle=shuffle, tail=tail, partial_batch=partial_batch
+        )
+        self.batches_per_step = check_integer("batches_per_step", batches_per_step, 1)
+        self._at_start: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the current epoch, lists of indices; see `ShardedSampler`."""
+        # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
+        at_start, self._at_start = self._at_start, None
+        if at_start is not None and self._first:
+            at_start()
+        for batch in super().__iter__():
+            yield batch.tolist()
+
+    def _hand_out(self, samples: int) -> None:
+        """Count nothing, since loaders fetch ahead."""
+
+    def step(self) -> None:
+        """Local. Count the samples of one step on all ranks."""
+        trained = self.consumed + self.batches_per_step * self.batch_size * self.world_size
+        self.consumed = min(trained, self.size)  # the last batch may be shorter
+
+    def continue_with(self, at_start: Callable[[], None]) -> None:
+        """Local. If the next iteration begins in the middle of an epoch, call `at_start` at its beginning."""
+        self._at_start = at_start

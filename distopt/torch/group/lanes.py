@@ -1,0 +1,96 @@
+"""Lanes: each has operations of a group in one order, and a communicator of its own.
+
+The first lane has the operations that the script calls. The operations that callbacks call are in other lanes:
+callbacks of operations of one lane share the next lane. So the order in every lane is the same on all ranks, whenever
+callbacks run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import UsageError
+from ..ddp.shared_buckets import SharedBuckets
+from ..hosts.communicator import HostsCommunicator
+from .collectives import Collectives
+from .futures import origin
+from .queue import OperationQueue, PendingWork
+
+if TYPE_CHECKING:
+    from ...comm.base import Communicator
+
+_MOST_LEVELS = 8  # callbacks of operations that callbacks have called, and so on; each level has a communicator
+
+
+class Lane:
+    """A sequence of operations, the same on all ranks.
+
+    Args:
+        name: equal on all ranks.
+        communicator: moves the bytes.
+        who: how error messages name the ranks.
+        seconds: how long operations wait for a rank.
+
+    Attributes:
+        count: number of operations called so far.
+        lock: held while an operation gets its place in the sequence.
+    """
+
+    def __init__(self, name: str, communicator: Communicator, who: Sequence[str], seconds: float) -> None:
+        self.name = name
+        self.communicator = communicator
+        self.who = who
+        self.seconds = seconds
+        self.collectives = Collectives(communicator, who)
+        by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
+        self.queue = OperationQueue(name, by_thread=by_thread)
+        self.shared_buckets = (
+            SharedBuckets(communicator, self._post, seconds) if communicator.reduces_in_place else None
+        )
+        self.count = 0
+        self.lock = threading.RLock()
+
+    def _post(self, action: Callable[[], object]) -> PendingWork:
+        work = PendingWork(self.queue, None, action, [], self.seconds)
+        self.queue.post(work)
+        return work
+
+
+class Lanes:
+    """The lanes of a group.
+
+    Args:
+        first: the lane of the operations that the script calls.
+        connect: makes a communicator of the group's ranks; collective, with the same name on all ranks.
+    """
+
+    def __init__(self, first: Lane, connect: Callable[[str], Communicator]) -> None:
+        self.first = first
+        self._connect = connect
+        self._others: dict[str, Lane] = {}
+
+    def of_caller(self) -> tuple[Lane, Collectives]:
+        """Local, but collective at the first call in a callback. The lane of the operation that this thread calls."""
+        whose = origin()
+        if whose is None:
+            return self.first, self.first.collectives
+        lane = self._others.get(whose.lane)
+        if lane is None:
+            lane = self._others[whose.lane] = self._new(whose.lane)
+        # If callbacks run in different orders on different ranks, these labels differ, and the ranks raise an error.
+        return lane, lane.collectives.noted(f"callback of #{whose.number}")
+
+    def all(self) -> list[Lane]:
+        """Local. All lanes, the first one first."""
+        return [self.first, *self._others.values()]
+
+    def _new(self, source: str) -> Lane:
+        name = f"{self.first.name} in {source}"
+        if name.count(" in ") > _MOST_LEVELS:
+            raise UsageError(
+                f"a callback of an operation that a callback has called, {_MOST_LEVELS} times over, calls another "
+                "operation; wait for each in the callback that has called it"
+            )
+        return Lane(name, self._connect(name), self.first.who, self.first.seconds)

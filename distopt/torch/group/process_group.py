@@ -1,0 +1,392 @@
+"""The process group of `torch.distributed` over a communicator.
+
+PyTorch calls its methods from Python and, for DDP and functional collectives, from C++. Any thread may call them: the
+operations run one at a time, in the order of the calls; see `queue`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import DistoptError
+from ..errors import as_torch
+from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
+from ..tensors import reduction_of, refuse_nan
+from .collectives import STARTS, Collectives, of_each
+from .lanes import Lane, Lanes
+from .messages import Mail
+from .monitored_barrier import monitored_barrier
+from .queue import PendingWork
+from .work import DoneWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...comm.base import Communicator
+
+_log = logging.getLogger("distopt")
+
+# A group that is destroyed completes its operations for so long, and then waits as long for its threads to end.
+_LEAVE_SECONDS = 2.0
+_DEFAULTS = dist.AllreduceOptions()  # options of other collectives have the same defaults
+_groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # all groups of this process
+
+
+@untraced
+class DistoptProcessGroup(NamedGroup):
+    """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
+
+    Args:
+        store: PyTorch's store for the ranks of this group.
+        rank: of this process in the group.
+        size: number of ranks.
+        name: equal on all ranks, and different from the names of other groups.
+        communicator: of the operations that the script calls.
+        connect: makes another communicator of all ranks, by a name that is equal on all; collective.
+        make: makes a group of some ranks by store, own rank, numbers of the ranks in the job, name and timeout.
+        timeout: how long an operation waits for a rank.
+        who: how error messages name the ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        name: str,
+        communicator: Communicator,
+        connect: Callable[[str], Communicator],
+        make: Callable[[dist.Store, int, Sequence[int], str, timedelta], DistoptProcessGroup],
+        timeout: timedelta,
+        who: Sequence[str],
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._seconds = timeout.total_seconds()
+        self._make = make
+        self._lanes = Lanes(Lane(name, communicator, who, self._seconds), connect)
+        self._mail = Mail(communicator)
+        self._who = who
+        self._barriers = 0
+        self._has_left = False
+        self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+        self._backend = give_backend(self)
+        if not _groups:
+            atexit.register(_leave_at_exit)
+        _groups.add(self)
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _DEFAULTS if opts is None else opts
+        (tensor,) = tensors = _list(tensors)
+        action = Collectives.all_reduce
+        return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        _check_any("all_reduce_coalesced", tensors)
+        reduction = reduction_of(opts.reduceOp, tensors[0])
+        return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        (tensor,) = tensors = _list(tensors)
+        reduction = reduction_of(opts.reduceOp, tensor)
+        return self._run(opts, tensors, Collectives.reduce, tensor, reduction, opts.rootRank)
+
+    def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (out,), (lists,) = _list(outs), parts
+        self._check_list("reduce_scatter", lists, "input")
+        _check_count("reduce_scatter", out, lists[self.rank()])
+        action = Collectives.reduce_scatter_list
+        return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out))
+
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:  # noqa: D102
+        self._check_whole("reduce_scatter_single", out, tensor)
+        reduction = reduction_of(opts.reduceOp, out)
+        return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
+
+    def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        _check_any("reduce_scatter_single_coalesced", tensors)
+        for out, tensor in zip(outs, tensors, strict=True):
+            self._check_whole("reduce_scatter_single", out, tensor)
+        reduction = reduction_of(opts.reduceOp, outs[0])
+        return self._run(opts, outs, of_each(Collectives.reduce_scatter), [outs, tensors], reduction)
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (tensor,) = tensors = _list(tensors)
+        return self._run(opts, tensors, Collectives.broadcast, tensor, opts.rootRank)
+
+    def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        (tensor,), (each,) = _list(tensors), outs
+        self._check_list("all_gather", each, "output", tensor)
+        _check_count("all_gather", tensor, each[self.rank()])
+        return self._run(opts, each, Collectives.all_gather_list, each, tensor)
+
+    def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        # PyTorch passes one list a rank, with one tensor for each tensor of that rank.
+        _check_any("all_gather_coalesced", tensors)
+        lists = [list(each) for each in zip(*outs, strict=True)]
+        flat = [out for each in outs for out in each]
+        return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
+
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+        self._check_whole("all_gather_single", tensor, out)
+        return self._run(opts, [out], Collectives.all_gather, out, tensor)
+
+    def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        _check_any("all_gather_single_coalesced", tensors)
+        for out, tensor in zip(outs, tensors, strict=True):
+            self._check_whole("all_gather_single", tensor, out)
+        return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
+
+    def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (tensor,), each = _list(tensors), outs[0] if outs else []
+        if self.rank() == opts.rootRank:
+            self._check_list("gather", each, "output", tensor)
+            _check_count("gather", tensor, *each)
+        return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
+
+    def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (out,), each = _list(outs), tensors[0] if tensors else []
+        if self.rank() == opts.rootRank:
+            self._check_list("scatter", each, "input", out)
+            _check_count("scatter", out, *each)
+        return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
+
+    def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        for each, role in ((outs, "output"), (parts, "input")):
+            self._check_list("all_to_all", each, role)
+        return self._run(opts, outs, Collectives.all_to_all, outs, parts)
+
+    def all_to_all_single(  # noqa: D102
+        self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
+    ) -> dist.Work:
+        outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
+        return self._run(opts, [out], Collectives.all_to_all, outs, parts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run(opts, [], Collectives.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Collective. A barrier through the store. Rank 0 waits for `timeout` (default: the timeout of the group).
+
+        Raises:
+            DistBackendError: a rank is absent. On rank 0 it names all absent ranks with `wait_all_ranks`, else the
+            first.
+        """
+        self._barriers += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.send, tensor, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, None, tag)
+
+    def _message(self, start: Callable[..., dist.Work], tensor: Tensor, *args: Any) -> dist.Work:
+        if self._check_nan and start == self._mail.send:
+            refuse_nan((), (tensor,), self.rank())
+        if is_profiling():
+            start = _recorded(start, start)
+        try:
+            return start(tensor, *args, self._seconds)
+        except DistoptError as error:
+            raise as_torch(error) from error
+
+    # -- names that PyTorch had before ---------------------------------------------------------------------------------
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+    def get_group_store(self) -> dist.Store:
+        """Local. The store of the group's ranks."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Local. Set how long operations that are called from now on wait for a rank."""
+        self._seconds = timeout.total_seconds()
+
+    @property
+    def count(self) -> int:
+        """Local. The collectives that the script has called, the same on all ranks."""
+        return self._lanes.first.count
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Local. Do nothing: the ranks are connected."""
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> DistoptProcessGroup | None:
+        """Collective among `ranks` of this group. Make their group; None on the other ranks."""
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{list(ranks)}"
+        store = dist.PrefixStore(f"{name}/", self._store)
+        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
+        group = self._make(store, list(ranks).index(self.rank()), global_ranks, name, timeout)
+        group.set_names(name, group_desc or f"{self.group_desc}:split")
+        return group
+
+    def shutdown(self) -> None:
+        """Local. Leave the group; idempotent. Ranks that still wait for this one raise an error that names it.
+
+        Unfinished operations are carried out first, for at most two seconds.
+        """
+        self._leave(0.0 if sys.exc_info()[0] else _LEAVE_SECONDS)
+
+    def abort(self) -> None:
+        """Local. Leave the group without finishing its operations; idempotent."""
+        self._leave(0.0)
+
+    def _leave(self, seconds: float) -> None:
+        if self._has_left:
+            return
+        self._has_left = True
+        deadline = time.monotonic() + seconds
+        lanes = self._lanes.all()
+        left = [*(lane.queue.drain(deadline) for lane in lanes), self._mail.drain(deadline)]
+        for lane in lanes:
+            lane.queue.close()
+            with contextlib.suppress(DistoptError):  # a thread that waits in it raises the error
+                lane.communicator.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        self._mail.join(deadline)
+        for lane in lanes:
+            lane.queue.join(deadline)
+        if any(left):
+            _log.warning(
+                "%s leaves %d operations and messages that nobody has waited for", self._who[self.rank()], sum(left)
+            )
+
+    # -- carrying out ------------------------------------------------------------------------------------------------
+    def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
+        """Carry out `action(*args, seconds)`, which writes `tensors`, now or in its turn."""
+        if self._check_nan:
+            refuse_nan(tensors, args, self.rank())
+        start = _recorded(action, self._start) if is_profiling() else self._start
+        try:
+            return start(_DEFAULTS if opts is None else opts, tensors, action, *args)
+        except DistoptError as error:
+            raise as_torch(error) from error
+
+    def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
+        seconds = opts.timeout.total_seconds()
+        if seconds <= 0:
+            seconds = self._seconds
+        lane, collectives = self._lanes.of_caller()
+        queue = lane.queue
+        # False in callbacks of a backward pass: DDP waits there for the operations that it starts there.
+        in_backward = opts.asyncOp and current_autograd_node() is not None
+        with lane.lock:
+            lane.count += 1
+            if lane.shared_buckets is not None and action is Collectives.all_reduce:
+                lane.shared_buckets.look(args[0], in_backward=in_backward)
+            work = None
+            if opts.asyncOp or not queue.enter():
+                start = STARTS.get(action)
+                whole = partial(action, collectives, *args, seconds)
+                start = start and partial(start, collectives, *args)
+                work = PendingWork(queue, start, whole, tensors, seconds, number=lane.count, in_backward=in_backward)
+                queue.post(work)
+        if work is None:
+            try:
+                action(collectives, *args, seconds)
+            finally:
+                queue.leave()
+            return DoneWork(tensors)
+        if not opts.asyncOp:
+            work.wait()
+        elif in_backward:
+            queue.attend_after_backward(work)
+        else:
+            queue.attend()
+        return work
+
+    def _check_list(self, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(f"{name}: the {role} list has {len(tensors)} tensors for {self.size()} ranks")
+        for tensor in tensors:
+            if tensor.dtype != (like if like is not None else tensors[0]).dtype:
+                raise ValueError(f"{name}: the {role} list has tensors of another type; give all the same")
+
+    def _check_whole(self, name: str, part: Tensor, whole: Tensor) -> None:
+        if part.dtype != whole.dtype or part.numel() * self.size() != whole.numel():
+            raise ValueError(
+                f"{name}: {whole.numel()} {whole.dtype} are not {self.size()} parts of {part.numel()} {part.dtype}"
+            )
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int], role: str) -> list[Tensor]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if sizes and (len(sizes) != self.size() or sum(sizes) != rows):
+            raise ValueError(f"all_to_all_single: {role} splits {list(sizes)} do not cut {rows} rows for each rank")
+        if not sizes and rows % self.size():
+            raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
+        return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
+
+
+def _check_any(name: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{name}: the list is empty; give one tensor or more, as many on all ranks")
+
+
+def _check_count(name: str, own: Tensor, *listed: Tensor) -> None:
+    for tensor in listed:
+        if tensor.numel() != own.numel():
+            raise ValueError(
+                f"{name}: {own.numel()} elements are given, and {tensor.numel()} in the list; give as many"
+            )
+
+
+def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """`start` with a profiler record named after `action`.
+
+    The record ends with the call: PyTorch writes its end into the memory of the profile even after the profile has
+    ended.
+    """
+
+    def recorded(*args: Any) -> dist.Work:
+        with torch.profiler.record_function(f"distopt:{action.__name__.removesuffix('_list')}"):
+            return start(*args)
+
+    return recorded
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _leave_at_exit() -> None:
+    """Leave all groups before the interpreter finalizes: it would end a thread in C++ that returns to it by SIGABRT."""
+    has_failed = hasattr(sys, "last_type")  # an uncaught exception
+    for group in list(_groups):
+        group._leave(0.0 if has_failed else _LEAVE_SECONDS)

@@ -1,0 +1,367 @@
+"""Every name outside PyTorch's documented interface that `distopt.torch` uses. No other file of the room has one.
+
+`USES` says what each name is for; `tests/torch/test_private.py` fails with a sentence if a version of PyTorch lacks
+one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
+from torch.nn.modules import batchnorm
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+_Kind = TypeVar("_Kind", bound=type)
+
+_AUTOGRAD = "to tell whether, and in which backward pass, a collective is called"
+_PROFILER = "to keep Gloo's transfers out of a profile"
+_COMPILER = "to keep torch.compile from tracing the group"
+_MOVES = "to move DDP's buckets into shared memory"
+_ORDER = "to save and restore the order of DDP's buckets"
+_GLOO = "to connect hosts through Gloo, by a given address or interface"
+_GROUP = "to answer torch.distributed, which asks every process group for it"
+_BACKEND = "to let C++ call a process group of Python"
+
+# "torch has no NAME, which distopt.torch uses ...": each name, and the end of this sentence. A path begins at the
+# module torch, or at `ddp`, a DistributedDataParallel. Under torch._dynamo, it ends with an attribute of models or
+# functions.
+USES = {
+    "torch._C._current_autograd_node": _AUTOGRAD,
+    "torch._C._current_graph_task_id": _AUTOGRAD,
+    "torch.autograd.Variable._execution_engine.queue_callback": "to carry out collectives after a backward pass",
+    "torch.autograd.graph._engine_run_backward": "to find on the stack that DDP asks for a future from C++",
+    "torch._C._autograd._profiler_enabled": "to add records to a profile",
+    "torch._C._autograd._enable_record_function": _PROFILER,
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP": _COMPILER,
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": _COMPILER,
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": _COMPILER,
+    "torch._dynamo._torchdynamo_disable": _COMPILER,
+    "torch._dynamo._orig_mod": "to save a compiled model under the model's own names",
+    "torch.UntypedStorage._cdata": _MOVES,
+    "torch.UntypedStorage._swap_data_ptr_": _MOVES,
+    "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
+    "torch.Tensor._base": "to write the sum of complex sparse tensors",
+    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "to derive SyncBatchNorm",
+    "torch.ops.aten.native_batch_norm_backward": "to compute SyncBatchNorm's gradients",
+    "ddp.reducer._rebuild_buckets": _ORDER,
+    "ddp.reducer._get_zeros_like_grad_buckets": _ORDER,
+    "ddp._has_rebuilt_buckets": _ORDER,
+    "torch.distributed.ProcessGroupGloo.create_device": _GLOO,
+    "torch.distributed.ProcessGroupGloo._Options._timeout": _GLOO,
+    "torch.distributed.ProcessGroupGloo._Options._threads": _GLOO,
+    "torch.distributed.ProcessGroupGloo._Options._devices": _GLOO,
+    "torch.distributed.Work._source_rank": "to find out who has sent a message, and to answer torch.distributed.recv",
+    "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
+    "torch.distributed.ProcessGroup._set_group_name": _GROUP,
+    "torch.distributed.ProcessGroup._set_group_desc": _GROUP,
+    "torch.distributed.ProcessGroup._device_types": _GROUP,
+    "torch.distributed.ProcessGroup._get_backend": _GROUP,
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group": _GROUP,
+    "torch.distributed.ProcessGroup._set_sequence_number_for_group": _GROUP,
+    "torch.distributed.ProcessGroup._allgather_base": _GROUP,
+    "torch.distributed.ProcessGroup._reduce_scatter_base": _GROUP,
+    "torch.distributed.ProcessGroup._register_backend": _BACKEND,
+    "torch.distributed.ProcessGroup._set_default_backend": _BACKEND,
+    "torch.distributed.ProcessGroup.BackendType.CUSTOM": _BACKEND,
+    "torch._C._distributed_c10d.Backend": _BACKEND,
+}
+
+# Names that later versions lack and do not need, by the first of these versions.
+UNNEEDED_SINCE = {"torch.distributed.ProcessGroup._set_sequence_number_for_group": (2, 14)}
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+# Local. The node of the graph that runs in this thread; None outside of a backward pass and in the callbacks at its
+# end.
+current_autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
+# Local. The number of the backward pass, callbacks included, that this thread runs; negative if it runs none.
+current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Local, in a backward pass. Have this thread call `callback` at the end of the pass, after earlier callbacks."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def runs_backward(frame: FrameType | None) -> bool:
+    """Local. Whether a frame is the one in which torch.autograd runs a backward pass."""
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+# -- profiler ---------------------------------------------------------------------------------------------------------
+# Local. Whether a profile is being recorded.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def unrecorded(start: Callable[..., Any], *args: Any) -> Any:
+    """Local. `start(*args)`, without a record of the transfer that it starts.
+
+    PyTorch would write the end of the record into the memory of the profile even after the profile has ended.
+    """
+    if not is_profiling():
+        return start(*args)
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return start(*args)
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+def untraced(kind: _Kind) -> _Kind:
+    """Local. Have compiled code call the methods of class `kind` without tracing them, as it calls a group of C++.
+
+    `torch.compiler.disable` does that, too, but wraps every method, which costs 2.5 microseconds a call.
+    """
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            method._torchdynamo_disable = True  # type: ignore[attr-defined] # for callers that are traced
+            with contextlib.suppress(ImportError):  # PyTorch built without a compiler
+                from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+                strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+                set_code_exec_strategy(method.__code__, strategy)  # for callers outside of a graph
+    return kind
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Local. The model that torch.compile has wrapped, or `model` itself."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+# -- tensors and storages ---------------------------------------------------------------------------------------------
+StorageWeakRef = reductions.StorageWeakRef
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Local. A number for the storage, unique as long as the storage or a `StorageWeakRef` to it exists."""
+    key: int = storage._cdata
+    return key
+
+
+def take_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Local. Give the memory of `other` to `storage`, and so to every tensor that views `storage`.
+
+    Returns:
+        A storage that has the old memory of `storage`. `other` is empty afterwards.
+    """
+    old = torch.UntypedStorage(0)
+    storage._swap_data_ptr_(old)  # in two steps: PyTorch exchanges different sizes only if one of them is 0
+    storage._swap_data_ptr_(other)
+    return old
+
+
+def complex_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Local. The complex tensor that `tensor` views as real numbers, if there is one."""
+    base: torch.Tensor | None = tensor._base
+    return base if base is not None and base.is_complex() else None
+
+
+# -- batch normalization ----------------------------------------------------------------------------------------------
+class BatchNorm(batchnorm._BatchNorm):
+    """The common base of PyTorch's batch normalizations. Subclasses define `check_input`."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - PyTorch's name
+        self.check_input(input)
+
+
+def is_batch_norm(module: torch.nn.Module) -> bool:
+    """Local. Whether a module is a batch normalization of PyTorch's, or derives from one."""
+    return isinstance(module, batchnorm._BatchNorm)
+
+
+# Local. The gradients of torch.nn.functional.batch_norm.
+batch_norm_backward: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten.native_batch_norm_backward
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Collective if the layout of the buckets is to change at the next forward pass: change it now. Else local."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """Local. Whether the layout of the buckets stays as it is."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def parameters_by_bucket(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """Local. The parameters in the order of the buckets, and in their order there."""
+    return [parameter for bucket in ddp.reducer._get_zeros_like_grad_buckets() for parameter in bucket.parameters()]
+
+
+# -- Gloo -------------------------------------------------------------------------------------------------------------
+def gloo_options(seconds: float, **device: str) -> Any:
+    """Local. Options of a ProcessGroupGloo.
+
+    Args:
+        seconds: for which its operations wait.
+        device: `hostname="..."` or `interface="..."`, where it listens.
+
+    Raises:
+        RuntimeError: the interface has no address, or this host does not have the name or address.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=seconds)
+    options._threads = 1  # for collectives, which distopt does not use
+    options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+    return options
+
+
+def source_of(work: dist.Work) -> int:
+    """Local. The rank that has sent a message. The public method warns that it is deprecated."""
+    return int(work._source_rank())
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+def replace_monitored_barrier(function: Callable[..., None]) -> None:
+    """Local. Have users, and PyTorch itself, call `function` for `torch.distributed.monitored_barrier`."""
+    dist.monitored_barrier = c10d.monitored_barrier = function
+
+
+class Received:
+    """A work that says who has sent a message. Subclasses define `source_rank`."""
+
+    def _source_rank(self) -> int:
+        rank: int = self.source_rank()  # type: ignore[attr-defined]
+        return rank
+
+
+class Abilities:
+    """The abilities that PyTorch asks groups and backends for."""
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    _supports_time_estimate = False
+
+
+@untraced
+class NamedGroup(Abilities, dist.ProcessGroup):
+    """A process group of Python: what PyTorch calls by private names. Subclasses define the collectives.
+
+    `dist.ProcessGroup` answers the questions for names only if it has a backend of C++.
+
+    Attributes:
+        count: operations that have been called, the same on all ranks. Subclasses define it.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # the constructor with a store makes no object that C++ can call
+        self._names = {"name": "", "desc": ""}
+
+    def set_names(self, name: str, description: str) -> None:
+        """Local. Set what `getGroupName` and `getGroupDesc` return."""
+        self._names.update(name=name, desc=description)
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. "distopt"."""
+        return "distopt"
+
+    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. The name that PyTorch has given the group."""
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. The user's description of the group."""
+        return self._names["desc"]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._names["desc"] = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the backend distopt serves CPU tensors, not those on {device}; make a group for these")
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = self.count
+        return number
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: all ranks count from the start."""
+
+    # Older names of two collectives, by which FSDP still calls them.
+    def _allgather_base(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single(out, tensor, opts)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        return self.reduce_scatter_single(out, tensor, opts)
+
+
+class _Backend(Abilities, torch._C._distributed_c10d.Backend):
+    """Forwards what C++ asks a backend for to the group in Python."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = weakref.ref(group)  # the group keeps its backend
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
+        return "distopt"
+
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = self._asked().count
+        return number
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: all ranks count from the start."""
+
+    def _asked(self) -> Any:
+        group = self._group()
+        if group is None:
+            raise dist.DistBackendError("the process group has been destroyed; make a new one")
+        return group
+
+
+def _forwarded(name: str) -> Any:
+    def forward(self: _Backend, *args: Any) -> Any:
+        return getattr(self._asked(), name)(*args)
+
+    return forward
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "broadcast", "allgather", "allgather_coalesced", "all_gather_single"),
+    *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier"),
+    *("send", "recv", "recv_anysource"),
+):
+    setattr(_Backend, _name, _forwarded(_name))
+
+
+def give_backend(group: dist.ProcessGroup) -> object:
+    """Local. Register a backend with `group`, which must keep what is returned. None before PyTorch 2.14.
+
+    From 2.14 on, C++ can call a backend of Python, and its operators look for one.
+    """
+    with contextlib.suppress(TypeError):  # before, the class has no constructor
+        backend = _Backend(group)
+        custom = dist.ProcessGroup.BackendType.CUSTOM
+        dist.ProcessGroup._register_backend(group, torch.device("cpu"), custom, backend)
+        group._set_default_backend(custom)
+        return backend
+    return None

@@ -1,0 +1,39 @@
+"""The backend "distopt" in `torch.distributed`."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .._core import set_leak_warnings
+from .group.process_group import DistoptProcessGroup
+from .join import join
+from .private import replace_monitored_barrier
+
+
+def register_backend() -> None:
+    """Local. Register the backend, unless that has been done."""
+    if hasattr(dist.Backend, "DISTOPT"):
+        return
+    dist.Backend.register_backend("distopt", join, extended_api=True, devices=["cpu"])
+    _extend_monitored_barrier()
+    set_leak_warnings(False)  # DTensor keeps its groups, and they their communicators, until the process has ended
+
+
+def _extend_monitored_barrier() -> None:
+    """`torch.distributed.monitored_barrier` refuses all groups but Gloo's; have it serve distopt's, too."""
+    original = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def extended(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        asked = dist.group.WORLD if group is None else group
+        if not isinstance(asked, DistoptProcessGroup):
+            original(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        asked.monitored_barrier(limit, wait_all_ranks)
+
+    replace_monitored_barrier(extended)

@@ -1,0 +1,16 @@
+"""Checks of a group on its ranks: functions `check_...` by subject, which `__main__` runs."""
+
+from __future__ import annotations
+
+from . import batch_norm, callbacks, collectives, ddp, errors, groups, hosts, memory, messages, sharding, works
+
+_SUBJECTS = collectives, hosts, messages, works, callbacks, groups, errors, ddp, memory, batch_norm, sharding
+
+CHECKS = {
+    name.removeprefix("check_"): function
+    for subject in _SUBJECTS
+    for name, function in vars(subject).items()
+    if name.startswith("check_") and function.__module__ == subject.__name__
+}
+# A compiler's processes, and hooks of C++, are not for every run: `make torch` has them.
+BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "builtin_hooks")

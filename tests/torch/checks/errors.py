@@ -1,0 +1,122 @@
+"""Wrong arguments and ranks that disagree: the errors, and groups that work afterwards."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ..forked import group_with_gloo
+from .collectives import check_all_reduce_by_its_function, coalesced_options
+from .ranks import Ranks, same, with_error
+
+
+def check_sparse_tensors_that_differ(r: Ranks) -> None:
+    """All ranks raise an error with the difference, and the group works afterwards."""
+    last = r.rank == r.size - 1
+    who = rf"rank 0 \(.*pid \d+\).*rank {r.size - 1} \(.*pid \d+\)"
+    wider, flatter = torch.ones(3, 4 if last else 3).to_sparse(), torch.ones(3, 3).to_sparse(1 if last else 2)
+    with_error(dist.DistBackendError, rf"{who}.*shape \[3, 4\]", dist.all_reduce, wider)
+    with_error(dist.DistBackendError, rf"{who}.*sparse_dim 1; give all ranks the same", dist.all_reduce, flatter)
+    for layout in (torch.sparse_csr, torch.sparse_csc):
+        with_error(ValueError, str(layout), dist.all_reduce, torch.eye(3).to_sparse(layout=layout))
+    for function, *args in ((dist.broadcast, 0), (dist.isend, (r.rank + 1) % r.size)):
+        with_error(ValueError, "torch.sparse_coo cannot be sent", function, torch.eye(3).to_sparse(), *args)
+    dist.barrier()
+
+
+def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
+    """Lists of the same total size. The sizes differ after the part of the label that messages show."""
+    last = r.rank == r.size - 1
+    group, sizes = dist.new_group(list(r.all)), [1_000_000, 1_000_002 + last, 1_000_003 - last, *[9] * (r.size - 3)]
+    parts = [torch.ones(size) for size in sizes[-r.size :]]
+    with_error(dist.DistBackendError, "all ranks must", dist.reduce_scatter, parts[r.rank].clone(), parts, group=group)
+    dist.destroy_process_group(group)
+
+
+def check_coalesced_lists_that_differ(r: Ranks) -> None:
+    """Lists of different lengths: all ranks raise an error, though the next tensor has the same size."""
+    with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], coalesced_options())
+    group = dist.new_group(list(r.all))
+    ours = [torch.ones(4) for _ in range(1 + (r.rank == 0))]
+    with pytest.raises(dist.DistBackendError, match=r"1 of 1\)"):
+        group.allreduce_coalesced(ours, coalesced_options()).wait()
+    dist.destroy_process_group(group)
+
+
+def check_a_rank_that_does_not_join(r: Ranks) -> None:
+    """The others name it after the timeout of the new group, which is shorter than the store's."""
+    last = r.size - 1
+    if r.rank != last:
+        text = rf"rank {last} \(host .*, pid \d+\) did not join the group of ranks .* within 0.5 s"
+        split = partial(dist.group.WORLD.split_group, group_name="not all")
+        with_error(dist.DistBackendError, text, split, list(r.all), timedelta(seconds=0.5))
+
+
+def check_nan(r: Ranks) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_NAN_CHECK", "1")
+        group = dist.new_group(list(r.all))
+    good, bad = torch.ones(r.size), torch.tensor([1.0] * (r.size - 1) + [float("nan")])
+    outs, text = [bad.clone() for _ in r.all], f"NaN found in input tensor of rank {r.rank}"
+    with_error(RuntimeError, text, dist.all_reduce, bad, dist.ReduceOp.SUM, group)
+    with_error(RuntimeError, text, dist.all_gather, outs, bad, group)
+    with_error(RuntimeError, text, dist.reduce_scatter_single, torch.ones(1), bad, dist.ReduceOp.SUM, group)
+    with_error(RuntimeError, text, dist.send, bad, (r.rank + 1) % r.size, group)
+    dist.all_gather(outs, good, group)  # NaN may lie where results will
+    for out in outs:
+        same(out, good)
+    dist.all_to_all_single(torch.full((r.size,), float("nan")), good, group=group)
+    dist.destroy_process_group(group)
+    dist.all_reduce(bad)
+
+
+def check_monitored_barrier_by_its_function(r: Ranks) -> None:
+    for timeout in (None, timedelta(seconds=20), 20.0):
+        dist.monitored_barrier(timeout=timeout)
+    gloo = group_with_gloo(r.all)
+    dist.monitored_barrier(gloo)
+    dist.destroy_process_group(gloo)
+    time.sleep(0.6 if r.rank == 1 else 0)
+    with pytest.raises(dist.DistBackendError, match=r"Rank 1 failed to pass monitoredBarrier .* rank 1 \(host"):
+        dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+    dist.barrier()
+
+
+def check_monitored_barrier(r: Ranks) -> None:
+    world = dist.group.WORLD
+    world.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
+    if r.rank == 0:
+        with_error(dist.DistBackendError, r"Ranks? 1.* failed to pass monitoredBarrier", world.monitored_barrier,
+                   timedelta(seconds=0.2), True)  # fmt: skip
+    else:
+        world._barriers += 1
+    world.monitored_barrier(timedelta(seconds=20))
+
+
+def check_wrong_arguments(r: Ranks) -> None:
+    world = dist.group.WORLD
+    with_error(ValueError, "has no meaning", dist.all_reduce, torch.ones(2), dist.ReduceOp.BAND)
+    with_error(ValueError, "has no meaning", dist.all_reduce, torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+    with_error(ValueError, "parts of", dist.all_gather_single, torch.ones(r.size), torch.ones(2))
+    with_error(ValueError, "parts of", dist.reduce_scatter_single, torch.ones(2), torch.ones(r.size))
+    with_error(ValueError, "tensors for", dist.all_gather, [torch.ones(1)] * (r.size + 1), torch.ones(1))
+    with_error(ValueError, "rows", dist.all_to_all_single, torch.ones(r.size + 1), torch.ones(r.size + 1))
+    with_error(ValueError, "splits", dist.all_to_all_single, torch.ones(4), torch.ones(4), [1] * r.size, [9] * r.size)
+    with_error(ValueError, "tensors for", world.scatter, [torch.ones(1)], [[]], scatter_from(r.rank))
+    apart = [torch.ones(2) for _ in r.all], [torch.ones(2 + q) for q in r.all]
+    with_error(ValueError, "3 elements", dist.all_gather, apart[0], torch.ones(3))
+    with_error(ValueError, "1 elements", dist.reduce_scatter, torch.ones(1), apart[1])
+    with_error(ValueError, "3 elements", world.gather, [apart[0]], [torch.ones(3)], scatter_from(r.rank))
+    with_error(ValueError, "1 elements", world.scatter, [torch.ones(1)], [apart[1]], scatter_from(r.rank))
+    check_all_reduce_by_its_function(r)  # and nothing has changed
+
+
+def scatter_from(root: int) -> object:
+    opts = dist.distributed_c10d.ScatterOptions()
+    opts.rootRank = root
+    return opts

@@ -1,0 +1,299 @@
+"""Memory of tensors that a group reduces: resized, moved into shared memory, seen by others."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.data import DataLoader, TensorDataset
+
+from distopt.torch.ddp.shared_buckets import SharedBuckets
+
+from ..forked import group_with_gloo
+from .ddp import reference_cnn
+from .ranks import TIMEOUT_SECONDS, Ranks, same, same_on_all_ranks, values, with_error
+
+
+def check_tensors_can_be_resized(r: Ranks) -> None:
+    """Tensors can be resized after every collective and message: FSDP and DDP's hooks free and refill storages."""
+    after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
+    root = r.rank == 0
+
+    def exchange(tensor: torch.Tensor, other: torch.Tensor, source: int | None) -> None:
+        sent = dist.isend(tensor, after)
+        dist.irecv(other, source).wait()
+        sent.wait()
+
+    def coalesced(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, other, before)])
+        for work in works:
+            work.wait()
+
+    def product(tensor: torch.Tensor) -> None:
+        opts = dist.distributed_c10d.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.PRODUCT
+        dist.group.WORLD.allreduce([tensor], opts).wait()
+
+    calls: dict[str, Callable[..., object]] = {
+        "all_reduce": lambda x, *_: dist.all_reduce(x),
+        "all_reduce, async": lambda x, *_: dist.all_reduce(x, async_op=True).wait(),
+        "product": lambda x, *_: product(x),
+        "reduce": lambda x, *_: dist.reduce(x, 0),
+        "broadcast": lambda x, *_: dist.broadcast(x, 0),
+        "all_gather": lambda x, _, parts, __: dist.all_gather(parts, x),
+        "all_gather_single": lambda x, _, __, whole: dist.all_gather_single(whole, x),
+        "all_gather_single, async": lambda x, _, __, whole: dist.all_gather_single(whole, x, async_op=True).wait(),
+        "gather": lambda x, _, parts, __: dist.gather(x, parts if root else None, 0),
+        "scatter": lambda x, _, parts, __: dist.scatter(x, parts if root else None, 0),
+        "reduce_scatter": lambda x, _, parts, __: dist.reduce_scatter(x, parts),
+        "reduce_scatter_single": lambda x, _, __, whole: dist.reduce_scatter_single(x, whole),
+        "all_to_all": lambda _, __, parts, ___: dist.all_to_all([torch.empty_like(x) for x in parts], parts),
+        "all_to_all_single": lambda _, __, ___, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "message": lambda x, other, *_: exchange(x, other, before),
+        "batch_isend_irecv": lambda x, other, *_: coalesced(x, other),
+    }
+    if r.size == 2 and len(r.counts) == 1:
+        calls["message from anyone"] = lambda x, other, *_: exchange(x, other, None)
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
+    for dtype, (name, call) in itertools.product(dtypes, calls.items()):
+        x, other = values(r.rank, dtype), values(r.rank, dtype)
+        parts, whole = [values(q, dtype) for q in r.all], values(r.rank, dtype, (r.size * 2, 5, 3))
+        call(x, other, parts, whole)
+        for tensor in (x, other, *parts, whole):
+            kept = tensor.clone()
+            tensor.resize_(1000)
+            same(tensor[: kept.numel()], kept.view(-1), (dtype, name))
+            tensor.untyped_storage().resize_(0)
+            tensor.untyped_storage().resize_(4000)
+    sparse = values(r.rank, torch.float32).to_sparse()
+    dist.all_reduce(sparse)
+    sparse.coalesce().values().resize_(1000)
+    empty = torch.ones(30)
+    empty.untyped_storage().resize_(0)
+    with_error(ValueError, "is empty", dist.all_reduce, empty)
+
+
+def moved_storages(group: dist.ProcessGroup) -> int:
+    """How many storages have moved into the wire memory of `group`."""
+    wire = group._lanes.first.shared_buckets
+    return sum(seen.has_memory and seen.memory is None for seen in wire._seen.values()) if wire else 0
+
+
+class Checkpointed(torch.nn.Module):
+    """The reference CNN with recomputed activations, and with a layer that not every rank uses."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self._layers, self._last, self._reentrant = reference_cnn(), torch.nn.Linear(10, 10), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint_sequential(self._layers, 3, x.requires_grad_(), use_reentrant=self._reentrant)
+        return self._last(y) if self._reentrant or x.sum() > 0 else y
+
+
+def steps_of_ddp(
+    rank: int,
+    groups: list[dist.ProcessGroup],
+    net: Callable[[], torch.nn.Module] = reference_cnn,
+    *,
+    clears: bool = True,
+    clips: bool = False,
+    **options: object,
+) -> list[torch.Tensor]:
+    """Train as users do; the parameters and the last gradients of a rank."""
+    kept, arrays = [], []
+    models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(22):
+        x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 20:
+                with model.no_sync():
+                    torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.zero_grad(set_to_none=clears)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            # PyTorch does not know these views, which must stay readable when the bucket moves.
+            arrays.append(np.from_dlpack(next(model.parameters()).grad))
+    assert all(math.isfinite(array.sum()) for array in arrays)
+    for model in models:
+        kept += [
+            tensor.detach().clone() for one in model.parameters() for tensor in (one, one.grad) if tensor is not None
+        ]
+    return kept
+
+
+def check_buckets_in_wire_memory(r: Ranks) -> None:
+    gloo, other, before = group_with_gloo(r.all), dist.new_group(list(r.all)), moved_storages(dist.group.WORLD)
+    for options in (
+        {"clips": True},
+        {"clears": False, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {
+            "net": partial(Checkpointed, reentrant=False),
+            "find_unused_parameters": True,
+            "gradient_as_bucket_view": True,
+        },
+        {"net": partial(Checkpointed, reentrant=True), "gradient_as_bucket_view": True},
+        {"net": partial(Checkpointed, reentrant=True), "static_graph": True},
+    ):
+        ours = steps_of_ddp(r.rank, [dist.group.WORLD, other], **options)
+        theirs = steps_of_ddp(r.rank, [gloo], **options)
+        for one in ours:
+            same_on_all_ranks(one, options)
+        r.same_as_gloo(ours, theirs * 2, options, rtol=1e-3, atol=1e-4)
+    if min(r.counts) > 1:
+        assert (wire := other._lanes.first.shared_buckets) is not None
+        assert moved_storages(dist.group.WORLD) >= before
+        assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
+    dist.destroy_process_group(gloo)
+    dist.destroy_process_group(other)
+
+
+def sum_in_backward(buffer: torch.Tensor) -> None:
+    """Collective. Start a sum inside a backward pass, as a hook does."""
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: dist.all_reduce(buffer, async_op=True) and None)
+    x.sum().backward()
+
+
+def agree_anew() -> None:
+    """Collective. Have the ranks agree on moves as frequently as in a new group."""
+    lane = dist.group.WORLD._lanes.first
+    if lane.shared_buckets is not None:
+        lane.shared_buckets = SharedBuckets(lane.communicator, lane._post, TIMEOUT_SECONDS)
+
+
+def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
+    """Memory that an array, another process or a file shares stays in place, on rank 0 alone or on all ranks."""
+    count, folder = 20_000, TemporaryDirectory()
+
+    def mapped() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.memmap(Path(folder.name, "buffer"), np.float32, "w+", shape=count)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def shared() -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.zeros(count).share_memory_()
+        other = torch.UntypedStorage._new_shared_fd_cpu(*buffer.untyped_storage()._share_fd_cpu_())
+        return buffer, torch.tensor([]).set_(other)
+
+    def of_array() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.zeros(count, np.float32)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def of_file() -> tuple[torch.Tensor, torch.Tensor]:
+        path = str(Path(folder.name, "file"))
+        buffer = torch.from_file(path, shared=True, size=count)
+        return buffer, torch.from_file(path, shared=True, size=count)
+
+    for (kind, make), alone in itertools.product(
+        {"memmap": mapped, "share_memory_": shared, "array": of_array, "file": of_file}.items(), (True, False)
+    ):
+        agree_anew()
+        exports = r.rank == 0 or not alone
+        buffer, seen = make() if exports else (torch.zeros(count),) * 2
+        for step in range(26):
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (kind, alone, step))
+            same(seen, expected, (kind, alone, step))
+    # At any step: also between the ranks' agreement and the move. Another array keeps what it reads, too.
+    for at, alone in itertools.product((0, 5, 7, 8, 9, 12, 15, 16, 17, 20), (True, False)):
+        agree_anew()
+        buffer, array = torch.zeros(count), None
+        for step in range(28):
+            if step == at and (r.rank == 0 or not alone):
+                array = buffer.numpy()
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (at, alone, step))
+            assert array is None or (array == expected.numpy()).all(), (at, alone, step)
+        if at == 20 and min(r.counts) > 1:
+            assert moved_storages(dist.group.WORLD) == 1
+
+
+def check_arrays_of_gradients_stay_valid(r: Ranks) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(300, 200), gradient_as_bucket_view=True)
+    for step in range(40):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((2, 300), 1.0 + step)).sum().backward()
+        if step == 3:
+            array = model.module.weight.grad.numpy()
+        if step > 3:
+            assert (array == 2.0 * (1 + step)).all(), (step, array[0, 0])
+            same(model.module.weight.grad, torch.full((200, 300), 2.0 * (1 + step)))
+
+
+def check_data_loader_workers(r: Ranks) -> None:
+    """Forked workers share the memory of the buckets with their rank; spawned workers import this package."""
+    groups = dist.new_group(list(r.all)), group_with_gloo(r.all)
+    models = [DistributedDataParallel(reference_cnn(), process_group=group) for group in groups]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
+    generator = torch.Generator().manual_seed(r.rank)
+    images, labels = torch.randn(40, 1, 28, 28, generator=generator), torch.randint(10, (40,), generator=generator)
+    for method in ("spawn", "fork"):
+        for x, y in DataLoader(TensorDataset(images, labels), 2, num_workers=1, multiprocessing_context=method):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    assert (moved_storages(groups[0]) > 0) == (min(r.counts) > 1)
+    r.same_as_gloo(*(model.parameters() for model in models), rtol=1e-3, atol=1e-4)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def check_memory_outlives_the_group(r: Ranks) -> None:
+    for _ in range(2):
+        group = dist.new_group(list(r.all))
+        model = DistributedDataParallel(reference_cnn(), process_group=group, gradient_as_bucket_view=True)
+        for _ in range(20):
+            model(torch.ones(1, 1, 28, 28)).sum().backward()
+        assert (moved_storages(group) > 0) == (min(r.counts) > 1)
+        grads = [parameter.grad for parameter in model.parameters()]
+        before = [grad.clone() for grad in grads]
+        dist.destroy_process_group(group)
+        if r.rank % 2:
+            del model
+            gc.collect()
+        for grad, kept in zip(grads, before, strict=True):
+            same(grad, kept)
+        grads[0].fill_(r.rank)
+        same(grads[0], torch.full_like(before[0], r.rank))
+
+
+def check_discarded_models(r: Ranks) -> None:
+    def cycle() -> None:
+        model = DistributedDataParallel(torch.nn.Linear(300, 200), gradient_as_bucket_view=True)
+        for _ in range(18):
+            model(torch.ones(2, 300)).sum().backward()
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
+
+    agree_anew()
+    for _ in range(3):
+        cycle()
+    before = used()
+    for _ in range(int(os.environ.get("MODELS", "20"))):
+        cycle()
+    # How many models have memory at a time depends on where they end between two agreements.
+    assert all(now <= then + 2 for now, then in zip(used(), before, strict=True)), (used(), before)
