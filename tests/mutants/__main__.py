@@ -2,11 +2,11 @@
 
     python -m tests.mutants --count 60 --seed 58 --list faults.json
 
-draws faults and writes them to the file or, if it exists, plants the faults that it lists. Use such a file to compare the
-tests before and after a refactoring, since a seed draws the same faults only from the same sources. A line is found by its
-text and function, also in another file; if it was rewritten, the fault is "gone". All happens in a temporary copy of the
-tracked files. The tests of a room first run without a fault, and must pass; with a fault, they fail ("caught"), pass
-("survived") or exceed the limit ("time").
+draws faults and writes them to the file or, if it exists, plants the faults that it lists. Use such a file to compare
+the tests before and after a refactoring, since a seed draws the same faults only from the same sources. A line is
+found by its text and function, also in another file; if it was rewritten, the fault is "gone". All happens in a
+temporary copy of the tracked files. The tests of a room first run without a fault, and must pass; with a fault, they
+fail ("caught"), pass ("survived") or exceed the limit ("time").
 """
 
 from __future__ import annotations
