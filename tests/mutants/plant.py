@@ -26,15 +26,15 @@ class Mutant(NamedTuple):
 
     @contextmanager
     def planted(self, root: Path) -> Iterator[str]:
-        """In its own file, or in the same function of another one; gives file and line, "" if the line is gone."""
+        """In this function, of the same file or of another one; gives file and line, "" if the line is gone."""
         own = root / self.path
         files = sorted((root / self.path.split("/")[0]).rglob(f"*{own.suffix}"), key=lambda f: (f != own, f))
-        places = [(f, i, name) for f in files for i, name, text in places_of(f) if text == self.before]
-        found = [p for p in places if p[2] == self.function] or [p for p in places if p[0] == own]
+        places = ((f, i, name) for f in files for i, name, text in places_of(f) if text == self.before)
+        found = next((place for place in places if place[2] == self.function), None)
         if not found:
             yield ""
             return
-        file, index, _ = found[0]
+        file, index, _ = found
         lines = (text := file.read_text()).splitlines(keepends=True)
         lines[index] = lines[index].replace(self.before, self.after)
         file.write_text("".join(lines))
