@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -66,6 +66,12 @@ faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults.soak
 	$(BIN)/python -m tests.faults.healing --kinds SIGKILL,SIGSTOP,all,twice,server
 	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
+
+# Faults planted in a copy of the sources, one after the other, and whether the tests of their rooms notice: an hour or two.
+# The same faults before and after a refactoring: make mutants MUTANTS="--list FILE".
+MUTANTS ?= --count 60 --seed 1
+mutants: $(VENV)/.with-$(TEST_EXTRAS),oracle
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 # Random programs against slow oracles; see docs/fuzz.md. An hour: make fuzz MINUTES=60.
 MINUTES ?= 5

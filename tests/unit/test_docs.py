@@ -1,0 +1,48 @@
+"""Documentation names files, headings and places that exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.processes import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = "distopt|csrc|docs|tests|benchmarks"
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+ADDITIONS = re.findall(r"^\| (an? .*?) \| (.*) \| `(.*)` \|$", ARCHITECTURE, re.M)
+SUFFIXES = (".py", ".h", ".cpp", ".cu")
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_and_heading_exists(page):
+    text = page.read_text()
+    folders = FOLDERS if page.name == "singa.md" else f"{FOLDERS}|examples"  # there, they are SINGA's
+    paths = {path.rstrip("./") for path in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./*-]*", text)}
+    missing = [path for path in paths if not any(ROOT.glob(path))]
+    for target, _, heading in re.findall(r"\]\((?!https?:)([^)#]*)(#?)([^)]*)\)", text):
+        other = (page.parent / target).resolve() if target else page
+        headings = re.findall(r"^#+ (.*)", other.read_text(), re.M) if heading and other.exists() else []
+        if not other.exists() or (heading and heading not in map(anchor, headings)):
+            missing.append(f"{target}#{heading}")
+    assert not missing
+
+
+@pytest.mark.parametrize(("what", "files", "example"), ADDITIONS, ids=[row[0] for row in ADDITIONS])
+def test_an_addition_touches_the_files_that_the_page_lists(what, files, example):
+    pattern = re.compile(example.replace("\\|", "|"))
+    files_of_sources = [f for top in ("distopt", "csrc") for f in (ROOT / top).rglob("*.*") if f.suffix in SUFFIXES]
+    touched = {str(f.relative_to(ROOT)) for f in files_of_sources if pattern.search(f.read_text())}
+    assert touched == set(re.findall(r"`([\w/]+\.\w+)`", files))
+
+
+def test_the_architecture_names_every_room_and_seven_additions():
+    rooms = [*(ROOT / "distopt").glob("*/__init__.py"), *(ROOT / "csrc").glob("*/*.h")]
+    missing = {str(file.parent.relative_to(ROOT)) for file in rooms} - set(re.findall(r"`(\w+/\w+)`", ARCHITECTURE))
+    assert not missing
+    assert len(ADDITIONS) == 7
