@@ -10,7 +10,7 @@
 namespace distopt {
 
 // The process in which it was made.
-class Origin {
+class ForkGuard {
  public:
   // Whether this is another one: a child.
   bool forked() const { return fork_count() != forks_; }

@@ -43,29 +43,30 @@ class NcclMemory {
   void* address_;
 };
 
-// Of the collective of that name: addresses of the input and the output, elements as of Request, codes of type and
+// Of the collective of that name: addresses of the input and the output, elements as of Arguments, codes of type and
 // reduction, and the root.
 NcclWork start(Shared communicator, const std::string& kind, Address input, Address output, std::size_t count,
                int dtype, int op, int root, const char* label, Address stream) {
-  Request request = make_request(kind.c_str(), dtype, label, op, root);
-  request.count = count;
-  request.input = at<const char>(input);
-  request.output = at<char>(output);
-  auto operation = communicator->start(request, stream_of(stream));
+  Arguments arguments = make_arguments(kind.c_str(), dtype, label, op, root);
+  arguments.count = count;
+  arguments.input = at<const char>(input);
+  arguments.output = at<char>(output);
+  auto operation = communicator->start(arguments, stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
 NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts& sent, const Parts& received, int dtype,
                       const char* label, Address stream) {
-  Request request = make_request(kind.c_str(), dtype, label);
-  const auto pieces_of = [&request](const Parts& parts) {
+  Arguments arguments = make_arguments(kind.c_str(), dtype, label);
+  const auto pieces_of = [&arguments](const Parts& parts) {
     std::vector<Piece> pieces;
-    for (const auto& [address, count] : parts) pieces.push_back({at<char>(address), count * item_bytes(request.dtype)});
+    for (const auto& [address, count] : parts)
+      pieces.push_back({at<char>(address), count * item_bytes(arguments.dtype)});
     return pieces;
   };
-  request.parts = pieces_of(sent);
-  for (const auto& part : sent) request.count += part.second;
-  auto operation = communicator->start_ragged(request, pieces_of(received), stream_of(stream));
+  arguments.parts = pieces_of(sent);
+  for (const auto& part : sent) arguments.count += part.second;
+  auto operation = communicator->start_ragged(arguments, pieces_of(received), stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
@@ -97,7 +98,7 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
 }
 
 nb::bytes unique_id(const std::string& path) {
-  const nccl::Api& api = nccl::load(path);
+  const nccl::NcclApi& api = nccl::load(path);
   nccl::UniqueId id;
   if (const nccl::Result result = api.get_unique_id(&id); result != nccl::Result::success)
     throw std::runtime_error(std::string("ncclGetUniqueId failed: ") + api.get_error_string(result));

@@ -24,12 +24,12 @@ using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
-  std::shared_ptr<Operation> operation;
+  std::shared_ptr<ShmCollective> operation;
 };
 
 // Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
 // within microseconds keeps it.
-ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operation) {
+ShmWork start(ShmCommunicator& communicator, std::shared_ptr<ShmCollective> operation) {
   if (!communicator.start(operation)) {
     nb::gil_scoped_release release;
     communicator.progress();
@@ -37,11 +37,11 @@ ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operatio
   return {communicator.shared_from_this(), std::move(operation)};
 }
 
-ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
-  return start(communicator, std::make_shared<Held<Operation>>(std::move(request), std::move(buffers)));
+ShmWork start(ShmCommunicator& communicator, Arguments arguments, Buffers buffers) {
+  return start(communicator, std::make_shared<WithArrays<ShmCollective>>(std::move(arguments), std::move(buffers)));
 }
 
-void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
+void wait(ShmCommunicator& communicator, const ShmCollective& operation, std::optional<double> timeout) {
   if (communicator.wait_briefly(operation)) return;
   nb::gil_scoped_release release;
   communicator.wait(operation, timeout.value_or(communicator.default_timeout()));
@@ -136,7 +136,7 @@ void bind_shm(nb::module_& m) {
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
           "See `Work.nonfinite`.");
 
-  using ShmRaggedWork = RaggedWork<ShmWork, Operation>;
+  using ShmRaggedWork = RaggedWork<ShmWork, ShmCollective>;
   nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork",
                                      nb::sig("class ShmRaggedWork(ShmWork, distopt.comm.work.RaggedWork)"),
                                      "A ragged collective under way in shared memory.")
@@ -173,7 +173,7 @@ void bind_shm(nb::module_& m) {
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &ShmCommunicator::close);
-  bind_collectives<ShmCommunicator, Operation>(
+  bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),

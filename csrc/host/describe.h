@@ -8,15 +8,15 @@
 namespace distopt {
 
 // A rank's description of an operation: everything except where its data lies.
-void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
+void fill(Descriptor& descriptor, char (&label)[label_bytes], const Arguments& arguments);
 // Whether two ranks take part in the same operation.
 bool alike(const Descriptor& a, const Descriptor& b);
 // That they do not.
 CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine);
 Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const char* label);
 
-// A request for the collective of that name: codes of type and reduction, the root of a broadcast.
-Request make_request(const char* kind, int dtype, const char* label, int op = 0, int root = 0);
+// Arguments of the collective of that name: codes of type and reduction, the root of a broadcast.
+Arguments make_arguments(const char* kind, int dtype, const char* label, int op = 0, int root = 0);
 
 const char* kind_name(OpKind kind);
 const char* dtype_name(std::uint8_t dtype);
@@ -26,7 +26,7 @@ bool reduces(OpKind kind);
 std::string amount(std::uint64_t count, DType dtype);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"
 std::string describe(const Call& call);
-std::string describe(const Request& request, std::uint64_t number);
+std::string describe(const Arguments& arguments, std::uint64_t number);
 // The last operation that the rank posted.
 std::string last_operation(const Peers& peers, int rank);
 

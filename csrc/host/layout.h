@@ -1,6 +1,6 @@
 // The layout of the start of the segment, byte for byte: every rank maps it, and every field has one writer.
 //
-//   Header | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
+//   SegmentHeader | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
 //
 // Pages come zeroed from the kernel, and zero is the valid initial value of everything but the header.
 #pragma once
@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "base/types.h"
-#include "host/request.h"
+#include "host/arguments.h"
 
 namespace distopt {
 
@@ -87,7 +87,7 @@ struct FailureRecord {
   char fact[2048], cure[256];
 };
 
-struct alignas(4096) Header {
+struct alignas(4096) SegmentHeader {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t world_size;

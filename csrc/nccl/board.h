@@ -23,7 +23,7 @@ class Board {
   const Peers& peers() const { return peers_; }
 
   // Announces an operation of this rank. The mismatch with a peer that has started another under that number, if any.
-  std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
+  std::optional<CommunicatorError> post(std::uint64_t sequence, const Arguments& arguments);
 
   // Ranks of this host that have not started operation `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }

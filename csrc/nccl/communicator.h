@@ -25,9 +25,10 @@
 
 namespace distopt {
 
-class NcclOperation {
+class NcclCollective {
  public:
-  NcclOperation(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready, std::shared_ptr<Event> finished)
+  NcclCollective(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready,
+                 std::shared_ptr<Event> finished)
       : sequence(sequence), text(std::move(text)), ready(std::move(ready)), finished(std::move(finished)) {}
 
   const std::uint64_t sequence;
@@ -38,11 +39,11 @@ class NcclOperation {
 
 class NcclCommunicator {
  public:
-  using Work = std::shared_ptr<NcclOperation>;
+  using Work = std::shared_ptr<NcclCollective>;
 
   // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of operations
   // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
-  NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
+  NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -50,18 +51,18 @@ class NcclCommunicator {
 
   int world_size() const { return world_size_; }
 
-  // Collective. `request` has kind, type, count, label and device pointers; `caller` is the stream of the data.
-  Work start(const Request& request, cudaStream_t caller);
-  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the request goes to it, or the
+  // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
+  Work start(const Arguments& arguments, cudaStream_t caller);
+  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or the
   // only one to all.
-  Work start_ragged(const Request& request, const std::vector<Piece>& received, cudaStream_t caller);
+  Work start_ragged(const Arguments& arguments, const std::vector<Piece>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
-  bool done(const NcclOperation& operation);
+  bool done(const NcclCollective& operation);
   // Local. What `stream` does from now on sees the result. Throws CommunicatorError if the communicator has failed.
-  void join(const NcclOperation& operation, cudaStream_t stream);
+  void join(const NcclCollective& operation, cudaStream_t stream);
   // Waits on the host. Throws CommunicatorError.
-  void wait(const NcclOperation& operation, double timeout_seconds);
+  void wait(const NcclCollective& operation, double timeout_seconds);
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
   void* allocate(std::size_t bytes);
@@ -77,7 +78,7 @@ class NcclCommunicator {
   using Clock = std::chrono::steady_clock;
   using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
 
-  Work enqueue(const Request& request, cudaStream_t caller, const Enqueue& call);
+  Work enqueue(const Arguments& arguments, cudaStream_t caller, const Enqueue& call);
   // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
@@ -96,7 +97,7 @@ class NcclCommunicator {
   void stop_watching();
   bool drained(Lock& lock, double seconds);
 
-  const nccl::Api& api_;
+  const nccl::NcclApi& api_;
   const int rank_, world_size_;
   int device_ = 0;
   std::shared_ptr<Board> board_;

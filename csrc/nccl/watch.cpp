@@ -110,7 +110,7 @@ void NcclCommunicator::abort(const std::string& text) {
 bool NcclCommunicator::end_comm(bool orderly) {
   nccl::Comm* comm = std::exchange(comm_, nullptr);
   if (comm == nullptr) return true;
-  const nccl::Api& api = api_;
+  const nccl::NcclApi& api = api_;
   for (auto& [memory, registration] : memory_)
     if (orderly && registration != nullptr)
       static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));

@@ -32,12 +32,12 @@ void ShmCommunicator::close() {
   queue_.clear();
   ended_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
-  if (!origin_.forked()) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
+  if (!fork_guard_.forked()) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();
 }
 
 void ShmCommunicator::require_open() const {
-  origin_.require(peers_.me());
+  fork_guard_.require(peers_.me());
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
                              peers_.me().name() + " has closed this communicator",
@@ -101,9 +101,9 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
 
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
 std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
-  const Operation& front = *queue_.front();
+  const ShmCollective& front = *queue_.front();
   std::string text = peers_.me().name() + " waits ";
-  if (posted_ != 0) text += "in " + describe(front.request(), front.sequence()) + " ";
+  if (posted_ != 0) text += "in " + describe(front.arguments(), front.sequence()) + " ";
   text += "for ";
   for (std::size_t i = 0; i < ranks.size(); ++i)
     text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
@@ -112,7 +112,7 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 
 // -- operations -------------------------------------------------------------------------------------------------------
 
-bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
+bool ShmCommunicator::start(std::shared_ptr<ShmCollective> operation) {
   require_open();
   const auto turn = turn_.of_caller();
   enqueue(std::move(operation));
@@ -121,9 +121,9 @@ bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
   return true;
 }
 
-void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
+void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> operation) {
   raise_recorded_failure();
-  if (operation->request().parts.size() * sizeof(std::uint64_t) > inline_bytes)
+  if (operation->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
                                                   " ranks on one host; choose the mpi communicator");
@@ -131,7 +131,7 @@ void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
   queue_.push_back(std::move(operation));
 }
 
-bool ShmCommunicator::may_post(const Operation& operation) {
+bool ShmCommunicator::may_post(const ShmCollective& operation) {
   // The ring entry is free when every rank, this one too, has finished the operation that used it before.
   if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
   if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
@@ -139,7 +139,7 @@ bool ShmCommunicator::may_post(const Operation& operation) {
   // peers may write the result, which they may not while an earlier one still reads the old data.
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
-    if (conflict(earlier->request(), operation.request(), peers_.size())) return false;
+    if (conflict(earlier->arguments(), operation.arguments(), peers_.size())) return false;
   }
   return true;
 }
@@ -153,7 +153,7 @@ void ShmCommunicator::advance(bool helps) {
   if (has_failed_) raise_recorded_failure();
   post_ready();
   while (!queue_.empty()) {
-    Operation& front = *queue_.front();
+    ShmCollective& front = *queue_.front();
     if (posted_ == 0) {
       peers_.all_reached(Signal::finished, front.sequence() - ring_size, blocker_);
       return;
@@ -164,7 +164,7 @@ void ShmCommunicator::advance(bool helps) {
       fail(error.failure());
     } catch (const std::bad_alloc&) {
       fail({ErrorKind::memory,
-            peers_.me().name() + " cannot allocate the result of " + describe(front.request(), front.sequence()),
+            peers_.me().name() + " cannot allocate the result of " + describe(front.arguments(), front.sequence()),
             "send smaller parts",
             {peers_.me()}});
     }
@@ -183,7 +183,7 @@ void ShmCommunicator::help() {
   if (const auto turn = turn_.of_helper()) advance(true);
 }
 
-bool ShmCommunicator::test(const Operation& operation) {
+bool ShmCommunicator::test(const ShmCollective& operation) {
   if (operation.finished()) return true;
   require_open();
   const auto turn = turn_.of_caller();
@@ -202,14 +202,14 @@ void ShmCommunicator::progress() {
   messages_.help();
 }
 
-void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
+void ShmCommunicator::wait(const ShmCollective& operation, double timeout_seconds) {
   if (operation.finished()) return;
   require_open();
   const auto turn = turn_.of_caller();
   wait_until([&] { return operation.finished(); }, timeout_seconds);
 }
 
-bool ShmCommunicator::wait_briefly(const Operation& operation) {
+bool ShmCommunicator::wait_briefly(const ShmCollective& operation) {
   if (operation.finished()) return true;
   require_open();
   const auto turn = turn_.of_caller();
@@ -227,18 +227,18 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
   std::size_t total = 0;
   const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||
                          __builtin_mul_overflow(bytes, static_cast<std::size_t>(peers_.size()), &total);
-  Request request;
-  request.kind = OpKind::empty;
-  request.dtype = dtype;
-  request.count = count;
-  request.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
+  Arguments arguments;
+  arguments.kind = OpKind::empty;
+  arguments.dtype = dtype;
+  arguments.count = count;
+  arguments.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
   try {
-    auto operation = std::make_shared<Operation>(std::move(request));
+    auto operation = std::make_shared<ShmCollective>(std::move(arguments));
     enqueue(operation);
     wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
-    if (operation->request().refused)
+    if (operation->arguments().refused)
       fail({ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) + " finds available",
             "use fewer ranks or a smaller model"});
     for (int q = 0; q < peers_.size(); ++q)
@@ -249,7 +249,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
               memory_cure(static_cast<int>(error)),
               {peers_.process(q)}});
     if (bytes == 0) return {};
-    Block block;
+    WireBlock block;
     try {
       block = segment_.map_block(bytes);
     } catch (const CommunicatorError& error) {

@@ -14,8 +14,8 @@
 #include "base/errors.h"
 #include "base/fork.h"
 #include "base/turn.h"
+#include "shm/collective.h"
 #include "shm/messages.h"
-#include "shm/operation.h"
 
 namespace distopt {
 
@@ -38,12 +38,12 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
 
   // Starts an operation and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
   // and true is returned; otherwise progress() has to be called next, which may take the time of large copies.
-  bool start(std::shared_ptr<Operation> operation);
+  bool start(std::shared_ptr<ShmCollective> operation);
   // Moves outstanding operations forward without waiting; whether this one has ended.
-  bool test(const Operation& operation);
-  void wait(const Operation& operation, double timeout_seconds);
+  bool test(const ShmCollective& operation);
+  void wait(const ShmCollective& operation, double timeout_seconds);
   // Waits for some microseconds at most, if nothing but a brief operation is outstanding; whether it has ended.
-  bool wait_briefly(const Operation& operation);
+  bool wait_briefly(const ShmCollective& operation);
   void progress();
 
   // Collective; waits. `bytes_available` counts on rank 0 only: the bytes that the host can give to all ranks together.
@@ -62,10 +62,10 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void require_open() const;
   void raise_recorded_failure() const;
   [[noreturn]] void fail(const Failure& failure);
-  void enqueue(std::shared_ptr<Operation> operation);
+  void enqueue(std::shared_ptr<ShmCollective> operation);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
   void post_ready();
-  bool may_post(const Operation& operation);
+  bool may_post(const ShmCollective& operation);
   void advance(bool helps = false);
   void help();
   template <typename Condition>
@@ -78,15 +78,15 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   Limits limits_;
   Hooks hooks_;
   Messages messages_;
-  std::deque<std::shared_ptr<Operation>> queue_;
-  std::vector<std::shared_ptr<Operation>> ended_;  // in help()
-  std::size_t posted_ = 0;                         // of the queue
+  std::deque<std::shared_ptr<ShmCollective>> queue_;
+  std::vector<std::shared_ptr<ShmCollective>> ended_;  // in help()
+  std::size_t posted_ = 0;                             // of the queue
   std::uint64_t started_ = 0;
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
   bool has_failed_ = false;  // here, maybe in the middle of an operation, which goes on no more
   bool closed_ = false;
-  const Origin origin_;
+  const ForkGuard fork_guard_;
 };
 
 }  // namespace distopt

@@ -171,7 +171,7 @@ bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
   Message& message = *stream.queue.front();
-  const Header header{message.tag(), message.count(), static_cast<std::uint32_t>(message.dtype())};
+  const Envelope envelope{message.tag(), message.count(), static_cast<std::uint32_t>(message.dtype())};
   Channel& channel = segment_.channel(peers_.rank(), to);
   const std::size_t size = segment_.channel_bytes();
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
@@ -179,12 +179,12 @@ bool Messages::push(int to) {
   std::size_t now = 0;
   char* const ring_to = segment_.ring(peers_.rank(), to);
   if (stream.done == 0) {
-    if (room < sizeof(Header)) return false;
-    write_ring(ring_to, size, written, reinterpret_cast<const char*>(&header), sizeof(Header));
-    now = sizeof(Header);
+    if (room < sizeof(Envelope)) return false;
+    write_ring(ring_to, size, written, reinterpret_cast<const char*>(&envelope), sizeof(Envelope));
+    now = sizeof(Envelope);
     room -= now;
   }
-  const std::size_t sent = stream.done + now - sizeof(Header);  // of the data
+  const std::size_t sent = stream.done + now - sizeof(Envelope);  // of the data
   const std::size_t bytes = std::min(room, message.bytes() - sent);
   if (now + bytes == 0 && sent != message.bytes()) return false;
   write_ring(ring_to, size, written + now, message.data() + sent, bytes);
@@ -199,18 +199,18 @@ bool Messages::push(int to) {
 }
 
 // Where a message goes that begins to arrive. Throws before it has changed anything.
-Messages::Incoming Messages::begin(int from, const Header& header) {
+Messages::Incoming Messages::begin(int from, const Envelope& envelope) {
   Incoming stream;
   stream.begun = true;
-  stream.header = header;
+  stream.envelope = envelope;
   const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
-    return message->tag() == header.tag && (message->peer() == from || message->peer() == Message::anyone);
+    return message->tag() == envelope.tag && (message->peer() == from || message->peer() == Message::anyone);
   });
   if (found == awaiting_.end()) {
     stream.aside.reset(new char[stream.bytes() + 1]);
     return stream;
   }
-  check(header, from, **found);
+  check(envelope, from, **found);
   stream.into = *found;
   awaiting_.erase(found);
   return stream;
@@ -225,12 +225,12 @@ bool Messages::pull(int from) {
   Incoming& stream = incoming_[from];
   const char* const ring_from = segment_.ring(from, peers_.rank());
   if (!stream.begun) {
-    if (there < sizeof(Header)) return false;
-    Header header;
-    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&header), sizeof(Header));
-    stream = begin(from, header);
-    taken += sizeof(Header);
-    there -= sizeof(Header);
+    if (there < sizeof(Envelope)) return false;
+    Envelope envelope;
+    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&envelope), sizeof(Envelope));
+    stream = begin(from, envelope);
+    taken += sizeof(Envelope);
+    there -= sizeof(Envelope);
   } else if (there == 0) {
     return false;
   }
@@ -243,19 +243,19 @@ bool Messages::pull(int from) {
   if (stream.into)
     stream.into->finish(from);
   else
-    aside_.push_back({from, stream.header, std::move(stream.aside)});
+    aside_.push_back({from, stream.envelope, std::move(stream.aside)});
   stream = {};
   return true;
 }
 
 // Takes a message that has been put aside, even if only a part has arrived; or waits for one to arrive.
 void Messages::await(const std::shared_ptr<Message>& message) {
-  const auto fits = [&](int from, const Header& header) {
-    return header.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
+  const auto fits = [&](int from, const Envelope& envelope) {
+    return envelope.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
   };
   for (auto found = aside_.begin(); found != aside_.end(); ++found) {
-    if (!fits(found->from, found->header)) continue;
-    check(found->header, found->from, *message);
+    if (!fits(found->from, found->envelope)) continue;
+    check(found->envelope, found->from, *message);
     if (message->bytes() != 0) std::memcpy(message->data(), found->data.get(), message->bytes());
     message->finish(found->from);
     aside_.erase(found);
@@ -263,8 +263,8 @@ void Messages::await(const std::shared_ptr<Message>& message) {
   }
   for (int q = 0; q < peers_.size(); ++q) {
     Incoming& stream = incoming_[q];
-    if (!stream.begun || stream.into || !fits(q, stream.header)) continue;
-    check(stream.header, q, *message);
+    if (!stream.begun || stream.into || !fits(q, stream.envelope)) continue;
+    check(stream.envelope, q, *message);
     std::memcpy(message->data(), stream.aside.get(), stream.done);
     stream.aside.reset();
     stream.into = message;
@@ -273,11 +273,11 @@ void Messages::await(const std::shared_ptr<Message>& message) {
   awaiting_.push_back(message);
 }
 
-void Messages::check(const Header& header, int from, const Message& message) {
-  if (header.count == message.count() && header.dtype == static_cast<std::uint32_t>(message.dtype())) return;
+void Messages::check(const Envelope& envelope, int from, const Message& message) {
+  if (envelope.count == message.count() && envelope.dtype == static_cast<std::uint32_t>(message.dtype())) return;
   throw peers_.fail({ErrorKind::mismatch,
-                     peers_.name(from) + " sent " + amount(header.count, static_cast<DType>(header.dtype)) +
-                         " with tag " + std::to_string(header.tag) + ", where " + peers_.me().name() + " receives " +
+                     peers_.name(from) + " sent " + amount(envelope.count, static_cast<DType>(envelope.dtype)) +
+                         " with tag " + std::to_string(envelope.tag) + ", where " + peers_.me().name() + " receives " +
                          amount(message.count(), message.dtype()),
                      "both sides of a message must agree on type and count",
                      {peers_.process(from), peers_.me()}});

@@ -77,7 +77,7 @@ class Waits:
             self._told = now
             self._notes.tell()
 
-    def wait_for(self, operation: _core.MpiOperation, timeout: float | None) -> None:
+    def wait_for(self, operation: _core.MpiCollective, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
 
         def move() -> bool:
@@ -159,7 +159,7 @@ class Waits:
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank != self._rank]
 
-    def _waiting_in(self, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
+    def _waiting_in(self, operation: _core.MpiCollective) -> tuple[str, list[Process]]:
         core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
         # If all have begun, one may have stopped since. A rank that itself waits, even in an earlier one, has not.
         suspects = (core.oldest and core.oldest.unheard) or self._others()

@@ -1,9 +1,9 @@
 // Descriptions of an operation, gathered from all ranks, so that ranks that call different collectives notice. Small
 // data travel with it.
 //
-// Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by the
-// algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems",
-// IEEE Transactions on Parallel and Distributed Systems 8(11), 1997, section 3.
+// Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by
+// the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
+// Systems", IEEE Transactions on Parallel and Distributed Systems 8(11), 1997, section 3.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,19 @@
 #include <vector>
 
 #include "host/describe.h"
-#include "mpi/world.h"
+#include "mpi/context.h"
 
 namespace distopt::mpi {
 
-class Agreement {
+class Announcement {
  public:
-  Agreement(World& world, int tag) : world_(world), tag_(tag) {}
-  ~Agreement() { world_.pool.give(std::move(memory_)); }
-  Agreement(const Agreement&) = delete;
-  Agreement& operator=(const Agreement&) = delete;
+  Announcement(Context& context, int tag) : context_(context), tag_(tag) {}
+  ~Announcement() { context_.pool.give(std::move(memory_)); }
+  Announcement(const Announcement&) = delete;
+  Announcement& operator=(const Announcement&) = delete;
 
   // Notifies the others; `payload` is copied.
-  void begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
+  void begin(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
   // Does all that can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
   // (mismatch) that names the first which does not.
   bool advance();
@@ -46,14 +46,14 @@ class Agreement {
 
   static std::size_t block_bytes(std::size_t payload_bytes);
   std::size_t room_for(int blocks) const;
-  int blocks_of_round() const { return std::min(distance_, world_.size() - distance_); }
+  int blocks_of_round() const { return std::min(distance_, context_.size() - distance_); }
   void exchange();
   void take_in();
   void compare() const;
 
-  World& world_;
+  Context& context_;
   int tag_;
-  Memory memory_;  // blocks in the order of their arrival, this rank's first
+  Scratch memory_;  // blocks in the order of their arrival, this rank's first
   std::vector<const Said*> said_;
   std::vector<std::size_t> ends_;  // of the blocks
   int distance_ = 1;               // between partners; doubles in each round

@@ -11,12 +11,12 @@
 
 namespace distopt {
 
-class Operation {
+class ShmCollective {
  public:
   // Derived classes may keep the arrays alive: the object lives until the operation has ended, even if the caller has
   // dropped it.
-  explicit Operation(Request request) : request_(std::move(request)) {}
-  virtual ~Operation() = default;
+  explicit ShmCollective(Arguments arguments) : arguments_(std::move(arguments)) {}
+  virtual ~ShmCollective() = default;
 
   // Gives it its place in the order of operations.
   void begin(std::uint64_t sequence) { sequence_ = sequence; }
@@ -26,7 +26,7 @@ class Operation {
   // Throws CommunicatorError (mismatch) when a peer has posted something else under the same number.
   bool advance(Peers& peers, Blocker& blocker);
 
-  const Request& request() const { return request_; }
+  const Arguments& arguments() const { return arguments_; }
   std::uint64_t sequence() const { return sequence_; }
   bool posted() const { return posted_; }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
@@ -40,7 +40,7 @@ class Operation {
 
   // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
   // others may be large.
-  bool brief(int world_size) const { return !ragged() && request_.input_bytes(world_size) <= inline_bytes; }
+  bool brief(int world_size) const { return !ragged() && arguments_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
   // Ragged: where each rank's elements are to go. Called once, when all ranks have reported their counts.
@@ -86,14 +86,14 @@ class Operation {
   Range slice(int world_size, std::uint64_t chunk, int q) const;
   // The chunk's range within one part (or the whole) of `bytes`.
   Range part(std::uint64_t chunk, std::size_t bytes) const;
-  std::size_t part_bytes() const { return request_.part_bytes(); }
-  bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
-  bool exchanges() const { return request_.kind == OpKind::all_to_all_ragged; }
-  bool ragged() const { return request_.kind == OpKind::all_gather_ragged || exchanges(); }
+  std::size_t part_bytes() const { return arguments_.part_bytes(); }
+  bool reduces() const { return arguments_.kind == OpKind::all_reduce || arguments_.kind == OpKind::reduce_scatter; }
+  bool exchanges() const { return arguments_.kind == OpKind::all_to_all_ragged; }
+  bool ragged() const { return arguments_.kind == OpKind::all_gather_ragged || exchanges(); }
   // Whether each part that a rank copies in is for one peer.
   bool has_lanes() const { return reduces() || exchanges(); }
 
-  Request request_;
+  Arguments arguments_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
   std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the operation

@@ -1,4 +1,4 @@
-// A caller's request to a communicator: one collective.
+// The arguments of one collective, arrays included.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ struct Piece {
   std::size_t bytes = 0;
 };
 
-// The requested collective. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
+// Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
 // hold world_size parts of `count` elements.
-struct Request {
+struct Arguments {
   OpKind kind = OpKind::barrier;
   DType dtype = DType::float32;
   RedOp op = RedOp::sum;
@@ -47,7 +47,8 @@ struct Request {
   }
 };
 
-// Whether one of two requests writes memory that the other reads or writes, so that the later must wait for the first.
-bool conflict(const Request& a, const Request& b, int world_size);
+// Whether one of two collectives writes memory that the other reads or writes, so that the later must wait for the
+// first.
+bool conflict(const Arguments& a, const Arguments& b, int world_size);
 
 }  // namespace distopt

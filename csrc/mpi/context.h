@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "mpi/memory.h"
+#include "mpi/scratch.h"
 #include "mpi/transport.h"
 
 namespace distopt::mpi {
@@ -19,9 +19,9 @@ struct Group {
   std::size_t size() const { return ranks.size(); }
 };
 
-struct World {
+struct Context {
   Transport& transport;
-  Pool& pool;
+  ScratchPool& pool;
   int rank;
   const std::vector<Process>& processes;  // of each rank
   std::size_t inline_bytes;               // of data that may travel with a rank's announcement
