@@ -9,7 +9,7 @@ from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
 from ..compress.state import States
 from ..errors import StateError, check_integer
-from .bucket import Bucket, Parameter, WireMemory
+from .bucket import Bucket, BucketMemory, Parameter
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
@@ -79,7 +79,7 @@ class Layout:
         order: Sequence[Parameter],
         bucket_elements: int,
         version: int,
-        memory: WireMemory,
+        memory: BucketMemory,
         *,
         small_first: bool = False,
         prefix: str = "",
