@@ -22,12 +22,12 @@ import numpy as np
 
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.watch.report import supervisor
+from .adapters import copy_of, look_at
 from .folder import share_of
-from .parts import copy_of, look_at
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .parts import Part, Ranks
+    from .adapters import Adapter, Ranks
 
 _ALIGNMENT = 64
 _COST = 0.008  # of the time of training, that copies may take
@@ -104,7 +104,7 @@ class Memory:
     """
 
     def __init__(self, place: int, n_ranks: int, fds: list[int], ranks: Ranks, node: str) -> None:
-        self._slots = [_Slot(fd) for fd in fds]
+        self._slots = [_StateSlot(fd) for fd in fds]
         self._n_slots = len(fds) // n_ranks  # of each rank
         self._own = self._slots[self._n_slots * place :][: self._n_slots]
         self._place, self._n_ranks = place, n_ranks
@@ -115,7 +115,7 @@ class Memory:
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks for which this one keeps a copy of their states
         self._sends = False  # whether there are such copies
-        self._spread: _Slot | None = None  # which has the newest
+        self._spread: _StateSlot | None = None  # which has the newest
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -179,13 +179,13 @@ class Memory:
         self._left -= 1
         return self._left <= 0
 
-    def keep(self, step: int, epoch: int, parts: Mapping[str, Part]) -> None:
+    def keep(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
         """Local, at times collective: on all ranks. Keep the states after this step."""
         label = step, epoch
         if any(slot.label == label for slot in self._own):
             return
         begin = time.perf_counter()
-        states = look_at(parts)
+        states = look_at(adapters)
         share = share_of(self._place, self._n_ranks, states.shared)
         kept = Kept(states.own, {}, {}, states.notes)
         spreads = self._sends and self._n_copies % _FAR_EVERY == 0
@@ -244,7 +244,7 @@ class Memory:
         return {key: array for each in gathered for key, array in each.shared.items()}, mine
 
 
-class _Slot:
+class _StateSlot:
     """One slot."""
 
     def __init__(self, fd: int) -> None:

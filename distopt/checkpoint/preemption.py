@@ -23,7 +23,7 @@ from ..launch.join.env import origin
 from ..launch.watch.report import supervisor
 
 if TYPE_CHECKING:
-    from .parts import Ranks
+    from .adapters import Ranks
 
 _INTERVAL_SECONDS = 1.0  # between two exchanges
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
