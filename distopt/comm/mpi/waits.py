@@ -25,7 +25,7 @@ _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at 
 _closed: list[MpiNotes] = []
 
 
-class _Message(Protocol):
+class _Awaited(Protocol):
     peer: int
 
     def moved(self) -> bool: ...
@@ -97,7 +97,7 @@ class Waits:
 
         self._wait(move, check, lambda: self._waiting_in(operation), timeout, lambda _: self.core.quiet_seconds)
 
-    def wait_for_message(self, message: _Message, timeout: float | None) -> None:
+    def wait_for_message(self, message: _Awaited, timeout: float | None) -> None:
         """Wait for the end of `message`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
         ranks = self._others() if message.peer < 0 else [message.peer]
         others = [self.processes[rank] for rank in ranks]
