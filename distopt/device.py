@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from .errors import explain_absent
 from .nn.device import *  # noqa: F403 - a face of that module
-from .nn.device import __all__
+from .nn.device import __all__ as _names
+from .nn.staging import Staging
+
+__all__ = [*_names, "Staging"]  # noqa: PLE0604 - the names are strings
 
 _ABSENT = {
     **dict.fromkeys(
