@@ -25,9 +25,9 @@ from ..launch.watch.report import supervisor
 if TYPE_CHECKING:
     from .adapters import Ranks
 
-_INTERVAL_SECONDS = 1.0  # between two exchanges
+_INTERVAL_SECONDS = 1.0  # a signal waits about so long for the next exchange
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
-_SLURM_SECONDS = 20.0  # for an answer of Slurm; 10 s is its own MessageTimeout
+_SLURM_SECONDS = 20.0  # then rank 0 gives up on Slurm, whose own MessageTimeout is 10 s
 
 log = logging.getLogger("distopt")
 

@@ -30,7 +30,7 @@ _log = logging.getLogger("distopt")
 
 # Registered memory comes in pages of 2 MiB or more; less is not worth one.
 _REGISTERED_BYTES = 1 << 20
-_ABORT_SECONDS = 10.0
+_ABORT_SECONDS = 10.0  # then the watching thread gives up on ncclCommAbort, and the error says so
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
 
