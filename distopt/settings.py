@@ -59,7 +59,7 @@ class Settings:
         )
 
 
-# Of variables that begin with DISTOPT_: those above, and those that are read where they are used.
+# The variables above, and others that are read where they are used; all begin with DISTOPT_.
 _NAMES = (
     *("TIMEOUT", "STALL_WARNING", "BACKEND", "SUM_ORDER", "DEVICE", "CONVOLUTION", "NCCL_LIBRARY", "CUBLAS_LIBRARY"),
     *("JOB_SECRET", "ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"),

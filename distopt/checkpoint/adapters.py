@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapter", "Ranks", "State", "States", "adapters_of", "copy_of", "look_at", "of_device"]
 
-# Notes on the arrays: the names of dictionaries of arrays, with their keys, and those of NumPy's scalars.
+# Keys of notes on the arrays: on dictionaries of arrays, with their keys, and on NumPy's scalars.
 _GROUPS, _SCALARS = "", "()"
 
 
@@ -41,7 +41,7 @@ class State(NamedTuple):
 
 
 class Adapter(ABC):
-    """One object, as a checkpoint sees it. All methods are local.
+    """Gives and takes the state of one object for a checkpoint. All methods are local.
 
     Attributes:
         random: whether it is a random generator, whose states have no mean.
@@ -57,7 +57,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def check(self, state: State) -> None:
-        """Whether `put` would accept `state`.
+        """Check that `put` would accept `state`.
 
         Raises:
             StateError: it does not fit.
@@ -244,7 +244,7 @@ def copy_of(array: Any) -> np.ndarray[Any, Any]:
 
 
 def of_device(name: str) -> bool:
-    """Local. Whether an adapter is that of a generator of a device. Another kind of device has other ones."""
+    """Local. Whether an adapter of that name is for a device's generator. Another kind of device has another one."""
     return "." in name
 
 

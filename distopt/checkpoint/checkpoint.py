@@ -350,7 +350,7 @@ def _described(error: Exception, path: Path) -> str:
 
 
 def _occupied(lock: Path) -> str:
-    """Who holds the lock of a folder, which says so."""
+    """The error's text for a folder that another Checkpoint has locked."""
     said: list[str] = []
     with contextlib.suppress(OSError):
         said = lock.read_text().split()[1:]

@@ -1,4 +1,4 @@
-"""States in memory that outlives the ranks: that of the agents of `distopt run --heal`.
+"""States in the memory of the agents of `distopt run --heal`, which outlives the ranks.
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
 among the ranks of its agent. So every node has all shared arrays. Now and then, copies of a rank's own go to the next
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from .adapters import Adapter, Ranks
 
 _ALIGNMENT = 64
-_COST = 0.008  # of the time of training, that copies may take
-_MOST_STEPS = 1000  # between two copies
-_FAR_EVERY = 32  # copies: one of this number also goes to another node, which takes far longer
+_COST = 0.008  # the share of training time that copies may take
+_MOST_STEPS = 1000  # most steps between two copies
+_FAR_EVERY = 32  # one copy of this number also goes to another node, which takes far longer
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
-_MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
+_MOST_FAR_BYTES = 1 << 20  # most bytes of a rank's own states for a copy on another node
 
 
 class Kept(NamedTuple):
@@ -113,7 +113,7 @@ class Memory:
         self._node = node
         self._nodes: list[str] = []  # of all ranks
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
-        self._far: list[int] = []  # ranks for which this one keeps a copy of their states
+        self._far: list[int] = []  # ranks whose states this one keeps copies of
         self._sends = False  # whether there are such copies
         self._spread: _StateSlot | None = None  # which has the newest
         self._is_new = True  # no step has been done by this process
@@ -245,7 +245,7 @@ class Memory:
 
 
 class _StateSlot:
-    """One slot."""
+    """One slot of an agent, in which this rank keeps its states; see `distopt.launch.heal.slots`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -106,7 +106,7 @@ def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[in
 
 
 def calls_in_batch(seconds: float) -> int:
-    """Calls of so many seconds to time together, so that the cost of reading the clock is negligible."""
+    """Number of calls of that length to time together, which makes the cost of reading the clock negligible."""
     return min(1000, math.ceil(_BATCH_SECONDS / seconds))
 
 

@@ -12,8 +12,8 @@ one; ranks may differ in this. Arrays that are only read may overlap freely. Col
 memory: each sees the results of earlier ones. Messages are outside that order: an array to be received is left
 alone until its message has ended, and one that is sent is only read.
 
-Every rank checks its own arguments before anything is sent: a rank with a UsageError has not taken part, and may
-call again with valid arguments, for which the others wait.
+Every rank checks its own arguments before anything is sent. A rank with a UsageError has not taken part: the others
+wait until it calls again with valid arguments.
 
 Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
 poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have
@@ -88,8 +88,8 @@ class Request(NamedTuple):
         dtype: wire type.
         label: see `Communicator.all_reduce`.
         op: the reduction; empty where there is none.
-        root: of a broadcast.
-        looks: for NaN and infinity.
+        root: the rank that a broadcast comes from.
+        looks: whether to look for NaN and infinity.
     """
 
     kind: str
@@ -245,7 +245,7 @@ class Communicator(ABC):
         return self._start_ragged(Request("all_to_all_ragged", dtypes.pop(), label), parts)
 
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
-        """Collective. Overwrite `array` on every rank with that of rank `root`."""
+        """Collective. Overwrite `array` on every rank with the array of rank `root`."""
         dtype = self.check_array(array, wire, written=True)
         root = check_integer("root", root)
         if not 0 <= root < self.topology.world_size:
@@ -404,7 +404,7 @@ class Communicator(ABC):
     # -- life cycle --------------------------------------------------------------------------------------------------
     @abstractmethod
     def close(self) -> None:
-        """Collective in spirit, local in effect: give up membership. Idempotent; peers that still wait get an error."""
+        """Local. Give up membership; idempotent. Peers that still wait for this rank get an error."""
 
     def __enter__(self) -> Communicator:
         return self
@@ -421,7 +421,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        """The same for a ragged one. `parts`: one for each rank, or a single one for all."""
+        """Start a ragged collective, whose arguments have been checked. `parts`: one for each rank, or one for all."""
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         raise UsageError(f"the {self.name} communicator has no subgroups")

@@ -51,7 +51,7 @@ class MessageWork(Work):
     @property
     @abstractmethod
     def source(self) -> int:
-        """Local. The rank that a message came from, once it has ended; before, -1."""
+        """Local. The rank that sent the message, once it has arrived; before, -1."""
 
 
 class RaggedWork(Work):

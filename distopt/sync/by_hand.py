@@ -117,7 +117,8 @@ class Fusion:
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if buffer.residual is not None:
                 buffer.residual[...] = state.residual
-        for state in (buffer.state for buffer in reversed(sent)):  # the next step finds them in this one's order
+        # Reversed, since `send` pops: the next step gets them in this order.
+        for state in (buffer.state for buffer in reversed(sent)):
             self._free[state.kind, state.bucket.dtype.name, state.bucket.size].append(state)
         for verdict in filter(None, verdicts):
             raise verdict.error()
@@ -137,6 +138,6 @@ def _check_types(arrays: Sequence[Array], codec: Codec) -> None:
 
 
 def memory_of(array: Array) -> tuple[int, int, str]:
-    """Local. Which memory a contiguous array is: address, size and type. Views of the same memory are equal in it."""
+    """Local. The memory of a contiguous array: address, size and type. Views of the same memory have equal ones."""
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     return address, array.size, array.dtype.name

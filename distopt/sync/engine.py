@@ -30,7 +30,7 @@ from .uneven import Recipe, RollCall
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
-_OWN = {"steps", "partitions"}  # states that are not of a codec
+_OWN = {"steps", "partitions"}  # states that belong to no codec
 
 log = logging.getLogger("distopt")
 
@@ -100,11 +100,11 @@ class Engine:
         Args:
             codec: how gradients are encoded. Options and kind may change between steps, alike on all ranks: a kind used
                 again resumes from the residuals that it has left.
-            bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
-                place of those, and their residuals over.
+            bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size replace the old ones
+                and take over their residuals.
             order: gives the parameters in the order in which their gradients become final. Called in the first step,
                 and where size or version are others than in the step before.
-            rule: the optimizer, the same rule on all ranks.
+            rule: the optimizer's, the same on all ranks.
             version: a number that changes when other parameters than before may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 

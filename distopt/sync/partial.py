@@ -30,13 +30,13 @@ class UpdateRule(Protocol):
     """The rule of the updates, as an optimizer has it: states such as momentum, and constants, by name."""
 
     def get_states(self) -> States:
-        """Copies of the states."""
+        """Return copies of the states."""
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Take states over."""
+        """Replace the states."""
 
     def constants(self) -> dict[str, Any]:
-        """All other values that the next update depends on, by name, with `step_counter` among them."""
+        """Return all other values that the next update depends on, by name; `step_counter` is one of them."""
 
 
 class PartialUpdates:
@@ -44,7 +44,7 @@ class PartialUpdates:
 
     Attributes:
         pending: whether the ranks' parameters differ, and `synchronize` is to average them.
-        slots_pending: whether the states of the optimizer do.
+        slots_pending: whether the states of the optimizer differ.
         next: number of the partition that comes next in the cycle.
         layout: the partitions in use are its buckets.
     """
