@@ -169,7 +169,7 @@ class Memory:
         return shared, mine.own, mine.notes
 
     def due(self, step: int) -> bool:
-        """Local, on all ranks. Count a finished step; whether states are to be kept after it."""
+        """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
         if self._is_new and self._rank == 0:
             supervisor.say("stepped", step=step)
         self._is_new = False

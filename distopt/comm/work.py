@@ -13,7 +13,7 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Local. Move the operation forward without waiting; whether it has finished.
+        """Local. Move the operation forward without waiting; return whether it has finished.
 
         A poll has no time-out and looks for no lost peer: a loop of polls sets a limit of its own, and then waits.
         """

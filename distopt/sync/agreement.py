@@ -187,7 +187,7 @@ class Agreement:
 
     # -- parameters --------------------------------------------------------------------------------------------------
     def is_due(self) -> bool:
-        """Local. Count a step; whether `compare` comes before it."""
+        """Local. Count a step; return whether `compare` comes before it."""
         self._wait -= 1
         if not self.every or self._wait > 0:
             return False

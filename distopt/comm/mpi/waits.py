@@ -121,7 +121,7 @@ class Waits:
         """Wait until `move` returns True.
 
         Args:
-            move: moves the awaited operation; whether it has ended.
+            move: moves the awaited operation; returns whether it has ended.
             check: raises an error if it can end no more.
             describe: the wait as text, and the ranks that have not arrived.
             timeout: in seconds (default: `Settings.timeout`).
