@@ -1,4 +1,4 @@
-// For the bindings of communicators: arrays that an operation holds, and requests made from them.
+// Arrays that a collective holds, and the arguments made from them, for the bindings of communicators.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -52,7 +52,7 @@ class Buffers {
   int count_ = 0;
 };
 
-// An operation and, in the same allocation, the Buffers (one or several) that keep its arrays alive.
+// A collective and, in the same allocation, the Buffers (one or several) that keep its arrays alive.
 template <typename Collective, typename Arrays = Buffers>
 class WithArrays : public Collective {
  public:
@@ -78,7 +78,7 @@ inline std::vector<Buffers> hold_parts(Arguments& arguments, const std::vector<n
   return held;
 }
 
-// In place, `out` is `array`.
+// A collective in place has `out` equal to `array`.
 inline Buffers hold_arrays(Arguments& arguments, nb::handle array, nb::handle out) {
   Buffers held;
   const Py_buffer& input = held.add(array, out.is(array) ? PyBUF_WRITABLE : 0);
@@ -156,7 +156,7 @@ inline nb::ndarray<nb::numpy> flat_array(std::shared_ptr<char> memory, std::size
   return {data, {count}, capsule, {}, storage_of(dtype)};
 }
 
-// A ragged collective: memory that arrives in, the caller's once taken.
+// A ragged collective that allocates the memory in which data arrive; the caller owns it after take().
 template <typename Collective>
 class Receiving : public WithArrays<Collective, std::vector<Buffers>> {
  public:
@@ -183,7 +183,7 @@ class Receiving : public WithArrays<Collective, std::vector<Buffers>> {
   std::vector<std::shared_ptr<char>> memory_;
 };
 
-// One under way. `parts` are made when they are first asked for.
+// A ragged collective under way. `parts` are made when they are first read.
 template <typename Work, typename Collective>
 struct RaggedWork : Work {
   std::shared_ptr<Receiving<Collective>> received;
@@ -197,9 +197,9 @@ struct RaggedWork : Work {
   }
 };
 
-// Bindings common to both communicators of _core. `start` begins an operation, given the communicator and the
-// operation, or its arguments and arrays; `Collective` is that of ragged collectives. Arrays are contiguous; types and
-// reductions are the codes of distopt.comm.base.
+// Bindings common to both communicators of _core. `start` begins a collective, given the communicator and either
+// a collective or its arguments and arrays; `Collective` is the class of ragged collectives. Arrays are contiguous;
+// types and reductions are the codes of distopt.comm.base.
 template <typename Communicator, typename Collective, typename Class, typename Start>
 void bind_collectives(Class& cls, Start start) {
   cls.def("start", [start](Communicator& on, const char* kind, nb::handle array, nb::handle out, int dtype, int op,
@@ -213,9 +213,9 @@ void bind_collectives(Class& cls, Start start) {
                                   const char* label) {
     Arguments arguments = make_arguments(kind, dtype, label);
     std::vector<Buffers> held = hold_parts(arguments, arrays);
-    auto operation = std::make_shared<Receiving<Collective>>(std::move(arguments), std::move(held));
-    auto work = start(on, operation);
-    return RaggedWork<decltype(work), Collective>{std::move(work), std::move(operation), nb::none()};
+    auto collective = std::make_shared<Receiving<Collective>>(std::move(arguments), std::move(held));
+    auto work = start(on, collective);
+    return RaggedWork<decltype(work), Collective>{std::move(work), std::move(collective), nb::none()};
   });
   cls.def(
       "all_reduce_plain",

@@ -29,18 +29,18 @@ using Plain = WithArrays<MpiCollective>;
 using TwoLevels = WithArrays<HierarchicalCollective>;
 
 struct MpiWork {
-  nb::object communicator;  // that of Python, which has the attribute `waits`
-  std::shared_ptr<MpiCollective> operation;
+  nb::object communicator;  // the Python object, which has the attribute `waits`
+  std::shared_ptr<MpiCollective> collective;
 };
 
 MpiCommunicator& communicator_of(const MpiWork& work) { return *nb::inst_ptr<MpiCommunicator>(work.communicator); }
 
-MpiWork start(MpiCommunicator& communicator, std::shared_ptr<MpiCollective> operation) {
+MpiWork start(MpiCommunicator& communicator, std::shared_ptr<MpiCollective> collective) {
   {
     const nb::gil_scoped_release release;
-    communicator.start(operation);
+    communicator.start(collective);
   }
-  return {nb::find(communicator), std::move(operation)};
+  return {nb::find(communicator), std::move(collective)};
 }
 
 MpiWork start(MpiCommunicator& communicator, Arguments arguments, Buffers buffers) {
@@ -53,20 +53,20 @@ MpiWork start(MpiCommunicator& communicator, Arguments arguments, Buffers buffer
 bool done(const MpiWork& work) {
   {
     const nb::gil_scoped_release release;
-    if (communicator_of(work).test(*work.operation)) return true;
+    if (communicator_of(work).test(*work.collective)) return true;
   }
   work.communicator.attr("waits").attr("polled")();
   return false;
 }
 
-// Short waits end here; long ones are those of distopt/comm/mpi/waits.py.
+// Short waits end here; distopt/comm/mpi/waits.py continues long ones.
 void wait(const MpiWork& work, std::optional<double> timeout) {
   {
     const nb::gil_scoped_release release;
     const double quiet_seconds = std::min(timeout.value_or(yield_seconds), yield_seconds);
-    if (communicator_of(work).wait(*work.operation, quiet_seconds)) return;
+    if (communicator_of(work).wait(*work.collective, quiet_seconds)) return;
   }
-  work.communicator.attr("waits").attr("wait_for")(work.operation, timeout);
+  work.communicator.attr("waits").attr("wait_for")(work.collective, timeout);
 }
 
 // Addresses of MPI handles, as numbers.
@@ -99,7 +99,7 @@ void fail(MpiCommunicator& communicator, const std::string& kind, std::string fa
 // The wait as text, and the ranks that have not arrived.
 using Late = std::pair<std::string, std::vector<ProcessFields>>;
 
-// `tell` gives who has not arrived, as processes, and the wait in words.
+// `tell` gives the wait in words, and the processes that have not arrived.
 void look(MpiCommunicator& communicator, Patience& patience, double waited, nb::typed<nb::callable, Late()> tell,
           Warn warn) {
   patience.look(
@@ -127,7 +127,7 @@ void bind_mpi(nb::module_& m) {
       .def("__str__", &MpiCollective::description);
   nb::class_<MpiWork>(m, "MpiWork", nb::sig("class MpiWork(distopt.comm.work.Work)"),
                       "A collective over MPI under way.")
-      .def("done", &done, "Local. Move all operations forward without waiting; whether this one has finished.")
+      .def("done", &done, "Local. Move all operations forward without waiting; return whether this one has finished.")
       .def("wait", &wait, nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro("nonfinite", [](const MpiWork&) { return nb::none(); });
   using MpiRaggedWork = RaggedWork<MpiWork, MpiCollective>;
@@ -147,8 +147,8 @@ void bind_mpi(nb::module_& m) {
            nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
       .def("progress", &MpiCommunicator::progress, Unlocked())
       .def("wait_on", &MpiCommunicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
-           "Wait until the operation has ended, nothing has moved for that long, or 0.1 s have passed; whether it has "
-           "ended.")
+           "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "
+           "it has ended.")
       .def_prop_ro("quiet_seconds", &MpiCommunicator::quiet_seconds, "For how long nothing has moved.")
       .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
            "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")

@@ -111,7 +111,7 @@ std::string describe(const Arguments& arguments, std::uint64_t number) {
   return describe(call_of(0, descriptor, number, label));
 }
 
-std::string last_operation(const Peers& peers, int rank) {
+std::string last_collective(const Peers& peers, int rank) {
   std::uint64_t last = 0;
   for (std::uint64_t i = 0; i < ring_size; ++i) {
     const std::uint64_t sequence = peers.entry(rank, i).descriptor.sequence.load(std::memory_order_acquire);

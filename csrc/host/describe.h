@@ -1,4 +1,4 @@
-// Descriptions of operations: compared between ranks, and as text.
+// Descriptions of collectives: compared between ranks, and as text.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace distopt {
 
-// A rank's description of an operation: everything except where its data lies.
+// A rank's description of a collective: everything except where its data lies.
 void fill(Descriptor& descriptor, char (&label)[label_bytes], const Arguments& arguments);
-// Whether two ranks take part in the same operation.
+// Whether two ranks take part in the same collective.
 bool alike(const Descriptor& a, const Descriptor& b);
-// That they do not.
+// The error that names both ranks and their calls.
 CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine);
 Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const char* label);
 
@@ -27,7 +27,7 @@ std::string amount(std::uint64_t count, DType dtype);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"
 std::string describe(const Call& call);
 std::string describe(const Arguments& arguments, std::uint64_t number);
-// The last operation that the rank posted.
-std::string last_operation(const Peers& peers, int rank);
+// The last collective that the rank posted.
+std::string last_collective(const Peers& peers, int rank);
 
 }  // namespace distopt

@@ -1,5 +1,5 @@
-// Descriptions of an operation, gathered from all ranks, so that ranks that call different collectives notice. Small
-// data travel with it.
+// Announcements of one collective by all ranks, gathered so that ranks which call different collectives notice. Small
+// data travel with them.
 //
 // Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by
 // the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
@@ -25,14 +25,14 @@ class Announcement {
 
   // Notifies the others; `payload` is copied.
   void begin(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
-  // Does all that can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
-  // (mismatch) that names the first which does not.
+  // Does all that can be done without waiting; returns whether all ranks have been heard and agree. Throws
+  // CommunicatorError (mismatch) with the name of the first rank that does not agree.
   bool advance();
   bool complete() const { return complete_; }
   // Ranks from which nothing has arrived, in any way.
   std::vector<int> unheard() const;
 
-  // Of any rank, when complete.
+  // The announcement of `rank`, once all are complete.
   std::uint64_t count_of(int rank) const { return said_[rank]->descriptor.count; }
   const char* payload_of(int rank) const { return reinterpret_cast<const char*>(said_[rank] + 1); }
 

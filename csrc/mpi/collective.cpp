@@ -108,7 +108,7 @@ void MpiCollective::reduce_payloads(char* out, std::uint64_t count, std::size_t 
   reduce_kernels().reduce(outs, 1, ins.data(), context_->size(), count, arguments_.dtype, arguments_.op, false);
 }
 
-// Ragged operations: the counts are known now.
+// Ragged collectives: the counts are known now.
 void MpiCollective::make_room() {
   const auto size = static_cast<std::size_t>(context_->size()), rank = static_cast<std::size_t>(context_->rank);
   const std::size_t item = item_bytes(arguments_.dtype);

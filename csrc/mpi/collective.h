@@ -20,15 +20,15 @@ class MpiCollective {
   MpiCollective(const MpiCollective&) = delete;
   MpiCollective& operator=(const MpiCollective&) = delete;
 
-  // Gives it its place in the order of operations, and the first of its tags.
+  // Gives the collective its place in the order of collectives, and the first of its tags.
   virtual void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag);
-  // To be called when no earlier operation uses its arrays.
+  // To be called when no earlier collective uses its arrays.
   virtual void begin();
-  // Does all that can be done without waiting; whether the operation has ended. Throws CommunicatorError.
+  // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();
-  // How many tags it uses: one for the agreement, two for each flow.
+  // How many tags it uses: one for the announcement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
-  // Counted from the communicator's first operation.
+  // Counted from the communicator's first collective.
   std::uint64_t first_tag() const { return first_tag_; }
 
   const Arguments& arguments() const { return arguments_; }
@@ -68,7 +68,7 @@ class MpiCollective {
   std::uint64_t sequence_ = 0;
   std::uint64_t first_tag_ = 0;
   bool begun_ = false, admitted_ = false;
-  std::atomic<bool> finished_{false};  // a thread may look while a kernel in another one moves the operation
+  std::atomic<bool> finished_{false};  // a thread may look while a kernel in another one moves the collective
   std::unique_ptr<Announcement> announcement_;
   std::unique_ptr<Flow> flow_;
   std::vector<std::uint64_t> counts_;

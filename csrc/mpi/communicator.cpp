@@ -16,10 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between two turns of the network while a kernel computes: 10 Gbit/s carry 125 kB in this time, far less than a
+// While a kernel computes, the network gets a turn so often: 10 Gbit/s carry 125 kB in this time, far less than a
 // socket's buffer holds.
 constexpr double tick_seconds = 1e-4;
-// So that Python sees signals.
+// The longest wait without a return to Python, which looks for signals then.
 constexpr double longest_wait_seconds = 0.1;
 
 double seconds_between(Clock::time_point a, Clock::time_point b) {
@@ -81,7 +81,7 @@ void MpiCommunicator::move_if_idle() {
   const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
-    // Ended operations stay in the queue: to release their arrays takes Python's lock.
+    // Ended collectives stay in the queue: to release their arrays takes Python's lock.
     if (!queue_.empty() && !failure_ && !fork_guard_.forked()) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
@@ -92,14 +92,14 @@ std::shared_ptr<Hierarchy> MpiCommunicator::hierarchy_for(const Arguments& argum
   return arguments.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
 }
 
-void MpiCommunicator::start(std::shared_ptr<MpiCollective> operation) {
+void MpiCommunicator::start(std::shared_ptr<MpiCollective> collective) {
   const auto turn = turn_.of_caller();
   require_usable();
-  const std::uint64_t tags = operation->tags();
+  const std::uint64_t tags = collective->tags();
   if (next_tag_ % tag_count + tags > tag_count) next_tag_ += tag_count - next_tag_ % tag_count;
-  operation->enqueue(context_, started_++, next_tag_);
+  collective->enqueue(context_, started_++, next_tag_);
   next_tag_ += tags;
-  queue_.push_back(std::move(operation));
+  queue_.push_back(std::move(collective));
   advance();
 }
 
@@ -109,26 +109,26 @@ void MpiCommunicator::progress() {
   advance();
 }
 
-bool MpiCommunicator::test(const MpiCollective& operation) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::test(const MpiCollective& collective) {
+  if (collective.finished()) return true;
   progress();
-  return operation.finished();
+  return collective.finished();
 }
 
-bool MpiCommunicator::wait(const MpiCollective& operation, double quiet_seconds) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::wait(const MpiCollective& collective, double quiet_seconds) {
+  if (collective.finished()) return true;
   moved_ = Clock::now();
-  return wait_on(operation, quiet_seconds);
+  return wait_on(collective, quiet_seconds);
 }
 
-bool MpiCommunicator::wait_on(const MpiCollective& operation, double quiet_seconds) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seconds) {
+  if (collective.finished()) return true;
   const auto turn = turn_.of_caller();
   require_usable();
   const Clock::time_point began = Clock::now();
   for (;;) {
     advance();
-    if (operation.finished()) return true;
+    if (collective.finished()) return true;
     const Clock::time_point now = Clock::now();
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
@@ -147,37 +147,37 @@ void MpiCommunicator::advance() {
 void MpiCommunicator::move() {
   try {
     if (transport_->poll()) moved_ = Clock::now();
-    for (const auto& operation : queue_) advance(*operation);
+    for (const auto& collective : queue_) advance(*collective);
   } catch (const CommunicatorError& error) {
     if (!failure_) failure_ = error;
     throw;
   }
 }
 
-void MpiCommunicator::advance(MpiCollective& operation) {
-  if (operation.finished()) return;
+void MpiCommunicator::advance(MpiCollective& collective) {
+  if (collective.finished()) return;
   try {
-    if (!operation.has_begun()) {
-      if (!may_begin(operation)) return;
-      operation.begin();
+    if (!collective.has_begun()) {
+      if (!may_begin(collective)) return;
+      collective.begin();
     }
-    if (operation.advance()) last_finished_ = {operation.arguments(), operation.sequence()};
+    if (collective.advance()) last_finished_ = {collective.arguments(), collective.sequence()};
   } catch (const std::bad_alloc&) {
     const Process& me = processes_[context_.rank];
     throw CommunicatorError({ErrorKind::memory,
-                             me.name() + " cannot allocate the result of " + operation.description(),
+                             me.name() + " cannot allocate the result of " + collective.description(),
                              "send smaller parts",
                              {me}});
   }
 }
 
-bool MpiCommunicator::may_begin(const MpiCollective& operation) const {
-  // Half of the tags: those of an operation must not come round to one that is under way.
-  if (operation.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
-  // A later operation is to see the result of an earlier one.
+bool MpiCommunicator::may_begin(const MpiCollective& collective) const {
+  // Half of the tags: a new collective must not use the tags of one that is under way.
+  if (collective.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
+  // A later collective is to see the result of an earlier one.
   for (const auto& earlier : queue_) {
-    if (earlier.get() == &operation) break;
-    if (!earlier->finished() && conflict(earlier->arguments(), operation.arguments(), context_.size())) return false;
+    if (earlier.get() == &collective) break;
+    if (!earlier->finished() && conflict(earlier->arguments(), collective.arguments(), context_.size())) return false;
   }
   return true;
 }
@@ -188,8 +188,8 @@ std::shared_ptr<MpiCollective> MpiCommunicator::oldest() const {
 }
 
 std::string MpiCommunicator::last_agreed() const {
-  for (auto operation = queue_.rbegin(); operation != queue_.rend(); ++operation)
-    if ((*operation)->finished() || (*operation)->agreed()) return (*operation)->description();
+  for (auto collective = queue_.rbegin(); collective != queue_.rend(); ++collective)
+    if ((*collective)->finished() || (*collective)->agreed()) return (*collective)->description();
   return last_finished_ ? describe(last_finished_->first, last_finished_->second) : "";
 }
 

@@ -1,7 +1,7 @@
 // Pieces of arrays on their way between ranks, in chunks, so that the network never waits for a reduction.
 //
-// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends the result
-// of it to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
+// In phase one every rank of a group receives its piece from the others and reduces it; in phase two it sends the
+// result to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
 // place of his trees). A chunk enters phase two when it has left phase one. Either phase may be empty.
 #pragma once
 
@@ -24,7 +24,7 @@ struct ChunkReduction {
   bool is_sent = false;  // the result replaces the data that phase one sends
 };
 
-// The work of a rank; by place in the group, with nothing in its own place.
+// The transfers of a rank, by place in the group; its own place is empty.
 struct FlowPlan {
   explicit FlowPlan(const Group& group)
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
@@ -48,8 +48,8 @@ class Flow {
 
   // Begins to send.
   void begin(FlowPlan plan);
-  // Does all that can be done without waiting; whether all has been sent and received. To be called once all ranks are
-  // known to take part: only then may receives of a known size be posted.
+  // Does all that can be done without waiting; returns whether all has been sent and received. To be called once all
+  // ranks are known to take part: only then may receives of a known size be posted.
   bool advance();
 
  private:
@@ -63,7 +63,7 @@ class Flow {
     std::unique_ptr<bool[]> done;
 
     bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
-    // Notes which requests have ended; whether all have.
+    // Notes which requests have ended; returns whether all have.
     bool look() {
       while (ended < started && done[ended]) ++ended;
       return ended == chunks;

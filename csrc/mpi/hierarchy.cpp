@@ -27,7 +27,7 @@ HierarchicalCollective::HierarchicalCollective(Arguments arguments, std::shared_
   stage_op_ = divides_once_ ? RedOp::sum : mine.op;
 }
 
-// Not before: an operation that is refused takes no number, for which later ones would wait.
+// Numbers are given out here and not earlier: later collectives would wait for the number of one that was refused.
 void HierarchicalCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
   MpiCollective::enqueue(context, sequence, first_tag);
   for (Section& section : sections_) section.number = hierarchy_->sections++;
@@ -100,9 +100,9 @@ HierarchicalCollective::Stage HierarchicalCollective::make_stage(const Section& 
   stage.input = first ? section.data : slice;
   stage.output = first ? slice : section.data;
   ShmCommunicator& communicator = first ? *levels.scatter : *levels.collect;
-  const auto operation = std::make_shared<ShmCollective>(std::move(stage));
-  communicator.start(operation);
-  return [&communicator, operation](bool) { return communicator.test(*operation); };
+  const auto collective = std::make_shared<ShmCollective>(std::move(stage));
+  communicator.start(collective);
+  return [&communicator, collective](bool) { return communicator.test(*collective); };
 }
 
 }  // namespace distopt::mpi

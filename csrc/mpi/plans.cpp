@@ -6,7 +6,7 @@
 namespace distopt::mpi {
 namespace {
 
-// Of two ranks, both send all that they have up to this size: one message time instead of two, for as many bytes.
+// Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes.
 constexpr std::size_t whole_bytes = 256 << 10;
 
 // Slice `place` of `size` about equal slices of the array.

@@ -27,7 +27,7 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-// Scratch memory of ended operations, for later ones: fresh memory costs page faults.
+// Scratch memory of ended collectives, for later ones: fresh memory costs page faults.
 class ScratchPool {
  public:
   Scratch take(std::size_t bytes) {

@@ -66,7 +66,7 @@ NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueI
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 
-// -- operations -------------------------------------------------------------------------------------------------------
+// -- collectives ------------------------------------------------------------------------------------------------------
 
 NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cudaStream_t caller) {
   const nccl::DataType type = nccl_type(arguments.dtype);
@@ -121,16 +121,16 @@ NcclCommunicator::Work NcclCommunicator::enqueue(const Arguments& arguments, cud
   refuse_capture(caller);
   forget_finished();
   ++sequence_;
-  auto operation =
+  auto collective =
       std::make_shared<NcclCollective>(sequence_, describe(arguments, sequence_), events_.take(), events_.take());
   if (const auto mismatch = board_->post(sequence_, arguments)) fail_and_throw(mismatch->failure());
-  operation->ready->record(caller);
-  operation->ready->hold_up(stream_.get());
-  call(lock, operation->text.c_str(), [&] { return start(comm_, stream_.get()); });
-  operation->finished->record(stream_.get());
-  outstanding_.push_back(operation);
+  collective->ready->record(caller);
+  collective->ready->hold_up(stream_.get());
+  call(lock, collective->text.c_str(), [&] { return start(comm_, stream_.get()); });
+  collective->finished->record(stream_.get());
+  outstanding_.push_back(collective);
   changed_.notify_all();
-  return operation;
+  return collective;
 }
 
 void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Result()>& function) {
@@ -151,7 +151,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     lock.lock();
     if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
-      // What is half made can neither be taken up again nor be left alone.
+      // A half-made connection can neither be resumed nor be abandoned.
       fail({ErrorKind::closed, board_->peers().me().name() + " left " + what + " because of an exception",
             "restart the job"});
       std::rethrow_exception(interruption);
@@ -167,30 +167,30 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
   if (result != Result::success) fail_and_throw(nccl_error(what, result));
 }
 
-bool NcclCommunicator::done(const NcclCollective& operation) {
-  const bool reached = operation.finished->reached();
+bool NcclCommunicator::done(const NcclCollective& collective) {
+  const bool reached = collective.finished->reached();
   const Lock lock(mutex_);
-  // An abort lets the operation "finish": the failure is recorded before it.
+  // An abort lets the collective "finish": the failure is recorded before it.
   if (failure_) throw CommunicatorError(*failure_);
   return reached;
 }
 
-void NcclCommunicator::join(const NcclCollective& operation, cudaStream_t stream) {
+void NcclCommunicator::join(const NcclCollective& collective, cudaStream_t stream) {
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
-  operation.finished->hold_up(stream);
+  collective.finished->hold_up(stream);
 }
 
-void NcclCommunicator::wait(const NcclCollective& operation, double timeout_seconds) {
+void NcclCommunicator::wait(const NcclCollective& collective, double timeout_seconds) {
   Stopwatch watch;
   auto looked = Clock::now();
-  while (!done(operation)) {
+  while (!done(collective)) {
     const double waited = watch.seconds();
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
       if (failure_) throw CommunicatorError(*failure_);
       fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result")
-                         .stalled(waiting_in(operation.text, operation.sequence)));
+                         .stalled(waiting_in(collective.text, collective.sequence)));
     }
     pause(waited);
     if (Clock::now() - looked > look_period) {

@@ -1,9 +1,9 @@
 // Collectives over NCCL on a stream of their own, separate from the stream on which the caller computes.
 //
-// Every operation waits, on the device, for the work on the caller's stream when it was started; `join` makes the
+// Every collective waits, on the device, for the work on the caller's stream when it was started; `join` makes the
 // caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
-// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
-// that no rank waits forever on the device.
+// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so that no rank
+// waits forever on the device.
 #pragma once
 
 #include <chrono>
@@ -41,7 +41,7 @@ class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclCollective>;
 
-  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of operations
+  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of collectives
   // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
   NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
@@ -58,11 +58,11 @@ class NcclCommunicator {
   Work start_ragged(const Arguments& arguments, const std::vector<Piece>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
-  bool done(const NcclCollective& operation);
+  bool done(const NcclCollective& collective);
   // Local. What `stream` does from now on sees the result. Throws CommunicatorError if the communicator has failed.
-  void join(const NcclCollective& operation, cudaStream_t stream);
+  void join(const NcclCollective& collective, cudaStream_t stream);
   // Waits on the host. Throws CommunicatorError.
-  void wait(const NcclCollective& operation, double timeout_seconds);
+  void wait(const NcclCollective& collective, double timeout_seconds);
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
   void* allocate(std::size_t bytes);
@@ -70,7 +70,7 @@ class NcclCommunicator {
 
   // Local. Ends the communicator at once, with that error for this rank and those of its host.
   void abort(const std::string& text);
-  // Local in effect: waits a few seconds for operations in progress, then leaves. Idempotent, throws nothing of NCCL.
+  // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
   void close();
 
  private:
@@ -117,7 +117,7 @@ class NcclCommunicator {
   bool closed_ = false, stop_ = false;
   std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
 
-  // Of the watching thread: since when the oldest operation has had its data, and since when a peer has been gone.
+  // State of the watching thread: times since the oldest collective had its data, and since a peer was gone.
   std::uint64_t watched_ = 0;
   std::optional<Stopwatch> waits_since_, gone_since_;
   std::optional<Patience> patience_;

@@ -11,16 +11,16 @@ namespace {
 
 using nccl::Result;
 
-// A gone peer may have given all its data before it left.
+// Collectives of a peer that is gone fail after so long: it may have given all its data before it left.
 constexpr double grace_seconds = 1.0;
-// That close() waits for operations in progress.
+// The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Runs `body` in a thread of its own; whether it has returned in time. If not, it continues by itself.
+// Runs `body` in a thread of its own; returns whether it has returned in time. If not, it continues by itself.
 bool run_bounded(double seconds, std::function<void()> body) {
   auto finished = std::make_shared<std::promise<void>>();
   auto future = finished->get_future();

@@ -212,7 +212,7 @@ void ShmCollective::run_direct(Peers& peers) {
   }
 }
 
-// Of `count` elements from the `first` on: all_reduce writes them where they were, in the arrays of all ranks.
+// Reduces `count` elements from the `first` on. all_reduce writes them in place, in the arrays of all ranks.
 Nonfinite ShmCollective::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count) {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;

@@ -106,40 +106,40 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
   if (posted_ != 0) text += "in " + describe(front.arguments(), front.sequence()) + " ";
   text += "for ";
   for (std::size_t i = 0; i < ranks.size(); ++i)
-    text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+    text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_collective(peers_, ranks[i]);
   return text;
 }
 
-// -- operations -------------------------------------------------------------------------------------------------------
+// -- collectives ------------------------------------------------------------------------------------------------------
 
-bool ShmCommunicator::start(std::shared_ptr<ShmCollective> operation) {
+bool ShmCommunicator::start(std::shared_ptr<ShmCollective> collective) {
   require_open();
   const auto turn = turn_.of_caller();
-  enqueue(std::move(operation));
+  enqueue(std::move(collective));
   if (!only_brief()) return false;
   advance();
   return true;
 }
 
-void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> operation) {
+void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> collective) {
   raise_recorded_failure();
-  if (operation->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
+  if (collective->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
                                                   " ranks on one host; choose the mpi communicator");
-  operation->begin(++started_);
-  queue_.push_back(std::move(operation));
+  collective->begin(++started_);
+  queue_.push_back(std::move(collective));
 }
 
-bool ShmCommunicator::may_post(const ShmCollective& operation) {
-  // The ring entry is free when every rank, this one too, has finished the operation that used it before.
-  if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
-  if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
-  // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them, and that
-  // peers may write the result, which they may not while an earlier one still reads the old data.
+bool ShmCommunicator::may_post(const ShmCollective& collective) {
+  // The ring entry is free when every rank, this one too, has finished the collective that used it before.
+  if (collective.sequence() - queue_.front()->sequence() >= ring_size) return false;
+  if (collective.sequence() > ring_size && !peers_.all_finished(collective.sequence() - ring_size)) return false;
+  // Posting says "my arguments are ready", which they are not while an earlier collective still writes to them, and
+  // that peers may write the result, which they may not while an earlier one still reads the old data.
   for (const auto& earlier : queue_) {
-    if (earlier.get() == &operation) break;
-    if (conflict(earlier->arguments(), operation.arguments(), peers_.size())) return false;
+    if (earlier.get() == &collective) break;
+    if (conflict(earlier->arguments(), collective.arguments(), peers_.size())) return false;
   }
   return true;
 }
@@ -178,21 +178,21 @@ void ShmCommunicator::advance(bool helps) {
   }
 }
 
-// For a rank that waits for a message, or polls one.
+// Moves collectives for a rank that waits for a message, or polls one.
 void ShmCommunicator::help() {
   if (const auto turn = turn_.of_helper()) advance(true);
 }
 
-bool ShmCommunicator::test(const ShmCollective& operation) {
-  if (operation.finished()) return true;
+bool ShmCommunicator::test(const ShmCollective& collective) {
+  if (collective.finished()) return true;
   require_open();
   const auto turn = turn_.of_caller();
   advance();
-  if (operation.finished()) return true;
+  if (collective.finished()) return true;
   messages_.help();
   peers_.show_life();
   raise_recorded_failure();
-  return operation.finished();
+  return collective.finished();
 }
 
 void ShmCommunicator::progress() {
@@ -202,20 +202,20 @@ void ShmCommunicator::progress() {
   messages_.help();
 }
 
-void ShmCommunicator::wait(const ShmCollective& operation, double timeout_seconds) {
-  if (operation.finished()) return;
+void ShmCommunicator::wait(const ShmCollective& collective, double timeout_seconds) {
+  if (collective.finished()) return;
   require_open();
   const auto turn = turn_.of_caller();
-  wait_until([&] { return operation.finished(); }, timeout_seconds);
+  wait_until([&] { return collective.finished(); }, timeout_seconds);
 }
 
-bool ShmCommunicator::wait_briefly(const ShmCollective& operation) {
-  if (operation.finished()) return true;
+bool ShmCommunicator::wait_briefly(const ShmCollective& collective) {
+  if (collective.finished()) return true;
   require_open();
   const auto turn = turn_.of_caller();
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();
-    if (operation.finished()) return true;
+    if (collective.finished()) return true;
   }
   return false;
 }
@@ -233,12 +233,12 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
   arguments.count = count;
   arguments.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
   try {
-    auto operation = std::make_shared<ShmCollective>(std::move(arguments));
-    enqueue(operation);
-    wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
+    auto collective = std::make_shared<ShmCollective>(std::move(arguments));
+    enqueue(collective);
+    wait_until([&] { return collective->finished(); }, limits_.timeout_seconds);
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
-    if (operation->arguments().refused)
+    if (collective->arguments().refused)
       fail({ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) + " finds available",
             "use fewer ranks or a smaller model"});
     for (int q = 0; q < peers_.size(); ++q)

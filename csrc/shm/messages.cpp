@@ -166,7 +166,7 @@ void Messages::advance() {
   under_way_.store(sends || receives, std::memory_order_relaxed);
 }
 
-// Writes as much as there is room for; whether to try again, as a message has ended.
+// Writes as much as there is room for; returns whether to try again, as a message has ended.
 bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
@@ -216,7 +216,7 @@ Messages::Incoming Messages::begin(int from, const Envelope& envelope) {
   return stream;
 }
 
-// Takes all available data; whether to try again, as a message has ended.
+// Takes all available data; returns whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
   const std::size_t size = segment_.channel_bytes();
@@ -292,7 +292,7 @@ void Messages::ring(int rank) const {
   if (bell.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.rings);
 }
 
-// Waits until this rank's bell has rung more often than was heard; whether it has.
+// Waits until this rank's bell has rung more often than was heard; returns whether it has.
 bool Messages::listen(std::uint64_t heard, double seconds) const {
   Bell& bell = segment_.bell(peers_.rank());
   if (!peers_.cores_shared()) {
@@ -343,7 +343,7 @@ std::string Messages::describe(const Message& message) const {
                      (message.sends() ? " to " : " from ");
   const std::vector<int> ranks = awaited(message);
   for (std::size_t i = 0; i < ranks.size(); ++i)
-    text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+    text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_collective(peers_, ranks[i]);
   return text;
 }
 

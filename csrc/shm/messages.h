@@ -67,11 +67,11 @@ class Messages {
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
 
-  // For a rank that waits for something else, or polls it: moves all messages, unless another thread does; whether
-  // anything is.
+  // Moves all messages for a rank that waits for something else, or polls it, unless another thread does; returns
+  // whether any message is under way.
   bool help();
 
-  // Forgets all that is under way. Throws where another thread waits.
+  // Forgets all messages under way. Throws if another thread waits.
   void close();
 
  private:
