@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 
 from .errors import UsageError
@@ -60,10 +60,7 @@ class Settings:
 
 
 # The variables above, and others that are read where they are used; all begin with DISTOPT_.
-_NAMES = (
-    *("TIMEOUT", "STALL_WARNING", "BACKEND", "SUM_ORDER", "DEVICE", "CONVOLUTION", "NCCL_LIBRARY", "CUBLAS_LIBRARY"),
-    *("JOB_SECRET", "ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"),
-)
+_NAMES = [each.name.upper() for each in fields(Settings)] + ["ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"]
 
 
 def _check_names(env: Mapping[str, str]) -> None:
