@@ -87,7 +87,7 @@ class Patience {
   explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
 
   // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
-  // is called with a text, once, and `fail` with a Failure at the end.
+  // is called with a text, once, and `fail` with ErrorFields at the end.
   template <typename Tell, typename Warn, typename Fail>
   void look(double waited, Tell tell, Warn warn, Fail fail) {
     if (waited >= limits_.timeout_seconds)
@@ -95,7 +95,7 @@ class Patience {
     else if (waited >= limits_.warning_seconds && !std::exchange(warned_, true))
       warn("for " + seconds_text(waited) + " now " + tell().text);
   }
-  Failure stalled(const Waiting& waiting) const {
+  ErrorFields stalled(const Waiting& waiting) const {
     return {ErrorKind::stalled,
             std::string("no ") + lacking_ + " within " + seconds_text(limits_.timeout_seconds) + ": " + waiting.text,
             "find out what it is busy with, or raise DISTOPT_TIMEOUT", waiting.late};

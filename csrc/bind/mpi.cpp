@@ -108,7 +108,8 @@ void look(MpiCommunicator& communicator, Patience& patience, double waited, nb::
         const auto [text, late] = nb::cast<Late>(tell());
         return {text, processes_of(late)};
       },
-      [&](const std::string& text) { warn(text); }, [&](Failure failure) { communicator.fail(std::move(failure)); });
+      [&](const std::string& text) { warn(text); },
+      [&](ErrorFields failure) { communicator.fail(std::move(failure)); });
   communicator.progress();
 }
 

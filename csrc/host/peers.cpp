@@ -210,7 +210,7 @@ std::vector<int> Peers::silent(const std::vector<int>& ranks, double waited) con
   return found.empty() ? ranks : found;
 }
 
-CommunicatorError Peers::fail(const Failure& failure) {
+CommunicatorError Peers::fail(const ErrorFields& failure) {
   FailureRecord& record = segment_.header().failure;
   std::uint32_t none = 0;
   if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
@@ -242,7 +242,7 @@ CommunicatorError Peers::failure() const {
                                 "see that rank's output for the cause, then restart the job",
                                 {process(writer)}});
   }
-  Failure failure{static_cast<ErrorKind>(record.kind), record.fact, record.cure};
+  ErrorFields failure{static_cast<ErrorKind>(record.kind), record.fact, record.cure};
   for (std::size_t q = 0; q < std::min(processes_.size(), 8 * sizeof(record.ranks)); ++q)
     if (record.ranks[q / 64] >> q % 64 & 1) failure.ranks.push_back(processes_[q]);
   failure.calls.assign(record.calls, record.calls + record.call_count);

@@ -52,7 +52,7 @@ class Peers {
   // The ranks to blame for a wait that has lasted `waited` seconds: all that show no life or, if all do, all `ranks`.
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
   // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
-  CommunicatorError fail(const Failure& failure);
+  CommunicatorError fail(const ErrorFields& failure);
   // Records that a rank has gone, `waiting` being this rank's wait for it as text.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;

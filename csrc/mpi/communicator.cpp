@@ -203,7 +203,7 @@ void MpiCommunicator::require_usable() const {
                              {processes_[context_.rank]}});
 }
 
-void MpiCommunicator::fail(Failure failure) {
+void MpiCommunicator::fail(ErrorFields failure) {
   if (!failure_) failure_ = CommunicatorError(std::move(failure));
 }
 

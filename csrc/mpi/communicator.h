@@ -50,7 +50,7 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   double quiet_seconds() const;
 
   // Records the failure of this rank. All later calls throw it.
-  void fail(Failure failure);
+  void fail(ErrorFields failure);
   // Local. Later calls fail. Returns whether this was the first call, nothing is outstanding and nothing has failed;
   // otherwise the communicator lives as long as the process.
   bool close();

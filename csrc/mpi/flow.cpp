@@ -28,8 +28,8 @@ Piece Flow::chunk_of(const Piece& piece, std::size_t chunk) const {
   return {piece.data + begin, std::min(context_.chunk_bytes, piece.bytes - begin)};
 }
 
-std::vector<Flow::Transfer> Flow::transfers_of(const std::vector<Piece>& pieces) const {
-  std::vector<Transfer> transfers(pieces.size());
+std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<Piece>& pieces) const {
+  std::vector<PieceTransfer> transfers(pieces.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     transfers[i].piece = pieces[i];
     transfers[i].chunks = chunks_of(pieces[i].bytes);
@@ -62,8 +62,8 @@ void Flow::admit() {
 bool Flow::advance() {
   if (!std::exchange(admitted_, true)) admit();
   bool complete = true;
-  for (std::vector<Transfer>* transfers : {&to_, &from_, &shared_, &collected_})
-    for (Transfer& transfer : *transfers) complete = transfer.look() && complete;
+  for (std::vector<PieceTransfer>* transfers : {&to_, &from_, &shared_, &collected_})
+    for (PieceTransfer& transfer : *transfers) complete = transfer.look() && complete;
   while (ready_ < ready_chunks_ && has_arrived(ready_)) {
     if (plan_.reduction) reduce(ready_);
     ++ready_;
@@ -86,7 +86,7 @@ void Flow::send_what_may_go() {
 }
 
 // The next chunk, if it is below `limit`.
-bool Flow::send(Transfer& transfer, std::size_t place, int tag, std::size_t limit) {
+bool Flow::send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit) {
   if (!transfer.may_start(limit)) return false;
   const Piece chunk = chunk_of(transfer.piece, transfer.started);
   context_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
@@ -96,7 +96,7 @@ bool Flow::send(Transfer& transfer, std::size_t place, int tag, std::size_t limi
 
 void Flow::receive_what_may_come() {
   for (std::size_t i = 0; i < group_.size(); ++i) {
-    Transfer &first = from_[i], &second = collected_[i];
+    PieceTransfer &first = from_[i], &second = collected_[i];
     while (first.may_start(plan_.reduction ? ready_ + slots_ : first.chunks))
       receive(first, i, tag_,
               plan_.reduction ? scratch_of(i, first.started) : chunk_of(first.piece, first.started).data);
@@ -106,7 +106,7 @@ void Flow::receive_what_may_come() {
   }
 }
 
-void Flow::receive(Transfer& transfer, std::size_t place, int tag, char* into) {
+void Flow::receive(PieceTransfer& transfer, std::size_t place, int tag, char* into) {
   const std::size_t bytes = chunk_of(transfer.piece, transfer.started).bytes;
   context_.transport.receive(into, bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
   ++transfer.started;

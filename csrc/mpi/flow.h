@@ -57,7 +57,7 @@ class Flow {
   static constexpr std::size_t in_flight = 8;
 
   // A piece on its way to or from one rank.
-  struct Transfer {
+  struct PieceTransfer {
     Piece piece;
     std::size_t chunks = 0, started = 0, ended = 0;
     std::unique_ptr<bool[]> done;
@@ -73,11 +73,11 @@ class Flow {
   void admit();
   std::size_t chunks_of(std::size_t bytes) const;
   Piece chunk_of(const Piece& piece, std::size_t chunk) const;
-  std::vector<Transfer> transfers_of(const std::vector<Piece>& pieces) const;
+  std::vector<PieceTransfer> transfers_of(const std::vector<Piece>& pieces) const;
   void send_what_may_go();
-  bool send(Transfer& transfer, std::size_t place, int tag, std::size_t limit);
+  bool send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit);
   void receive_what_may_come();
-  void receive(Transfer& transfer, std::size_t place, int tag, char* into);
+  void receive(PieceTransfer& transfer, std::size_t place, int tag, char* into);
   bool has_arrived(std::size_t chunk) const;
   void reduce(std::size_t chunk);
   char* scratch_of(std::size_t place, std::size_t chunk) const;
@@ -86,7 +86,7 @@ class Flow {
   const Group& group_;
   int tag_;
   bool admitted_ = false;
-  std::vector<Transfer> to_, from_, shared_, collected_;
+  std::vector<PieceTransfer> to_, from_, shared_, collected_;
   FlowPlan plan_;
   Scratch scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
   std::size_t slots_ = 0, slot_bytes_ = 0;

@@ -84,10 +84,10 @@ class NcclCommunicator {
   void require_usable() const;
   // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
   bool check_host(std::uint64_t sequence, const std::string& text);
-  void fail(const Failure& failure);
-  [[noreturn]] void fail_and_throw(const Failure& failure);
+  void fail(const ErrorFields& failure);
+  [[noreturn]] void fail_and_throw(const ErrorFields& failure);
   bool end_comm(bool orderly);
-  Failure nccl_error(const char* what, nccl::Result result) const;
+  ErrorFields nccl_error(const char* what, nccl::Result result) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
 

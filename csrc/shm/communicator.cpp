@@ -49,7 +49,7 @@ void ShmCommunicator::raise_recorded_failure() const {
   if (peers_.failed()) throw peers_.failure();
 }
 
-void ShmCommunicator::fail(const Failure& failure) {
+void ShmCommunicator::fail(const ErrorFields& failure) {
   has_failed_ = true;
   throw peers_.fail(failure);
 }
@@ -96,7 +96,7 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
         return Waiting{waiting_for(late), peers_.processes(late)};
       },
       [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
-      [this](const Failure& failure) { fail(failure); });
+      [this](const ErrorFields& failure) { fail(failure); });
 }
 
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
@@ -253,7 +253,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     try {
       block = segment_.map_block(bytes);
     } catch (const CommunicatorError& error) {
-      Failure failure = error.failure();
+      ErrorFields failure = error.failure();
       failure.fact = peers_.me().name() + ": " + failure.fact;
       fail(failure);
     }

@@ -62,7 +62,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  private:
   void require_open() const;
   void raise_recorded_failure() const;
-  [[noreturn]] void fail(const Failure& failure);
+  [[noreturn]] void fail(const ErrorFields& failure);
   void enqueue(std::shared_ptr<ShmCollective> collective);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
   void post_ready();

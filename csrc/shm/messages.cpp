@@ -333,7 +333,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
   patience.look(
       waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
       [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
-      [this](const Failure& failure) { throw peers_.fail(failure); });
+      [this](const ErrorFields& failure) { throw peers_.fail(failure); });
 }
 
 // "rank 0 (...) waits to receive 5 float32 with tag 3 from rank 1 (...): the last operation it started is ..."
