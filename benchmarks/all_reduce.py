@@ -9,21 +9,17 @@ made on first use.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from distopt.cli.bench import HEADER, Row, heading, machine, size_range
+from distopt.cli.bench import HEADER, Row, add_sizes, calls_in_batch, heading, machine, size_range
 from distopt.cli.values import at_least, byte_size, names_of
 from distopt.comm import BACKENDS
-from distopt.comm.base import DTYPES
+from distopt.comm.base import DTYPES, storage_of
 from distopt.errors import UsageError
 
 from .networks.site import Site, add_places, is_far, site_of
@@ -32,8 +28,6 @@ from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
 from .peers.ranks.transports import COLLECTIVES
 
-# Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
-_BATCH_SECONDS = 1e-3
 _PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
 _PAGE = 4096
 # The array whose bytes a size counts, as in nccl-tests.
@@ -64,18 +58,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="(all_reduce)")
     add_places(parser, at_least(2))
-    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
-    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
-    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    add_sizes(parser)
     parser.add_argument("--sizes", type=byte_sizes, metavar="SIZES", help="as 4K,1M; instead of -b, -e and -f")
-    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
     backends = ",".join(_BACKENDS)
     parser.add_argument("--backend", type=names_of(_BACKENDS), help=f"of {backends} (shm; between hosts mpi)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
 
 
 def byte_sizes(text: str) -> list[int]:
@@ -90,7 +80,7 @@ def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and every result was correct."""
-    item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
+    item_bytes = storage_of(args.dtype).itemsize
     facts = machine()
     with ExitStack() as stack:
         args.backend = args.backend or ["mpi" if is_far(args) else "shm"]
@@ -196,9 +186,9 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
 
 
 def _calls(candidate: Candidate, buffers: str, request: dict[str, Any]) -> int:
-    """Calls per batch: enough for about `_BATCH_SECONDS`."""
+    """Calls per batch."""
     seconds, _ = _ask(candidate, {**request, "buffers": buffers, "calls": 1, "samples": 3})
-    return min(1000, math.ceil(_BATCH_SECONDS / min(seconds)))
+    return calls_in_batch(min(seconds))
 
 
 def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], int]:

@@ -21,7 +21,7 @@ from distopt import launch, opt
 from distopt.checkpoint import Checkpoint, checkpoint
 from distopt.cli.values import at_least
 from distopt.data import ShardedSampler
-from distopt.nn.staging import Staging
+from distopt.device import Staging
 
 from .models import sgd, train_cnn
 

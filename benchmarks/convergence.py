@@ -95,7 +95,7 @@ def train(rank: int, world_size: int, name: str, args: argparse.Namespace, resul
             cnn(images, tensor.from_numpy(data.train_y[chosen]))
         seconds += time.perf_counter() - start
         optimizer.synchronize()
-        accuracies.append(train_cnn.evaluate(cnn, data, optimizer))
+        accuracies.append(train_cnn.evaluate(cnn, data, optimizer)[1])
     stats = optimizer.stats()
     if rank == 0:
         record = {

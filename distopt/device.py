@@ -8,9 +8,11 @@ from .errors import check_integer, explain_absent
 from .nn.devices.device import Device, get_default_device
 from .nn.devices.discovery import find_cupy, find_gpu, gpu_is_usable
 from .nn.notices import tell_once
+from .nn.staging import Staging
 
 __all__ = [
     "Device",
+    "Staging",
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",

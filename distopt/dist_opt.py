@@ -298,7 +298,7 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
-        step = begin(order=partial(autograd.gradient_order, loss), slots=self.opt, version=mode.freezes)
+        step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
         if layout is not self._layout:
             self._adopt(layout)

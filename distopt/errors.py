@@ -21,9 +21,9 @@ class DistoptError(Exception):
     """Base of everything that distopt raises on its own account.
 
     Attributes:
-        exit_code: of a script that this error ends. With 2 the message says all that its user needs, and the launchers
-            print that one line; otherwise they print the traceback.
-        is_consequence: whether another rank has ended, or failed, before: the launchers then name that one.
+        exit_code: exit code of a script that this error ends. With 2 the message says all that its user needs, and the
+            launchers print that one line; otherwise they print the traceback.
+        is_consequence: whether another rank has ended or failed before. The launchers then name that rank.
     """
 
     exit_code: int = 1
@@ -205,8 +205,8 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
-# Of the extras of pyproject.toml, those that messages name. Not as "distopt[mpi]": on the package index, distopt is a
-# project of somebody else's.
+# Packages of the extras of pyproject.toml that messages name. "distopt[mpi]" would not do: on the package index,
+# the name distopt belongs to another project.
 _PACKAGES = {
     "mpi": "mpi4py mpich",
     "torch": "torch",
@@ -305,12 +305,12 @@ def check_count(name: str, value: Any) -> int:
 
 @functools.cache
 def names_of(cls: Any) -> frozenset[str]:
-    """Local. What a class and its bases define, or annotate in their bodies."""
+    """Local. The names that a class and its bases define, or annotate in their bodies."""
     return frozenset(name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base)))
 
 
 def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
-    """Local. Whether something reads an attribute that is about to be assigned; for `__setattr__`.
+    """Local. Check that something reads an attribute that is about to be assigned; for `__setattr__`.
 
     Only objects of distopt's own classes are checked: those that scripts derive have attributes of their own.
 
@@ -337,7 +337,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
 
 
 def _data_of(owner: Any) -> list[str]:
-    """The public attributes of an object that are not methods."""
+    """The names of an object's public attributes, without its methods."""
     cls: Any = type(owner)
     methods = {name for base in cls.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)}
     names = {*vars(owner), *names_of(cls)} - methods

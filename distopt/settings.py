@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 
 from .errors import UsageError
@@ -59,11 +59,8 @@ class Settings:
         )
 
 
-# Of variables that begin with DISTOPT_: those above, and those that are read where they are used.
-_NAMES = (
-    *("TIMEOUT", "STALL_WARNING", "BACKEND", "SUM_ORDER", "DEVICE", "CONVOLUTION", "NCCL_LIBRARY", "CUBLAS_LIBRARY"),
-    *("JOB_SECRET", "ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"),
-)
+# The variables above, and others that are read where they are used; all begin with DISTOPT_.
+_NAMES = [each.name.upper() for each in fields(Settings)] + ["ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"]
 
 
 def _check_names(env: Mapping[str, str]) -> None:

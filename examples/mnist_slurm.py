@@ -49,7 +49,10 @@ def train_mnist(args) -> None:
     board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
     for epoch in range(checkpoint.epoch, args.epochs):
         train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank)
-        accuracy = evaluate(cnn, data, world, sgd.device)
+        loss, accuracy = train_cnn.evaluate(cnn, data, sgd)
+        total = len(data.test_x)
+        score = f"Average loss: {loss:.4f}, Accuracy: {accuracy * total:.0f}/{total} ({accuracy:.0%})"
+        train_cnn.report(rank, f"\nTest set: {score}{data.caveat}\n")
         board.add(checkpoint.steps, {"test set/accuracy": accuracy})
         checkpoint.save(epoch + 1)
     checkpoint.close()
@@ -70,24 +73,6 @@ def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank)
             print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
             board.add(checkpoint.steps + 1, pace.figures(loss))
         checkpoint.step(epoch)  # where the job may end
-
-
-def evaluate(cnn, data, world, device, batch_size: int = 500) -> float:
-    """Print loss and accuracy on the whole test set; each rank takes a strided part."""
-    cnn.eval()
-    images, labels = data.test_x[world.rank :: world.world_size], data.test_y[world.rank :: world.world_size]
-    sums = np.zeros(2)
-    for start in range(0, len(images), batch_size):
-        out = device.host(cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device)).array)
-        truth = labels[start : start + batch_size]
-        out = out - out.max(axis=1, keepdims=True)
-        sums[0] += (np.log(np.exp(out).sum(axis=1)) - out[np.arange(len(truth)), truth]).sum()
-        sums[1] += (out.argmax(axis=1) == truth).sum()
-    loss, correct = world.all_reduce(sums)
-    total = len(data.test_x)
-    score = f"Average loss: {loss / total:.4f}, Accuracy: {correct:.0f}/{total} ({correct / total:.0%})"
-    train_cnn.report(world.rank, f"\nTest set: {score}{data.caveat}\n")
-    return correct / total
 
 
 def step_decay(args, steps_per_epoch: int) -> opt.StepDecay:

@@ -16,7 +16,7 @@ from template.board import Board, show
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.data import ShardedSampler
-from distopt.nn.staging import Staging
+from distopt.device import Staging
 from distopt.tensor import Tensor
 
 
@@ -112,7 +112,7 @@ def run(
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
-        accuracy = evaluate(cnn, data, sgd, args.evaluation_batch_size)
+        _, accuracy = evaluate(cnn, data, sgd, args.evaluation_batch_size)
         elapsed = time.perf_counter() - start
         report(
             rank,
@@ -127,19 +127,21 @@ def run(
     checkpoint.close()
 
 
-def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> float:
-    """Accuracy on the whole test set; each rank evaluates a strided part."""
+def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> tuple[float, float]:
+    """Mean loss and accuracy on the whole test set; each rank evaluates a strided part."""
     cnn.eval()
     part, device = slice(sgd.global_rank, None, sgd.world_size), sgd.device
     images, labels = data.test_x[part], data.test_y[part]
-    correct = device.xp.zeros(1)
+    sums = np.zeros(2)  # loss, correct predictions
     for start in range(0, len(images), batch_size):
-        out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device))
-        truth = tensor.from_numpy(labels[start : start + batch_size], device)
-        correct += (out.array.argmax(axis=1) == truth.array).sum()
-    correct = device.host(correct)
-    sgd.communicator.all_reduce(correct).wait()
-    return float(correct[0]) / len(data.test_x)
+        out = device.host(cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device)).array)
+        truth = labels[start : start + batch_size]
+        out = out - out.max(axis=1, keepdims=True)
+        sums[0] += (np.log(np.exp(out).sum(axis=1)) - out[np.arange(len(truth)), truth]).sum()
+        sums[1] += (out.argmax(axis=1) == truth).sum()
+    sgd.communicator.all_reduce(sums).wait()
+    loss, accuracy = sums / len(data.test_x)
+    return float(loss), float(accuracy)
 
 
 class Pace:

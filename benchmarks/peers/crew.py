@@ -26,11 +26,11 @@ from distopt.errors import DistoptError
 
 from ..networks.site import Site
 
-_START_SECONDS = 60.0
-_REQUEST_SECONDS = 600.0
-_END_SECONDS = 5.0
-_TOKEN_SECONDS = 2.0
-_POLL_SECONDS = 0.2
+_START_SECONDS = 60.0  # after which a candidate whose ranks have not all come is left out
+_REQUEST_SECONDS = 600.0  # after which a candidate that has not answered is left out
+_END_SECONDS = 5.0  # after which ranks that have not ended are killed
+_TOKEN_SECONDS = 2.0  # after which a connection that has not said who it is is dropped
+_POLL_SECONDS = 0.2  # from one look for ended ranks to the next
 _STDERR_LINES = 3
 
 # The package `ranks` is loaded by path under its own name: a peer's environment has no distopt, and adding the folder

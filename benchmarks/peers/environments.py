@@ -17,7 +17,7 @@ from pathlib import Path
 from distopt.errors import MissingDependencyError
 from distopt.files import atomic_write, file_lock
 
-_INSTALL_SECONDS = 1800.0
+_INSTALL_SECONDS = 1800.0  # after which pip is killed, and the peer left out
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ struct Process {
 };
 
 // The fields of distopt.errors.CommunicatorError.
-struct Failure {
+struct ErrorFields {
   ErrorKind kind;
   std::string fact;
   std::string cure{};
@@ -37,15 +37,15 @@ struct Failure {
 
 class CommunicatorError : public std::runtime_error {
  public:
-  explicit CommunicatorError(Failure failure) : runtime_error(failure.text()), failure_(std::move(failure)) {}
+  explicit CommunicatorError(ErrorFields failure) : runtime_error(failure.text()), failure_(std::move(failure)) {}
   CommunicatorError(ErrorKind kind, std::string fact, std::string cure = "")
-      : CommunicatorError(Failure{kind, std::move(fact), std::move(cure)}) {}
+      : CommunicatorError(ErrorFields{kind, std::move(fact), std::move(cure)}) {}
 
   ErrorKind kind() const { return failure_.kind; }
-  const Failure& failure() const { return failure_; }
+  const ErrorFields& failure() const { return failure_; }
 
  private:
-  Failure failure_;
+  ErrorFields failure_;
 };
 
 }  // namespace distopt

@@ -9,10 +9,10 @@
 
 namespace distopt {
 
-// The process in which it was made.
-class Origin {
+// Tells the process that made it from its forked children.
+class ForkGuard {
  public:
-  // Whether this is another one: a child.
+  // Whether this process is a forked child.
   bool forked() const { return fork_count() != forks_; }
   // Throws CommunicatorError in a child of `me`.
   void require(const Process& me) const {

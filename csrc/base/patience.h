@@ -1,5 +1,5 @@
-// How long a rank waits for others, over every transport, and its messages during long waits. Transports say who
-// has not arrived.
+// Waits for other ranks, the same over every transport: how long they last, and their messages. Transports say who has
+// not arrived.
 #pragma once
 
 #include <sched.h>
@@ -19,28 +19,28 @@ namespace distopt {
 
 // -- polling ----------------------------------------------------------------------------------------------------------
 
-// Of a word in shared memory. A patient spin is longer than it takes to wake a sleeper. With less, two ranks that have
-// once slept wake each other too late for the other one's next spin, and sleep at every operation from then on. But
-// where the peer waits for this rank's own core, every spin is lost. So after some lost ones most spins are short,
+// Spins on a word in shared memory. A patient spin is longer than it takes to wake a sleeper. With less, two ranks that
+// have once slept wake each other too late for the other one's next spin, and sleep at every operation from then on.
+// But where the peer waits for this rank's own core, every spin is lost. So after some lost ones most spins are short,
 // until one succeeds. The patient ones come in a row that is long enough (13 ms) for the scheduler to notice two busy
 // ranks on one core.
 constexpr std::chrono::microseconds patient_spin{200};
 constexpr std::chrono::microseconds short_spin{5};
 constexpr unsigned spin_cycle = 1024;
 constexpr unsigned patient_spins = 64;
-// Of the bell that announces messages.
+// The spin on the bell that announces messages.
 constexpr std::chrono::microseconds message_spin{50};
-// Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
-// step wait for each other in a small collective.
+// Polls before a waiting thread gives up Python's lock: some microseconds, longer than ranks that work in step wait for
+// each other in a small collective.
 constexpr int brief_polls = 128;
 
 // -- sleeping ---------------------------------------------------------------------------------------------------------
 
-// Of a rank that a change wakes, at most: how long a dead, closed or failed peer can go unnoticed.
+// The longest sleep of a rank that a change wakes. A dead, closed or failed peer goes unnoticed for so long.
 constexpr double slice_seconds = 0.05;
-// The same, while messages of its own are in progress besides a collective.
+// Its longest sleep in a collective while its own messages are in progress.
 constexpr double helping_seconds = 1e-3;
-// From one look at the peers to the next, of a rank that nothing wakes.
+// A rank that nothing wakes looks at its peers so often.
 constexpr std::chrono::milliseconds look_period{20};
 // A rank that nothing wakes yields its core after each look at first, as a sleep in the middle of a transfer leaves
 // the network idle. Then sleeps grow with the time in which nothing has moved: a late peer costs no processor.
@@ -80,14 +80,14 @@ struct Waiting {
   std::vector<Process> late{};
 };
 
-// Of one wait.
+// The limits of one wait, and what it has said so far.
 class Patience {
  public:
-  // `lacking`: the thing that is missing, for messages.
+  // `lacking` names in messages what is missing.
   explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
 
   // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
-  // is called with a text, once, and `fail` with a Failure at the end.
+  // is called with a text, once, and `fail` with ErrorFields at the end.
   template <typename Tell, typename Warn, typename Fail>
   void look(double waited, Tell tell, Warn warn, Fail fail) {
     if (waited >= limits_.timeout_seconds)
@@ -95,7 +95,7 @@ class Patience {
     else if (waited >= limits_.warning_seconds && !std::exchange(warned_, true))
       warn("for " + seconds_text(waited) + " now " + tell().text);
   }
-  Failure stalled(const Waiting& waiting) const {
+  ErrorFields stalled(const Waiting& waiting) const {
     return {ErrorKind::stalled,
             std::string("no ") + lacking_ + " within " + seconds_text(limits_.timeout_seconds) + ": " + waiting.text,
             "find out what it is busy with, or raise DISTOPT_TIMEOUT", waiting.late};

@@ -12,7 +12,7 @@ namespace distopt {
 
 class Turn {
  public:
-  // A turn, given back by the destructor; false if it was not taken.
+  // A turn, which the destructor gives back; false if it was not taken.
   class Held {
    public:
     explicit Held(Turn* turn) : turn_(turn) {}
@@ -27,19 +27,19 @@ class Turn {
     Turn* turn_;
   };
 
-  // A caller's, which may last. Two threads in one communicator would make the order of operations a matter of luck.
+  // The turn of a caller, which may last. Two threads in one communicator would make the order of collectives random.
   Held of_caller() {
     if (!take())
       throw CommunicatorError(ErrorKind::usage,
                               "two threads use one communicator at the same time; call collectives from one thread");
     return Held(this);
   }
-  // The same, as soon as no other caller has it.
+  // The turn of a caller, as soon as no other caller has it.
   Held awaited() {
     await();
     return Held(this);
   }
-  // A helper's, to make progress for a moment; false if another thread has the turn.
+  // The turn of a helper, which makes progress for a moment; false if another thread has the turn.
   Held of_helper() {
     Holder found = Holder::none;
     return Held(holder_.compare_exchange_strong(found, Holder::helper, std::memory_order_acquire) ? this : nullptr);

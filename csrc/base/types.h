@@ -27,13 +27,13 @@ struct Call {
   OpKind kind;
   std::uint8_t dtype, op;
   bool looks;         // for NaN and infinity
-  std::int32_t root;  // of a broadcast
+  std::int32_t root;  // the source of a broadcast
   std::uint64_t number, count;
   char label[label_bytes];
 };
 
 inline bool is_float(DType dtype) { return dtype <= DType::bfloat16; }
-// A mean is one of floats, operations on bits are for the others.
+// Floats have means, and the other types have operations on bits.
 inline bool can_reduce(DType dtype, RedOp op) {
   return op == RedOp::mean ? is_float(dtype) : op < RedOp::bit_and || !is_float(dtype);
 }

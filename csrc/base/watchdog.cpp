@@ -22,9 +22,10 @@
 namespace distopt {
 namespace {
 
-// The supervisor of the processes may act on the same sign, with a better message.
+// After a sign, the watchdog waits so long: the supervisor of the processes may act on the same sign, with a better
+// message.
 constexpr double patience_seconds = 0.5;
-constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` requires
+constexpr double slice_seconds = 0.1;  // the longest poll; `Stopwatch` has to be asked so often
 
 void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
   Stopwatch stopwatch;

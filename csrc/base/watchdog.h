@@ -1,4 +1,4 @@
-// Ends the process when a call into another library, which may hold Python's lock, cannot or does not come back.
+// Ends the process if a call into another library does not come back. That library may hold Python's lock.
 #pragma once
 
 #include <string>
@@ -16,11 +16,11 @@ void remove_mpich_files(int pid = 0);
 // MPICH's files are removed, too, if the process ends by exit() or by a watchdog from now on.
 class Watchdog {
  public:
-  // A descriptor, which stays the caller's, and the text that is true once it can be read.
+  // A descriptor, which the caller keeps, and the text to print once it can be read.
   using Sign = std::pair<int, std::string>;
 
-  // Unless stopped before, writes a text to stderr and ends the process by _exit(exit_code): `text` after `seconds`, or
-  // that of the first of `signs` half a second after it was noticed.
+  // Writes a text to stderr and ends the process by _exit(exit_code) unless stop() comes first: `text` after `seconds`,
+  // or the text of the first of `signs` half a second after the watchdog noticed it.
   Watchdog(double seconds, std::string text, int exit_code, std::vector<Sign> signs);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;

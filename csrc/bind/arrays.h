@@ -57,7 +57,7 @@ auto data_of(const std::optional<A>& array) {
   return array ? array->data() : nullptr;
 }
 
-// Of a family of kernels, those for T.
+// The kernels of a family for the type T.
 template <class T, class Kernels>
 const auto& table_of(const Kernels& kernels) {
   if constexpr (std::is_same_v<T, float>)
@@ -66,8 +66,7 @@ const auto& table_of(const Kernels& kernels) {
     return kernels.f64;
 }
 
-// Scratch memory that lives as long as the thread and only grows: allocating it in each step would cost page
-// faults.
+// Scratch memory that lives as long as the thread and only grows: fresh memory in each step would cost page faults.
 template <class T>
 T* scratch(size_t count) {
   thread_local std::unique_ptr<T[]> memory;

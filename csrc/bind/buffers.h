@@ -1,4 +1,4 @@
-// For the bindings of communicators: arrays that an operation holds, and requests made from them.
+// Arrays that a collective holds, and the arguments made from them, for the bindings of communicators.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "host/arguments.h"
 #include "host/describe.h"
-#include "host/request.h"
 
 namespace distopt {
 
@@ -52,40 +52,40 @@ class Buffers {
   int count_ = 0;
 };
 
-// An operation and, in the same allocation, the Buffers (one or several) that keep its arrays alive.
-template <typename Operation, typename Arrays = Buffers>
-class Held : public Operation {
+// A collective and, in the same allocation, the Buffers (one or several) that keep its arrays alive.
+template <typename Collective, typename Arrays = Buffers>
+class WithArrays : public Collective {
  public:
   template <typename... Others>
-  Held(Request request, Arrays arrays, Others&&... others)
-      : Operation(std::move(request), std::forward<Others>(others)...), arrays_(std::move(arrays)) {}
+  WithArrays(Arguments arguments, Arrays arrays, Others&&... others)
+      : Collective(std::move(arguments), std::forward<Others>(others)...), arrays_(std::move(arrays)) {}
 
  private:
   Arrays arrays_;
 };
 
 // Parts of a ragged collective: one for each rank, or a single one for all.
-inline std::vector<Buffers> hold_parts(Request& request, const std::vector<nb::object>& arrays) {
+inline std::vector<Buffers> hold_parts(Arguments& arguments, const std::vector<nb::object>& arrays) {
   std::vector<Buffers> held;
   for (const nb::object& array : arrays) {
     const Py_buffer& view = held.emplace_back().add(array, 0);
-    request.parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
-    request.count += request.parts.back().bytes / item_bytes(request.dtype);
+    arguments.parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
+    arguments.count += arguments.parts.back().bytes / item_bytes(arguments.dtype);
   }
-  if (request.kind != OpKind::all_gather_ragged) return held;
-  request.input = request.parts.at(0).data;
-  request.parts.clear();
+  if (arguments.kind != OpKind::all_gather_ragged) return held;
+  arguments.input = arguments.parts.at(0).data;
+  arguments.parts.clear();
   return held;
 }
 
-// In place, `out` is `array`.
-inline Buffers hold_arrays(Request& request, nb::handle array, nb::handle out) {
+// A collective in place has `out` equal to `array`.
+inline Buffers hold_arrays(Arguments& arguments, nb::handle array, nb::handle out) {
   Buffers held;
   const Py_buffer& input = held.add(array, out.is(array) ? PyBUF_WRITABLE : 0);
   const Py_buffer& output = out.is(array) ? input : held.add(out, PyBUF_WRITABLE);
-  request.input = static_cast<const char*>(input.buf);
-  request.output = static_cast<char*>(output.buf);
-  request.count = static_cast<std::size_t>(std::min(input.len, output.len)) / item_bytes(request.dtype);
+  arguments.input = static_cast<const char*>(input.buf);
+  arguments.output = static_cast<char*>(output.buf);
+  arguments.count = static_cast<std::size_t>(std::min(input.len, output.len)) / item_bytes(arguments.dtype);
   return held;
 }
 
@@ -117,8 +117,8 @@ inline std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
 }
 
 // An all_reduce of an array whose buffer says all; none if it does not or if an argument is wrong.
-inline std::optional<Request> plain_all_reduce(Buffers& buffers, nb::handle array, nb::handle op, nb::handle wire,
-                                               nb::handle label) {
+inline std::optional<Arguments> plain_all_reduce(Buffers& buffers, nb::handle array, nb::handle op, nb::handle wire,
+                                                 nb::handle label) {
   const Py_buffer* view = buffers.try_add(array, PyBUF_WRITABLE | PyBUF_FORMAT);
   Py_ssize_t length = 0;
   const char* text = view == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(label.ptr(), &length);
@@ -129,14 +129,14 @@ inline std::optional<Request> plain_all_reduce(Buffers& buffers, nb::handle arra
   const std::optional<DType> dtype = plain_dtype(*view, wire);
   const std::optional<RedOp> reduction = dtype ? plain_op(op, *dtype) : std::nullopt;
   if (!reduction) return {};
-  Request request;
-  request.kind = OpKind::all_reduce;
-  request.dtype = *dtype;
-  request.op = *reduction;
-  request.count = static_cast<std::size_t>(view->len) / item_bytes(*dtype);
-  request.input = request.output = static_cast<char*>(view->buf);
-  request.label.assign(text, static_cast<std::size_t>(length));
-  return request;
+  Arguments arguments;
+  arguments.kind = OpKind::all_reduce;
+  arguments.dtype = *dtype;
+  arguments.op = *reduction;
+  arguments.count = static_cast<std::size_t>(view->len) / item_bytes(*dtype);
+  arguments.input = arguments.output = static_cast<char*>(view->buf);
+  arguments.label.assign(text, static_cast<std::size_t>(length));
+  return arguments;
 }
 
 inline nb::dlpack::dtype storage_of(DType dtype) {
@@ -156,16 +156,16 @@ inline nb::ndarray<nb::numpy> flat_array(std::shared_ptr<char> memory, std::size
   return {data, {count}, capsule, {}, storage_of(dtype)};
 }
 
-// A ragged collective: memory that arrives in, the caller's once taken.
-template <typename Operation>
-class Receiving : public Held<Operation, std::vector<Buffers>> {
+// A ragged collective that allocates the memory in which data arrive; the caller owns it after take().
+template <typename Collective>
+class Receiving : public WithArrays<Collective, std::vector<Buffers>> {
  public:
-  using Held<Operation, std::vector<Buffers>>::Held;
+  using WithArrays<Collective, std::vector<Buffers>>::WithArrays;
   // To be called once, when it has finished: every rank's elements, as arrays.
   nb::list take() {
     nb::list parts;
     for (std::size_t q = 0; q < memory_.size(); ++q)
-      parts.append(flat_array(std::move(memory_[q]), this->counts()[q], this->request().dtype));
+      parts.append(flat_array(std::move(memory_[q]), this->counts()[q], this->arguments().dtype));
     return parts;
   }
 
@@ -174,7 +174,7 @@ class Receiving : public Held<Operation, std::vector<Buffers>> {
     std::vector<char*> outputs;
     for (std::uint64_t count : counts) {
       // At least one byte, so that no array is at the null address.
-      memory_.emplace_back(new char[count * item_bytes(this->request().dtype) + 1], std::default_delete<char[]>());
+      memory_.emplace_back(new char[count * item_bytes(this->arguments().dtype) + 1], std::default_delete<char[]>());
       outputs.push_back(memory_.back().get());
     }
     return outputs;
@@ -183,10 +183,10 @@ class Receiving : public Held<Operation, std::vector<Buffers>> {
   std::vector<std::shared_ptr<char>> memory_;
 };
 
-// One under way. `parts` are made when they are first asked for.
-template <typename Work, typename Operation>
+// A ragged collective under way. `parts` are made when they are first read.
+template <typename Work, typename Collective>
 struct RaggedWork : Work {
-  std::shared_ptr<Receiving<Operation>> received;
+  std::shared_ptr<Receiving<Collective>> received;
   nb::object parts;
 
   nb::object take_parts() {
@@ -197,41 +197,41 @@ struct RaggedWork : Work {
   }
 };
 
-// Bindings common to both communicators of _core. `start` begins an operation, given the communicator and the
-// operation, or its request and arrays; `Operation` is that of ragged collectives. Arrays are contiguous; types and
-// reductions are the codes of distopt.comm.base.
-template <typename Communicator, typename Operation, typename Class, typename Start>
+// Bindings common to both communicators of _core. `start` begins a collective, given the communicator and either
+// a collective or its arguments and arrays; `Collective` is the class of ragged collectives. Arrays are contiguous;
+// types and reductions are the codes of distopt.comm.base.
+template <typename Communicator, typename Collective, typename Class, typename Start>
 void bind_collectives(Class& cls, Start start) {
   cls.def("start", [start](Communicator& on, const char* kind, nb::handle array, nb::handle out, int dtype, int op,
                            int root, const char* label, bool looks) {
-    Request request = make_request(kind, dtype, label, op, root);
-    request.looks = looks;
-    Buffers held = hold_arrays(request, array, out);
-    return start(on, std::move(request), std::move(held));
+    Arguments arguments = make_arguments(kind, dtype, label, op, root);
+    arguments.looks = looks;
+    Buffers held = hold_arrays(arguments, array, out);
+    return start(on, std::move(arguments), std::move(held));
   });
   cls.def("start_ragged", [start](Communicator& on, const char* kind, const std::vector<nb::object>& arrays, int dtype,
                                   const char* label) {
-    Request request = make_request(kind, dtype, label);
-    std::vector<Buffers> held = hold_parts(request, arrays);
-    auto operation = std::make_shared<Receiving<Operation>>(std::move(request), std::move(held));
-    auto work = start(on, operation);
-    return RaggedWork<decltype(work), Operation>{std::move(work), std::move(operation), nb::none()};
+    Arguments arguments = make_arguments(kind, dtype, label);
+    std::vector<Buffers> held = hold_parts(arguments, arrays);
+    auto collective = std::make_shared<Receiving<Collective>>(std::move(arguments), std::move(held));
+    auto work = start(on, collective);
+    return RaggedWork<decltype(work), Collective>{std::move(work), std::move(collective), nb::none()};
   });
   cls.def(
       "all_reduce_plain",
       [start](Communicator& on, nb::handle array, nb::handle op, nb::handle wire, nb::handle label, bool looks) {
         Buffers held;
-        std::optional<Request> request = plain_all_reduce(held, array, op, wire, label);
-        using Work = decltype(start(on, std::move(*request), std::move(held)));
-        if (!request || (looks && !(Communicator::finds_nonfinite && request->may_look())))
+        std::optional<Arguments> arguments = plain_all_reduce(held, array, op, wire, label);
+        using Work = decltype(start(on, std::move(*arguments), std::move(held)));
+        if (!arguments || (looks && !(Communicator::finds_nonfinite && arguments->may_look())))
           return std::optional<Work>();
-        request->looks = looks;
-        return std::optional<Work>(start(on, std::move(*request), std::move(held)));
+        arguments->looks = looks;
+        return std::optional<Work>(start(on, std::move(*arguments), std::move(held)));
       },
       nb::arg("array"), nb::arg("op"), nb::arg("wire").none(), nb::arg("label"), nb::arg("find_nonfinite"),
       "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
       "argument is wrong.");
-  cls.def("barrier", [start](Communicator& on) { return start(on, Request{}, Buffers()); });
+  cls.def("barrier", [start](Communicator& on) { return start(on, Arguments{}, Buffers()); });
 }
 
 }  // namespace distopt

@@ -153,7 +153,7 @@ Index cross_entropy_backward(Array<const T, 2> probability, std::optional<Array<
 }
 
 template <class T>
-Mean<T> mean_of(double decay) {
+RunningMean<T> mean_of(double decay) {
   return {T(decay), T(1 - decay)};
 }
 

@@ -33,7 +33,7 @@ inline std::vector<Process> processes_of(const std::vector<ProcessFields>& tuple
   return processes;
 }
 
-inline nanobind::object as_python(const Failure& failure) {
+inline nanobind::object as_python(const ErrorFields& failure) {
   namespace nb = nanobind;
   const nb::module_ errors = nb::module_::import_("distopt.errors");
   const nb::object type = errors.attr(error_names[static_cast<int>(failure.kind)]);

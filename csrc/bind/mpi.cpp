@@ -21,72 +21,74 @@
 namespace distopt {
 namespace {
 
-using mpi::Communicator;
-using mpi::HierarchicalOperation;
+using mpi::HierarchicalCollective;
 using mpi::Hierarchy;
-using mpi::Operation;
-using Plain = Held<Operation>;
-using TwoLevels = Held<HierarchicalOperation>;
+using mpi::MpiCollective;
+using mpi::MpiCommunicator;
+using Plain = WithArrays<MpiCollective>;
+using TwoLevels = WithArrays<HierarchicalCollective>;
 
 struct MpiWork {
-  nb::object communicator;  // that of Python, which has the attribute `waits`
-  std::shared_ptr<Operation> operation;
+  nb::object communicator;  // the Python object, which has the attribute `waits`
+  std::shared_ptr<MpiCollective> collective;
 };
 
-Communicator& communicator_of(const MpiWork& work) { return *nb::inst_ptr<Communicator>(work.communicator); }
+MpiCommunicator& communicator_of(const MpiWork& work) { return *nb::inst_ptr<MpiCommunicator>(work.communicator); }
 
-MpiWork start(Communicator& communicator, std::shared_ptr<Operation> operation) {
+MpiWork start(MpiCommunicator& communicator, std::shared_ptr<MpiCollective> collective) {
   {
     const nb::gil_scoped_release release;
-    communicator.start(operation);
+    communicator.start(collective);
   }
-  return {nb::find(communicator), std::move(operation)};
+  return {nb::find(communicator), std::move(collective)};
 }
 
-MpiWork start(Communicator& communicator, Request request, Buffers buffers) {
-  if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(request))
-    return start(communicator, std::make_shared<TwoLevels>(std::move(request), std::move(buffers), std::move(levels)));
-  return start(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
+MpiWork start(MpiCommunicator& communicator, Arguments arguments, Buffers buffers) {
+  if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(arguments))
+    return start(communicator,
+                 std::make_shared<TwoLevels>(std::move(arguments), std::move(buffers), std::move(levels)));
+  return start(communicator, std::make_shared<Plain>(std::move(arguments), std::move(buffers)));
 }
 
 bool done(const MpiWork& work) {
   {
     const nb::gil_scoped_release release;
-    if (communicator_of(work).test(*work.operation)) return true;
+    if (communicator_of(work).test(*work.collective)) return true;
   }
   work.communicator.attr("waits").attr("polled")();
   return false;
 }
 
-// Short waits end here; long ones are those of distopt/comm/mpi/waits.py.
+// Short waits end here; distopt/comm/mpi/waits.py continues long ones.
 void wait(const MpiWork& work, std::optional<double> timeout) {
   {
     const nb::gil_scoped_release release;
     const double quiet_seconds = std::min(timeout.value_or(yield_seconds), yield_seconds);
-    if (communicator_of(work).wait(*work.operation, quiet_seconds)) return;
+    if (communicator_of(work).wait(*work.collective, quiet_seconds)) return;
   }
-  work.communicator.attr("waits").attr("wait_for")(work.operation, timeout);
+  work.communicator.attr("waits").attr("wait_for")(work.collective, timeout);
 }
 
 // Addresses of MPI handles, as numbers.
 using Address = std::uintptr_t;
 
-std::shared_ptr<Communicator> create(std::string module, Address communicator, Address byte, std::size_t handle_bytes,
-                                     std::size_t status_bytes, int rank, const std::vector<ProcessFields>& processes,
-                                     std::size_t inline_bytes, std::size_t chunk_bytes) {
+std::shared_ptr<MpiCommunicator> create(std::string module, Address communicator, Address byte,
+                                        std::size_t handle_bytes, std::size_t status_bytes, int rank,
+                                        const std::vector<ProcessFields>& processes, std::size_t inline_bytes,
+                                        std::size_t chunk_bytes) {
   const auto at = [](Address address) { return reinterpret_cast<const void*>(address); };
-  return std::make_shared<Communicator>(
+  return std::make_shared<MpiCommunicator>(
       mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank,
       processes_of(processes), inline_bytes, chunk_bytes);
 }
 
-void use_hierarchy(Communicator& communicator, std::size_t local, std::vector<int> between, std::size_t host,
+void use_hierarchy(MpiCommunicator& communicator, std::size_t local, std::vector<int> between, std::size_t host,
                    std::shared_ptr<ShmCommunicator> scatter, std::shared_ptr<ShmCommunicator> collect) {
   communicator.use_hierarchy(std::make_shared<Hierarchy>(
       Hierarchy{local, {std::move(between), host}, std::move(scatter), std::move(collect)}));
 }
 
-void fail(Communicator& communicator, const std::string& kind, std::string fact, std::string cure,
+void fail(MpiCommunicator& communicator, const std::string& kind, std::string fact, std::string cure,
           const std::vector<ProcessFields>& ranks) {
   const auto* const named = std::find(std::begin(error_names), std::end(error_names), kind);
   communicator.fail(
@@ -97,8 +99,8 @@ void fail(Communicator& communicator, const std::string& kind, std::string fact,
 // The wait as text, and the ranks that have not arrived.
 using Late = std::pair<std::string, std::vector<ProcessFields>>;
 
-// `tell` gives who has not arrived, as processes, and the wait in words.
-void look(Communicator& communicator, Patience& patience, double waited, nb::typed<nb::callable, Late()> tell,
+// `tell` gives the wait in words, and the processes that have not arrived.
+void look(MpiCommunicator& communicator, Patience& patience, double waited, nb::typed<nb::callable, Late()> tell,
           Warn warn) {
   patience.look(
       waited,
@@ -106,7 +108,8 @@ void look(Communicator& communicator, Patience& patience, double waited, nb::typ
         const auto [text, late] = nb::cast<Late>(tell());
         return {text, processes_of(late)};
       },
-      [&](const std::string& text) { warn(text); }, [&](Failure failure) { communicator.fail(std::move(failure)); });
+      [&](const std::string& text) { warn(text); },
+      [&](ErrorFields failure) { communicator.fail(std::move(failure)); });
   communicator.progress();
 }
 
@@ -119,24 +122,23 @@ void bind_mpi(nb::module_& m) {
   m.attr("yield_seconds") = yield_seconds;
   m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<nb::gil_scoped_release>(),
         "Yield the core or sleep between two looks, nothing having moved for that long.");
-  using Operation = mpi::Operation;  // there is one of shared memory, too
-  nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
-      .def_prop_ro("sequence", &Operation::sequence)
-      .def_prop_ro("unheard", &Operation::unheard, "Ranks that are not known to have begun it.")
-      .def("__str__", &Operation::description);
+  nb::class_<MpiCollective>(m, "MpiCollective", "A collective over MPI.")
+      .def_prop_ro("sequence", &MpiCollective::sequence)
+      .def_prop_ro("unheard", &MpiCollective::unheard, "Ranks that are not known to have begun it.")
+      .def("__str__", &MpiCollective::description);
   nb::class_<MpiWork>(m, "MpiWork", nb::sig("class MpiWork(distopt.comm.work.Work)"),
                       "A collective over MPI under way.")
-      .def("done", &done, "Local. Move all operations forward without waiting; whether this one has finished.")
+      .def("done", &done, "Local. Move all operations forward without waiting; return whether this one has finished.")
       .def("wait", &wait, nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro("nonfinite", [](const MpiWork&) { return nb::none(); });
-  using MpiRaggedWork = RaggedWork<MpiWork, Operation>;
+  using MpiRaggedWork = RaggedWork<MpiWork, MpiCollective>;
   nb::class_<MpiRaggedWork, MpiWork>(m, "MpiRaggedWork",
                                      nb::sig("class MpiRaggedWork(MpiWork, distopt.comm.work.RaggedWork)"),
                                      "A ragged collective over MPI under way.")
       .def_prop_ro("parts", &MpiRaggedWork::take_parts, "See `RaggedWork.parts`.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Communicator> communicator(
+  nb::class_<MpiCommunicator> communicator(
       m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());
   communicator
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
@@ -144,23 +146,25 @@ void bind_mpi(nb::module_& m) {
            nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
            nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
-      .def("progress", &Communicator::progress, Unlocked())
-      .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
-           "Wait until the operation has ended, nothing has moved for that long, or 0.1 s have passed; whether it has "
-           "ended.")
-      .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
+      .def("progress", &MpiCommunicator::progress, Unlocked())
+      .def("wait_on", &MpiCommunicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
+           "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "
+           "it has ended.")
+      .def_prop_ro("quiet_seconds", &MpiCommunicator::quiet_seconds, "For how long nothing has moved.")
       .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
            "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")
-      .def("close", &Communicator::close)
-      .def_prop_ro("oldest", &Communicator::oldest, nb::for_getter(nb::sig("def oldest(self) -> MpiOperation | None")),
+      .def("close", &MpiCommunicator::close)
+      .def_prop_ro("oldest", &MpiCommunicator::oldest,
+                   nb::for_getter(nb::sig("def oldest(self) -> MpiCollective | None")),
                    "The oldest operation that has not ended, or None.")
-      .def_prop_ro("inline_bytes", &Communicator::inline_bytes, "Size of the data that travel with an announcement.")
-      .def_prop_ro("started", &Communicator::started, "Number of operations.")
-      .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
-      .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
-  bind_collectives<Communicator, Operation>(
+      .def_prop_ro("inline_bytes", &MpiCommunicator::inline_bytes, "Size of the data that travel with an announcement.")
+      .def_prop_ro("started", &MpiCommunicator::started, "Number of operations.")
+      .def_prop_ro("last_agreed", &MpiCommunicator::last_agreed,
+                   "The last operation that all ranks have begun, in words.")
+      .def_prop_ro("scratch_count", &MpiCommunicator::scratch_count, "Number of unused buffers (tests).");
+  bind_collectives<MpiCommunicator, MpiCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 }
 

@@ -23,7 +23,7 @@ using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 struct NcclWork {
   Shared communicator;
-  NcclCommunicator::Work operation;
+  NcclCommunicator::Work collective;
 };
 
 // Memory that NCCL has registered. It keeps the communicator alive.
@@ -43,30 +43,30 @@ class NcclMemory {
   void* address_;
 };
 
-// Of the collective of that name: addresses of the input and the output, elements as of Request, codes of type and
-// reduction, and the root.
+// Starts the collective named `kind`. `count` is as in Arguments; `dtype` and `op` are codes.
 NcclWork start(Shared communicator, const std::string& kind, Address input, Address output, std::size_t count,
                int dtype, int op, int root, const char* label, Address stream) {
-  Request request = make_request(kind.c_str(), dtype, label, op, root);
-  request.count = count;
-  request.input = at<const char>(input);
-  request.output = at<char>(output);
-  auto operation = communicator->start(request, stream_of(stream));
-  return {std::move(communicator), std::move(operation)};
+  Arguments arguments = make_arguments(kind.c_str(), dtype, label, op, root);
+  arguments.count = count;
+  arguments.input = at<const char>(input);
+  arguments.output = at<char>(output);
+  auto collective = communicator->start(arguments, stream_of(stream));
+  return {std::move(communicator), std::move(collective)};
 }
 
 NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts& sent, const Parts& received, int dtype,
                       const char* label, Address stream) {
-  Request request = make_request(kind.c_str(), dtype, label);
-  const auto pieces_of = [&request](const Parts& parts) {
+  Arguments arguments = make_arguments(kind.c_str(), dtype, label);
+  const auto pieces_of = [&arguments](const Parts& parts) {
     std::vector<Piece> pieces;
-    for (const auto& [address, count] : parts) pieces.push_back({at<char>(address), count * item_bytes(request.dtype)});
+    for (const auto& [address, count] : parts)
+      pieces.push_back({at<char>(address), count * item_bytes(arguments.dtype)});
     return pieces;
   };
-  request.parts = pieces_of(sent);
-  for (const auto& part : sent) request.count += part.second;
-  auto operation = communicator->start_ragged(request, pieces_of(received), stream_of(stream));
-  return {std::move(communicator), std::move(operation)};
+  arguments.parts = pieces_of(sent);
+  for (const auto& part : sent) arguments.count += part.second;
+  auto collective = communicator->start_ragged(arguments, pieces_of(received), stream_of(stream));
+  return {std::move(communicator), std::move(collective)};
 }
 
 std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
@@ -74,7 +74,7 @@ std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
   return memory == nullptr ? nullptr : std::make_shared<NcclMemory>(std::move(communicator), memory);
 }
 
-// The last reference may be dropped by Python, with the GIL, for which the watching thread may wait.
+// Python may drop the last reference while it holds the GIL. The watching thread may wait for the GIL.
 void destroy(NcclCommunicator* communicator) {
   if (Py_IsInitialized() && PyGILState_Check()) {
     const nb::gil_scoped_release release;
@@ -97,7 +97,7 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
 }
 
 nb::bytes unique_id(const std::string& path) {
-  const nccl::Api& api = nccl::load(path);
+  const nccl::NcclApi& api = nccl::load(path);
   nccl::UniqueId id;
   if (const nccl::Result result = api.get_unique_id(&id); result != nccl::Result::success)
     throw std::runtime_error(std::string("ncclGetUniqueId failed: ") + api.get_error_string(result));
@@ -119,13 +119,13 @@ std::string pci_bus_id(int device) {
 void bind_work(nb::module_& m) {
   nb::class_<NcclWork>(m, "NcclWork", "A collective of NCCL under way.")
       .def(
-          "done", [](NcclWork& work) { return work.communicator->done(*work.operation); }, WithoutGil(),
+          "done", [](NcclWork& work) { return work.communicator->done(*work.collective); }, WithoutGil(),
           "Local. Whether the result is there.")
       .def(
-          "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.operation, stream_of(stream)); },
+          "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.collective, stream_of(stream)); },
           nb::arg("stream"), WithoutGil(), "Local. What `stream` does from now on sees the result.")
       .def(
-          "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.operation, timeout); },
+          "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.collective, timeout); },
           nb::arg("timeout"), WithoutGil(), "Wait on the host, at most `timeout` seconds.");
   nb::class_<Board>(m, "NcclBoard", "Where the ranks of one host see each other.")
       .def(

@@ -24,27 +24,27 @@ using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
-  std::shared_ptr<Operation> operation;
+  std::shared_ptr<ShmCollective> collective;
 };
 
 // Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
 // within microseconds keeps it.
-ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operation) {
-  if (!communicator.start(operation)) {
+ShmWork start(ShmCommunicator& communicator, std::shared_ptr<ShmCollective> collective) {
+  if (!communicator.start(collective)) {
     nb::gil_scoped_release release;
     communicator.progress();
   }
-  return {communicator.shared_from_this(), std::move(operation)};
+  return {communicator.shared_from_this(), std::move(collective)};
 }
 
-ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
-  return start(communicator, std::make_shared<Held<Operation>>(std::move(request), std::move(buffers)));
+ShmWork start(ShmCommunicator& communicator, Arguments arguments, Buffers buffers) {
+  return start(communicator, std::make_shared<WithArrays<ShmCollective>>(std::move(arguments), std::move(buffers)));
 }
 
-void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
-  if (communicator.wait_briefly(operation)) return;
+void wait(ShmCommunicator& communicator, const ShmCollective& collective, std::optional<double> timeout) {
+  if (communicator.wait_briefly(collective)) return;
   nb::gil_scoped_release release;
-  communicator.wait(operation, timeout.value_or(communicator.default_timeout()));
+  communicator.wait(collective, timeout.value_or(communicator.default_timeout()));
 }
 
 nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, int dtype,
@@ -125,18 +125,18 @@ void bind_shm(nb::module_& m) {
   nb::class_<ShmWork>(m, "ShmWork", nb::sig("class ShmWork(distopt.comm.work.Work)"),
                       "A collective under way in shared memory.")
       .def(
-          "done", [](ShmWork& work) { return work.communicator->test(*work.operation); },
+          "done", [](ShmWork& work) { return work.communicator->test(*work.collective); },
           nb::call_guard<nb::gil_scoped_release>(),
-          "Local. Move the operation forward without waiting; whether it has finished.")
+          "Local. Move the operation forward without waiting; return whether it has finished.")
       .def(
           "wait",
-          [](ShmWork& work, std::optional<double> timeout) { wait(*work.communicator, *work.operation, timeout); },
+          [](ShmWork& work, std::optional<double> timeout) { wait(*work.communicator, *work.collective, timeout); },
           nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro(
-          "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
+          "nonfinite", [](const ShmWork& work) { return rank_and_index(work.collective->nonfinite()); },
           "See `Work.nonfinite`.");
 
-  using ShmRaggedWork = RaggedWork<ShmWork, Operation>;
+  using ShmRaggedWork = RaggedWork<ShmWork, ShmCollective>;
   nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork",
                                      nb::sig("class ShmRaggedWork(ShmWork, distopt.comm.work.RaggedWork)"),
                                      "A ragged collective under way in shared memory.")
@@ -147,7 +147,7 @@ void bind_shm(nb::module_& m) {
       .def(
           "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); },
           nb::call_guard<nb::gil_scoped_release>(),
-          "Local. Move messages forward without waiting; whether this one has ended.")
+          "Local. Move messages forward without waiting; return whether this one has ended.")
       .def(
           "wait",
           [](ShmMessage& work, std::optional<double> timeout) {
@@ -173,7 +173,7 @@ void bind_shm(nb::module_& m) {
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &ShmCommunicator::close);
-  bind_collectives<ShmCommunicator, Operation>(
+  bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),

@@ -79,7 +79,7 @@ const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
   return work;
 }
 
-// The same before pooling, in `work`.
+// That gradient before pooling, in `work`.
 template <class T>
 const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
   const Index size = image_size(s, &pooling);

@@ -169,7 +169,7 @@ Index cross_entropy_backward(const T* probability, const std::int64_t* labels, c
 }
 
 template <class T, bool kMomentum, bool kNesterov>
-void sgd_of(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ buffer, Index count, Step<T> step,
+void sgd_of(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ buffer, Index count, StepSize<T> step,
             T momentum, T kept) {
   for (Index i = 0; i < count; ++i) {
     T g = grad[i] + step.weight_decay * param[i];
@@ -183,7 +183,7 @@ void sgd_of(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ b
 }
 
 template <class T>
-void sgd(T* param, const T* grad, T* buffer, Index count, Step<T> step, T momentum, T kept, bool nesterov) {
+void sgd(T* param, const T* grad, T* buffer, Index count, StepSize<T> step, T momentum, T kept, bool nesterov) {
   auto* update = &sgd_of<T, false, false>;
   if (buffer) update = nesterov ? &sgd_of<T, true, true> : &sgd_of<T, true, false>;
   update(param, grad, buffer, count, step, momentum, kept);
@@ -191,7 +191,7 @@ void sgd(T* param, const T* grad, T* buffer, Index count, Step<T> step, T moment
 
 template <class T>
 void adam(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ m, T* __restrict__ v, Index count,
-          Step<T> step, Mean<T> first, Mean<T> second, T eps, T root_correction) {
+          StepSize<T> step, RunningMean<T> first, RunningMean<T> second, T eps, T root_correction) {
   for (Index i = 0; i < count; ++i) {
     const T g = grad[i] + step.weight_decay * param[i];
     m[i] = first.decay * m[i] + first.share * g;
@@ -201,8 +201,8 @@ void adam(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ m, 
 }
 
 template <class T>
-void rmsprop(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ running, Index count, Step<T> step,
-             Mean<T> mean, T eps) {
+void rmsprop(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ running, Index count, StepSize<T> step,
+             RunningMean<T> mean, T eps) {
   for (Index i = 0; i < count; ++i) {
     const T g = grad[i] + step.weight_decay * param[i];
     running[i] = mean.decay * running[i] + mean.share * g * g;
@@ -211,7 +211,7 @@ void rmsprop(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ 
 }
 
 template <class T>
-void adagrad(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ history, Index count, Step<T> step,
+void adagrad(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ history, Index count, StepSize<T> step,
              T eps) {
   for (Index i = 0; i < count; ++i) {
     const T g = grad[i] + step.weight_decay * param[i];

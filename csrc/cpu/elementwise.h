@@ -9,13 +9,13 @@ namespace distopt {
 
 // The common part of the four updates. Weight decay is L2: it is added to the gradient.
 template <class T>
-struct Step {
+struct StepSize {
   T lr, weight_decay;
 };
 
 // A running mean, old * decay + new * share, where share = 1 - decay was taken in double precision.
 template <class T>
-struct Mean {
+struct RunningMean {
   T decay, share;
 };
 
@@ -46,15 +46,16 @@ struct ElementwiseTable {
                                            std::ptrdiff_t rows, std::ptrdiff_t columns, T* dlogits);
 
   // `buffer` may be null (no momentum); kept = 1 - dampening.
-  void (*sgd)(T* param, const T* grad, T* buffer, std::ptrdiff_t count, Step<T> step, T momentum, T kept,
+  void (*sgd)(T* param, const T* grad, T* buffer, std::ptrdiff_t count, StepSize<T> step, T momentum, T kept,
               bool nesterov);
   // Kingma and Ba, arXiv 1412.6980, algorithm 1; step.lr holds lr / (1 - beta1^t),
   // root_correction = sqrt(1 - beta2^t).
-  void (*adam)(T* param, const T* grad, T* m, T* v, std::ptrdiff_t count, Step<T> step, Mean<T> first, Mean<T> second,
-               T eps, T root_correction);
+  void (*adam)(T* param, const T* grad, T* m, T* v, std::ptrdiff_t count, StepSize<T> step, RunningMean<T> first,
+               RunningMean<T> second, T eps, T root_correction);
   // rmsprop and adagrad divide by sqrt(mean or sum of squares + eps).
-  void (*rmsprop)(T* param, const T* grad, T* running, std::ptrdiff_t count, Step<T> step, Mean<T> mean, T eps);
-  void (*adagrad)(T* param, const T* grad, T* history, std::ptrdiff_t count, Step<T> step, T eps);
+  void (*rmsprop)(T* param, const T* grad, T* running, std::ptrdiff_t count, StepSize<T> step, RunningMean<T> mean,
+                  T eps);
+  void (*adagrad)(T* param, const T* grad, T* history, std::ptrdiff_t count, StepSize<T> step, T eps);
 };
 
 using ElementwiseKernels = Both<ElementwiseTable>;

@@ -175,7 +175,7 @@ constexpr Reduce integers[] = {
     &reduce_seldom<Wrapping, Or>,       &reduce_seldom<Wrapping, Xor>,
 };
 
-// Of bytes that are 0 or 1.
+// Reductions of booleans, whose bytes are 0 or 1.
 constexpr Reduce either = &reduce_seldom<Plain<std::uint8_t>, Or>, both = &reduce_seldom<Plain<std::uint8_t>, And>;
 constexpr Reduce booleans[] = {either, either, both, nullptr, both, both, either, integers<std::uint8_t>[7]};
 

@@ -9,7 +9,7 @@
 
 namespace distopt {
 
-// What is selected from, and how it comes about in the same pass over the memory.
+// The values to select from; the selection computes them in the same pass over the memory.
 struct Source {
   const float* grad;
   const float* residual = nullptr;  // if given: new_residual[i] = residual[i] + scale * grad[i] is selected from

@@ -18,13 +18,13 @@ void* find(void* library, const char* symbol, const std::string& path) {
 
 }  // namespace
 
-const Api& load(const std::string& path) {
-  static std::map<std::string, std::unique_ptr<Api>> loaded;
-  std::unique_ptr<Api>& api = loaded[path];
+const CublasApi& load(const std::string& path) {
+  static std::map<std::string, std::unique_ptr<CublasApi>> loaded;
+  std::unique_ptr<CublasApi>& api = loaded[path];
   if (api) return *api;
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(::dlerror());
-  auto fresh = std::make_unique<Api>();
+  auto fresh = std::make_unique<CublasApi>();
 #define DISTOPT_CUBLAS_LOAD(field, symbol, result, parameters) \
   fresh->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, path));
   DISTOPT_CUBLAS_REQUIRED(DISTOPT_CUBLAS_LOAD)
@@ -33,7 +33,7 @@ const Api& load(const std::string& path) {
   return *api;
 }
 
-Products::Products(const Api& api, bool tf32) : api_(api) {
+Products::Products(const CublasApi& api, bool tf32) : api_(api) {
   check(api_.create(&handle_), "cublasCreate");
   check(api_.set_math_mode(handle_, tf32 ? MathMode::tf32 : MathMode::standard), "cublasSetMathMode");
 }

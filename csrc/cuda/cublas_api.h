@@ -28,7 +28,7 @@ enum class MathMode : int { standard = 0, tf32 = 3 };
   X(sgemm, cublasSgemm_v2, Status, DISTOPT_CUBLAS_GEMM(float))                   \
   X(dgemm, cublasDgemm_v2, Status, DISTOPT_CUBLAS_GEMM(double))
 
-struct Api {
+struct CublasApi {
 #define DISTOPT_CUBLAS_FIELD(field, symbol, result, parameters) result(*field) parameters = nullptr;
   DISTOPT_CUBLAS_REQUIRED(DISTOPT_CUBLAS_FIELD)
 #undef DISTOPT_CUBLAS_FIELD
@@ -36,7 +36,7 @@ struct Api {
 
 // Loads the library of this path, or of this name: glibc then gives the one that the process has already, as CuPy has
 // put it there. It is never unloaded. Throws std::runtime_error with the reason.
-const Api& load(const std::string& path);
+const CublasApi& load(const std::string& path);
 
 // Memory that cuBLAS may use while a product runs. Products that share it must be on streams that are in order.
 struct Workspace {
@@ -58,7 +58,7 @@ struct Product {
 // torn down before. Not for two threads at a time; Python's lock sees to that.
 class Products {
  public:
-  Products(const Api& api, bool tf32);
+  Products(const CublasApi& api, bool tf32);
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
 
@@ -69,7 +69,7 @@ class Products {
  private:
   void check(Status status, const char* call) const;
 
-  const Api& api_;
+  const CublasApi& api_;
   Handle* handle_ = nullptr;
   cudaStream_t stream_ = nullptr;
   void* memory_ = nullptr;

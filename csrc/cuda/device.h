@@ -1,4 +1,4 @@
-// For all kernels on the GPU: launches and their sizes, and sums over a block in a fixed order.
+// Tools of all kernels on the GPU: launches and their sizes, and sums over a block in a fixed order.
 #pragma once
 
 #include <cuda_runtime.h>

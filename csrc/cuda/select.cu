@@ -18,7 +18,7 @@ constexpr unsigned rows = 4, tile = rows * block_threads * 4;  // of Four: eleme
 constexpr unsigned bins = 1 << 11;
 
 // In device memory, at the head of the workspace.
-struct State {
+struct SelectState {
   std::int32_t floor;     // keys above it are candidates
   unsigned candidates;    // how many there are, also of those that found no room
   std::int32_t prefix;    // leading bits of the k-th largest key; all of them after the last pass
@@ -32,8 +32,8 @@ struct Share {
 };
 
 // The candidates of a tile lie side by side at tiles[t], in ascending order.
-struct Workspace {
-  State* state;
+struct SelectWorkspace {
+  SelectState* state;
   Share* tiles;
   Share* kept;  // per tile: keys above the boundary, and equal to it; after the scan: the same of all tiles before
   std::int32_t* indices;
@@ -45,7 +45,7 @@ __host__ __device__ std::size_t padded(std::size_t bytes) { return (bytes + 255)
 
 unsigned tiles_of(std::size_t n) { return blocks_of(n, tile); }
 
-Workspace layout(void* memory, std::size_t n, std::size_t capacity) {
+SelectWorkspace layout(void* memory, std::size_t n, std::size_t capacity) {
   require_int32(n);
   char* at = static_cast<char*>(memory);
   const auto take = [&](std::size_t bytes) {
@@ -53,8 +53,8 @@ Workspace layout(void* memory, std::size_t n, std::size_t capacity) {
     at += padded(bytes);
     return static_cast<void*>(part);
   };
-  Workspace w{};
-  w.state = static_cast<State*>(take(sizeof(State)));
+  SelectWorkspace w{};
+  w.state = static_cast<SelectState*>(take(sizeof(SelectState)));
   w.tiles = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
   w.kept = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
   w.indices = static_cast<std::int32_t*>(take(capacity * sizeof(std::int32_t)));
@@ -101,7 +101,7 @@ constexpr unsigned sampling_threads = 1024;
 // One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given.
 __global__ void __launch_bounds__(sampling_threads)
     prepare_kernel(Source from, std::size_t n, unsigned k, unsigned strata, unsigned rank, std::int32_t floor,
-                   State* state, Findings* findings) {
+                   SelectState* state, Findings* findings) {
   constexpr unsigned most_groups = most_strata / sampling_threads;
   constexpr unsigned group = sample_group;
   __shared__ unsigned counts[bins];
@@ -154,7 +154,7 @@ struct View {
   unsigned count;
 };
 
-__device__ View view_of(const Workspace& w, const float* x, unsigned n, unsigned k) {
+__device__ View view_of(const SelectWorkspace& w, const float* x, unsigned n, unsigned k) {
   const unsigned candidates = w.state->candidates;
   if (k <= candidates && candidates <= w.capacity) return {w.values, w.indices, candidates};
   return {x, nullptr, n};
@@ -162,7 +162,8 @@ __device__ View view_of(const Workspace& w, const float* x, unsigned n, unsigned
 
 // One digit of the boundary: counts key >> shift, below bit `known`, of the keys that begin with the prefix.
 template <int known, int shift>
-__global__ void __launch_bounds__(block_threads) digit_kernel(Workspace w, const float* x, unsigned n, unsigned k) {
+__global__ void __launch_bounds__(block_threads)
+    digit_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k) {
   __shared__ unsigned counts[bins];
   __shared__ bool last;
   const View view = view_of(w, x, n, k);
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(block_threads) digit_kernel(Workspace w, const
 // -- collecting -------------------------------------------------------------------------------------------------------
 // One block per tile: accumulates it and appends its candidates to the list.
 __global__ void __launch_bounds__(block_threads)
-    collect_kernel(Source from, unsigned n, bool vectors, Workspace w, Findings* findings) {
+    collect_kernel(Source from, unsigned n, bool vectors, SelectWorkspace w, Findings* findings) {
   __shared__ unsigned list_begin;
   const std::size_t begin = std::size_t{blockIdx.x} * tile;
   const float scale = scale_of(from);
@@ -242,14 +243,14 @@ __global__ void __launch_bounds__(block_threads)
 // -- listing ----------------------------------------------------------------------------------------------------------
 constexpr unsigned warps = block_threads / 32;
 
-__device__ Share share_of(const Workspace& w, const View& view, unsigned t) {
+__device__ Share share_of(const SelectWorkspace& w, const View& view, unsigned t) {
   if (view.indices) return w.tiles[t];
   return {t * tile, min(tile, view.count - t * tile)};
 }
 
 // One warp per tile: how many of its keys are above the boundary, and how many equal to it.
 __global__ void __launch_bounds__(block_threads)
-    count_kernel(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
+    count_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= tiles) return;
   const View view = view_of(w, x, n, k);
@@ -272,7 +273,7 @@ constexpr unsigned scan_threads = 1024;
 // One block: sums over the tiles before each tile. Without a boundary all candidates count as above it, and their
 // number is reported.
 __global__ void __launch_bounds__(scan_threads)
-    scan_kernel(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
+    scan_kernel(SelectWorkspace w, unsigned tiles, bool boundary, Findings* findings) {
   const unsigned each = (tiles + scan_threads - 1) / scan_threads;
   const unsigned begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
   const auto share_at = [&](unsigned t) { return boundary ? w.kept[t] : Share{w.tiles[t].count, 0}; };
@@ -313,7 +314,7 @@ __device__ void write_tile(const View& view, Share share, std::int32_t boundary,
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_top_k_kernel(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, std::int32_t* indices,
+    write_top_k_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k, unsigned tiles, std::int32_t* indices,
                        float* values, Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles) return;
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_all_kernel(Workspace w, unsigned n, unsigned tiles, std::int32_t* indices, float* values,
+    write_all_kernel(SelectWorkspace w, unsigned n, unsigned tiles, std::int32_t* indices, float* values,
                      Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles || w.state->candidates > w.capacity) return;
@@ -355,14 +356,14 @@ void require_int32(std::size_t n) {
 }
 
 std::size_t select_workspace(std::size_t n, std::size_t capacity) {
-  return padded(sizeof(State)) + 2 * padded(tiles_of(n) * sizeof(Share)) + padded(capacity * sizeof(std::int32_t)) +
-         padded(capacity * sizeof(float));
+  return padded(sizeof(SelectState)) + 2 * padded(tiles_of(n) * sizeof(Share)) +
+         padded(capacity * sizeof(std::int32_t)) + padded(capacity * sizeof(float));
 }
 
 void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values, void* workspace,
            Findings* findings, cudaStream_t stream) {
   require(1 <= k && k <= n, "k is outside of 1 ... n");
-  const Workspace w = layout(workspace, n, candidate_capacity(n, k));
+  const SelectWorkspace w = layout(workspace, n, candidate_capacity(n, k));
   const auto n32 = static_cast<unsigned>(n), k32 = static_cast<unsigned>(k);
   const unsigned tiles = tiles_of(n);
   const bool estimated = estimate_pays(n, k);
@@ -385,7 +386,7 @@ void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indic
 void threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
                std::size_t capacity, void* workspace, Findings* findings, cudaStream_t stream) {
   require(bound >= 0, "the bound is not a number from 0 up");
-  const Workspace w = layout(workspace, n, capacity < n ? capacity : n);
+  const SelectWorkspace w = layout(workspace, n, capacity < n ? capacity : n);
   const unsigned tiles = tiles_of(n);
   std::int32_t key;
   std::memcpy(&key, &bound, sizeof key);

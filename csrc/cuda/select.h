@@ -11,7 +11,7 @@
 
 namespace distopt::cuda {
 
-// What is selected from, and how it comes about in the same pass: cpu/select.h.
+// The values to select from, as in cpu/select.h; the selection computes them in the same pass.
 struct Source {
   const float* grad;
   const float* residual = nullptr;
@@ -23,7 +23,7 @@ struct Source {
   float* new_momentum = nullptr;
 };
 
-// Of the elements that are not finite, findings->from_bad says in all passes below where the first one is.
+// All passes below note in findings->from_bad where the first element is that is not finite.
 
 // new_residual and new_momentum as a selection would leave them. Needs a residual. Per element 8 bytes read and 4
 // written, with momentum 12 and 8.

@@ -62,7 +62,7 @@ __device__ inline Four accumulate_four(const Source& from, float scale, std::siz
   return x;
 }
 
-// For four elements of `n` from `at` on.
+// Handles four elements of `n` from `at` on.
 __device__ inline void report_nonfinite(const Four& x, std::size_t at, std::size_t n, Findings* findings) {
   if (max(max(key_of(x.e[0]), key_of(x.e[1])), max(key_of(x.e[2]), key_of(x.e[3]))) < nonfinite_key) return;
 #pragma unroll

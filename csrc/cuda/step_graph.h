@@ -35,7 +35,7 @@ std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
 // Ends a recording that is of no use, in any state. Nothing of it was run.
 void abort_capture(cudaStream_t stream) noexcept;
 
-// For a call that is known to be safe within a recording, such as cudaMalloc, which "thread local" forbids.
+// Allows a call that is safe within a recording but that "thread local" forbids, such as cudaMalloc.
 class Relaxed {
  public:
   Relaxed();

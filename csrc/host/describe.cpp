@@ -25,16 +25,16 @@ const char* const kind_names[] = {"barrier",           "all_reduce", "reduce_sca
 
 }  // namespace
 
-Request make_request(const char* kind, int dtype, const char* label, int op, int root) {
-  Request request;
+Arguments make_arguments(const char* kind, int dtype, const char* label, int op, int root) {
+  Arguments arguments;
   const auto* const named = std::find_if(std::begin(kind_names), std::end(kind_names),
                                          [kind](const char* name) { return std::strcmp(name, kind) == 0; });
-  request.kind = static_cast<OpKind>(named - kind_names);
-  request.dtype = static_cast<DType>(dtype);
-  request.op = static_cast<RedOp>(op);
-  request.root = root;
-  request.label = label;
-  return request;
+  arguments.kind = static_cast<OpKind>(named - kind_names);
+  arguments.dtype = static_cast<DType>(dtype);
+  arguments.op = static_cast<RedOp>(op);
+  arguments.root = root;
+  arguments.label = label;
+  return arguments;
 }
 
 const char* kind_name(OpKind kind) {
@@ -59,17 +59,17 @@ std::string amount(std::uint64_t count, DType dtype) {
   return with_commas(count) + " " + dtype_name(static_cast<std::uint8_t>(dtype));
 }
 
-void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request) {
-  descriptor.count = request.count;
+void fill(Descriptor& descriptor, char (&label)[label_bytes], const Arguments& arguments) {
+  descriptor.count = arguments.count;
   descriptor.location = 0;
-  descriptor.label = hash_of(request.label);
-  descriptor.root = request.root;
-  descriptor.kind = request.kind;
-  descriptor.dtype = static_cast<std::uint8_t>(request.dtype);
-  descriptor.op = static_cast<std::uint8_t>(request.op);
-  descriptor.looks = request.looks;
-  const std::size_t length = std::min(request.label.size(), label_bytes - 1);
-  std::memcpy(label, request.label.data(), length);
+  descriptor.label = hash_of(arguments.label);
+  descriptor.root = arguments.root;
+  descriptor.kind = arguments.kind;
+  descriptor.dtype = static_cast<std::uint8_t>(arguments.dtype);
+  descriptor.op = static_cast<std::uint8_t>(arguments.op);
+  descriptor.looks = arguments.looks;
+  const std::size_t length = std::min(arguments.label.size(), label_bytes - 1);
+  std::memcpy(label, arguments.label.data(), length);
   label[length] = '\0';
 }
 
@@ -104,14 +104,14 @@ std::string describe(const Call& call) {
   return call.label[0] == '\0' ? text : text + " (" + call.label + ")";
 }
 
-std::string describe(const Request& request, std::uint64_t number) {
+std::string describe(const Arguments& arguments, std::uint64_t number) {
   Descriptor descriptor{};
   char label[label_bytes];
-  fill(descriptor, label, request);
+  fill(descriptor, label, arguments);
   return describe(call_of(0, descriptor, number, label));
 }
 
-std::string last_operation(const Peers& peers, int rank) {
+std::string last_collective(const Peers& peers, int rank) {
   std::uint64_t last = 0;
   for (std::uint64_t i = 0; i < ring_size; ++i) {
     const std::uint64_t sequence = peers.entry(rank, i).descriptor.sequence.load(std::memory_order_acquire);

@@ -1,6 +1,6 @@
 // The layout of the start of the segment, byte for byte: every rank maps it, and every field has one writer.
 //
-//   Header | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
+//   SegmentHeader | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
 //
 // Pages come zeroed from the kernel, and zero is the valid initial value of everything but the header.
 #pragma once
@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "base/types.h"
-#include "host/request.h"
+#include "host/arguments.h"
 
 namespace distopt {
 
@@ -18,7 +18,7 @@ constexpr std::uint64_t segment_magic = 0x74706f7473696400;
 constexpr std::uint32_t segment_version = 7;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
-// Operations that a rank may have posted before its slowest peer has finished the first of them.
+// Collectives that a rank may have posted before its slowest peer has finished the first of them.
 constexpr std::uint64_t ring_size = 32;
 // Arguments up to this size travel in the descriptor's own ring entry: one synchronisation instead of two.
 constexpr std::size_t inline_bytes = 4096;
@@ -27,12 +27,12 @@ constexpr std::size_t inline_bytes = 4096;
 constexpr std::uint64_t staging_buffers = 4;
 static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
 
-// A rank's description of an operation that it starts. `sequence` is written last and makes the rest valid.
+// A rank's description of a collective that it starts. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {
   std::atomic<std::uint64_t> sequence;
   std::uint64_t count;     // elements; those of one part where the whole is world_size parts
   std::uint64_t location;  // offset in the segment where peers can read the argument; 0: not in wire memory
-  std::uint64_t label;     // its hash: two buckets of one size are not the same operation
+  std::uint64_t label;     // its hash: two buckets of one size are not the same collective
   std::int32_t root;
   OpKind kind;
   std::uint8_t dtype;
@@ -49,7 +49,7 @@ struct alignas(64) RingEntry {
   Nonfinite nonfinite;  // of one that looks: the result of this rank so far
 };
 
-// Counts of a rank's actions since the start. All ranks run the same operations, so equal counts mean equal places.
+// Counts of a rank's actions since the start. All ranks run the same collectives, so equal counts mean equal places.
 enum class Signal : int { copied_in, reduced, copied_out, finished, posted };
 constexpr int counter_count = 4;  // `posted` is the sequence number in the ring instead
 
@@ -73,7 +73,7 @@ struct alignas(line_bytes) Bell {
   std::atomic<std::uint64_t> rings;
   alignas(line_bytes) std::atomic<std::uint32_t> sleepers;
 };
-// Of all rings of an inbox together. Half of a core's second-level cache, so that data is read from there.
+// Size of all rings of an inbox together: half of a core's second-level cache, so that data is read from there.
 constexpr std::size_t inbox_bytes = 256 << 10;
 
 // The first failure of the job. `state` goes 0 -> 1 + rank (which writes it) -> record_valid.
@@ -87,7 +87,7 @@ struct FailureRecord {
   char fact[2048], cure[256];
 };
 
-struct alignas(4096) Header {
+struct alignas(4096) SegmentHeader {
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t world_size;

@@ -31,7 +31,7 @@
 //                                                  relaxed                        second look behind the old ones.
 // nonfinite,        by its rank, before it         by peers, once all have        Through `reduced`. They are written
 // allocation_errno  publishes `reduced`: plain,    published `reduced`: plain,    again only once all have posted a
-//                   relaxed                        relaxed                        later operation.
+//                   relaxed                        relaxed                        later collective.
 // sleepers *        by peers, in sleep: add        by its rank, in wake: load     Store buffering: each side writes,
 //                   relaxed, then fence seq_cst,   relaxed, after the store of    then reads the other's word. Two full
 //                   then the load of the word      the word and a fence seq_cst   fences (DMB ISH); release and acquire
@@ -52,19 +52,19 @@
 // header, cores     before the ranks meet: plain   after: plain                   The sockets of the meeting.
 //
 // Copies need no fence of their own: our kernels have no non-temporal stores, and glibc's memcpy, which has them on
-// x86, ends with SFENCE. One read is kept apart by nothing: last_operation, for a message, may read the entry of a peer
-// that advances at that moment by almost a whole ring. Its text is bounded, and then wrong.
+// x86, ends with SFENCE. One read is kept apart by nothing: last_collective, for a message, may read the entry of a
+// peer that advances at that moment by almost a whole ring. Its text is bounded, and then wrong.
 namespace distopt {
 namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half of a counter, at its address");
 
-// Longer than a rank sleeps that waits: see slice_seconds.
+// A rank that has shown no life for so long is silent. A waiting rank sleeps for a shorter time: see slice_seconds.
 constexpr double life_seconds = 0.5;
 
 std::int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// For a failure that another rank is writing down: a second.
+// The longest wait, in milliseconds, for another rank that is writing down its failure.
 constexpr int most_naps = 1000;
 
 std::uint32_t* futex_of(std::atomic<std::uint64_t>& word) { return reinterpret_cast<std::uint32_t*>(&word); }
@@ -187,8 +187,8 @@ std::vector<int> Peers::absent(const Blocker& blocker) const {
   return ranks;
 }
 
-// The peers write these counters at each operation: every look takes the line away from them, and they have to fetch it
-// back. As counters only grow, one look in `ring_size` operations is enough.
+// The peers write these counters at each collective: every look takes the line away from them, and they have to fetch
+// it back. As counters only grow, one look in `ring_size` collectives is enough.
 bool Peers::all_finished(std::uint64_t sequence) {
   if (sequence <= finished_seen_) return true;
   std::uint64_t least = UINT64_MAX;
@@ -210,7 +210,7 @@ std::vector<int> Peers::silent(const std::vector<int>& ranks, double waited) con
   return found.empty() ? ranks : found;
 }
 
-CommunicatorError Peers::fail(const Failure& failure) {
+CommunicatorError Peers::fail(const ErrorFields& failure) {
   FailureRecord& record = segment_.header().failure;
   std::uint32_t none = 0;
   if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
@@ -242,7 +242,7 @@ CommunicatorError Peers::failure() const {
                                 "see that rank's output for the cause, then restart the job",
                                 {process(writer)}});
   }
-  Failure failure{static_cast<ErrorKind>(record.kind), record.fact, record.cure};
+  ErrorFields failure{static_cast<ErrorKind>(record.kind), record.fact, record.cure};
   for (std::size_t q = 0; q < std::min(processes_.size(), 8 * sizeof(record.ranks)); ++q)
     if (record.ranks[q / 64] >> q % 64 & 1) failure.ranks.push_back(processes_[q]);
   failure.calls.assign(record.calls, record.calls + record.call_count);

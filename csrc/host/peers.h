@@ -11,14 +11,15 @@
 
 namespace distopt {
 
-// The condition that an operation waits for: `signal` of rank `peer` at `target` or more.
+// The condition that a collective waits for: `signal` of rank `peer` at `target` or more.
 struct Blocker {
   Signal signal;
   std::uint64_t target;
   int peer;
 };
 
-// Sleeps while the word's lower half is `seen`, at most so long; whether it was woken by a change, or not at all.
+// Sleeps while the word's lower half is `seen`, at most so long; returns whether it was woken by a change, or not at
+// all.
 bool futex_wait(std::atomic<std::uint64_t>& word, std::uint64_t seen, double seconds);
 void futex_wake(std::atomic<std::uint64_t>& word);
 
@@ -44,14 +45,14 @@ class Peers {
   // Whether every peer has got to `target`; if not, `blocker` names the first that has not.
   bool all_reached(Signal signal, std::uint64_t target, Blocker& blocker) const;
   std::vector<int> absent(const Blocker& blocker) const;
-  // Whether every peer has finished that operation.
+  // Whether every peer has finished that collective.
   bool all_finished(std::uint64_t sequence);
   // Shows the peers that this rank itself waits or polls.
   void show_life() const;
   // The ranks to blame for a wait that has lasted `waited` seconds: all that show no life or, if all do, all `ranks`.
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
   // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
-  CommunicatorError fail(const Failure& failure);
+  CommunicatorError fail(const ErrorFields& failure);
   // Records that a rank has gone, `waiting` being this rank's wait for it as text.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;
@@ -64,10 +65,10 @@ class Peers {
   // One element for each rank, as scratch memory.
   std::vector<const void*>& scratch() { return scratch_; }
 
-  // Polls a few times, and counts each against `polls`; whether the blocker is gone. Not worth a try if ranks
+  // Polls a few times, and counts each against `polls`; returns whether the blocker is gone. Not worth a try if ranks
   // share cores.
   bool glance(const Blocker& blocker, int& polls);
-  // Polls for a time that suits the machine; whether the blocker is gone.
+  // Polls for a time that suits the machine; returns whether the blocker is gone.
   bool spin(const Blocker& blocker);
   // Sleeps until the blocker's word changes, but at most so long, or until a signal arrives.
   // Whether it was woken by a change.
@@ -88,7 +89,7 @@ class Peers {
   std::vector<Process> processes_;
   bool cores_shared_ = false;
   unsigned failed_spins_ = 0;        // since one succeeded
-  std::uint64_t finished_seen_ = 0;  // operations that all peers had finished when last looked at
+  std::uint64_t finished_seen_ = 0;  // collectives that all peers had finished when last looked at
   std::vector<const void*> scratch_;
 };
 

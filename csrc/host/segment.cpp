@@ -21,7 +21,7 @@ constexpr std::size_t page_bytes = 4096;
 
 std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
-std::size_t slots_offset() { return sizeof(Header); }
+std::size_t slots_offset() { return sizeof(SegmentHeader); }
 std::size_t inboxes_offset(int world_size) {
   return round_up(slots_offset() + sizeof(Slot) * static_cast<std::size_t>(world_size), page_bytes);
 }
@@ -117,8 +117,8 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
         ErrorKind::memory,
         std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " + std::strerror(error),
         memory_cure(error));
-  std::shared_ptr<char> memory = map(fd, 0, sizeof(Header));
-  auto* header = reinterpret_cast<Header*>(memory.get());
+  std::shared_ptr<char> memory = map(fd, 0, sizeof(SegmentHeader));
+  auto* header = reinterpret_cast<SegmentHeader*>(memory.get());
   header->magic = segment_magic;
   header->version = segment_version;
   header->world_size = static_cast<std::uint32_t>(world_size);
@@ -130,10 +130,10 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
 Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world_size_(world_size) {
   File file(fd);
   struct stat status = {};
-  if (::fstat(fd, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
+  if (::fstat(fd, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(SegmentHeader)))
     throw CommunicatorError(ErrorKind::launch, "the shared file is too small to be a segment of distopt");
-  std::shared_ptr<char> first = map(fd, 0, sizeof(Header));
-  const auto* header = reinterpret_cast<const Header*>(first.get());
+  std::shared_ptr<char> first = map(fd, 0, sizeof(SegmentHeader));
+  const auto* header = reinterpret_cast<const SegmentHeader*>(first.get());
   if (header->magic != segment_magic || header->version != segment_version)
     throw CommunicatorError(
         ErrorKind::launch,
@@ -194,10 +194,10 @@ int Segment::allocate_region(std::size_t bytes) {
   return allocate(fd_, end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
 }
 
-Block Segment::map_block(std::size_t bytes) {
+WireBlock Segment::map_block(std::size_t bytes) {
   const std::size_t stride = round_up(bytes, page_bytes);
   const std::size_t total = stride * static_cast<std::size_t>(world_size_);
-  Block block{map(fd_, end_, total), end_, stride};
+  WireBlock block{map(fd_, end_, total), end_, stride};
   blocks_.push_back(block);
   end_ += total;
   return block;
@@ -205,7 +205,7 @@ Block Segment::map_block(std::size_t bytes) {
 
 std::uint64_t Segment::locate(const void* array, std::size_t bytes) const {
   const auto at = reinterpret_cast<std::uintptr_t>(array);
-  for (const Block& block : *located_) {
+  for (const WireBlock& block : *located_) {
     const auto region = reinterpret_cast<std::uintptr_t>(block.memory.get()) + rank_ * block.stride;
     if (at >= region && at + bytes <= region + block.stride)
       return block.offset + (at - reinterpret_cast<std::uintptr_t>(block.memory.get()));
@@ -214,7 +214,7 @@ std::uint64_t Segment::locate(const void* array, std::size_t bytes) const {
 }
 
 char* Segment::address(std::uint64_t location) const {
-  for (const Block& block : *located_)
+  for (const WireBlock& block : *located_)
     if (location >= block.offset && location - block.offset < block.stride * static_cast<std::size_t>(world_size_))
       return block.memory.get() + (location - block.offset);
   throw CommunicatorError(ErrorKind::launch,

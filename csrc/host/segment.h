@@ -14,7 +14,7 @@ namespace distopt {
 int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback);
 
 // A block of wire memory: one region of equal size for every rank.
-struct Block {
+struct WireBlock {
   std::shared_ptr<char> memory;  // unmaps when the last array on it is gone
   std::uint64_t offset;          // in the file
   std::size_t stride;            // from one rank's region to the next
@@ -34,7 +34,7 @@ class Segment {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   std::size_t chunk_bytes() const { return chunk_bytes_; }
-  Header& header() const { return *reinterpret_cast<Header*>(control_.get()); }
+  SegmentHeader& header() const { return *reinterpret_cast<SegmentHeader*>(control_.get()); }
   Slot& slot(int rank) const { return slots_[rank]; }
   char* staging(int rank, std::uint64_t chunk) const {
     return staging_ + (rank * staging_buffers + chunk % staging_buffers) * chunk_bytes_;
@@ -55,7 +55,7 @@ class Segment {
   // Backs this rank's region of the next block with memory; an errno, 0 for success. All ranks must have done so
   // before any of them calls map_block().
   int allocate_region(std::size_t bytes);
-  Block map_block(std::size_t bytes);
+  WireBlock map_block(std::size_t bytes);
   // From now on locate() and address() mean the blocks of `owner`, which has the same ranks and outlives this.
   void use_blocks_of(const Segment& owner) { located_ = &owner.blocks_; }
 
@@ -75,8 +75,8 @@ class Segment {
   Slot* slots_ = nullptr;
   char* staging_ = nullptr;
   std::uint64_t end_ = 0;  // of the file, where the next block goes
-  std::vector<Block> blocks_;
-  const std::vector<Block>* located_ = &blocks_;
+  std::vector<WireBlock> blocks_;
+  const std::vector<WireBlock>* located_ = &blocks_;
 };
 
 }  // namespace distopt

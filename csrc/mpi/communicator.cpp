@@ -16,10 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between two turns of the network while a kernel computes: 10 Gbit/s carry 125 kB in this time, far less than a
+// While a kernel computes, the network gets a turn so often: 10 Gbit/s carry 125 kB in this time, far less than a
 // socket's buffer holds.
 constexpr double tick_seconds = 1e-4;
-// So that Python sees signals.
+// The longest wait without a return to Python, which looks for signals then.
 constexpr double longest_wait_seconds = 0.1;
 
 double seconds_between(Clock::time_point a, Clock::time_point b) {
@@ -35,7 +35,7 @@ Group everyone(int rank, std::size_t size) {
 // The communicators that tick() moves.
 struct Listening {
   std::mutex mutex;
-  std::vector<Communicator*> communicators;
+  std::vector<MpiCommunicator*> communicators;
 };
 
 Listening& listening() {
@@ -45,20 +45,20 @@ Listening& listening() {
 
 }  // namespace
 
-Communicator::Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
-                           std::size_t chunk_bytes)
+MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<Process> processes,
+                                 std::size_t inline_bytes, std::size_t chunk_bytes)
     : processes_(std::move(processes)),
       transport_(make_transport(library)),
-      world_{*transport_, pool_, rank, processes_, inline_bytes, chunk_bytes, everyone(rank, processes_.size())} {
+      context_{*transport_, pool_, rank, processes_, inline_bytes, chunk_bytes, everyone(rank, processes_.size())} {
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.communicators.push_back(this);
-  __atomic_store_n(&tick_listener, &Communicator::move_all, __ATOMIC_RELEASE);
+  __atomic_store_n(&tick_listener, &MpiCommunicator::move_all, __ATOMIC_RELEASE);
 }
 
-Communicator::~Communicator() { stop_listening(); }
+MpiCommunicator::~MpiCommunicator() { stop_listening(); }
 
-void Communicator::stop_listening() {
+void MpiCommunicator::stop_listening() {
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   auto& open = all.communicators;
@@ -66,7 +66,7 @@ void Communicator::stop_listening() {
   if (open.empty()) __atomic_store_n(&tick_listener, nullptr, __ATOMIC_RELEASE);
 }
 
-void Communicator::move_all() {
+void MpiCommunicator::move_all() {
   thread_local Clock::time_point last{};
   const Clock::time_point now = Clock::now();
   if (seconds_between(last, now) < tick_seconds) return;
@@ -74,61 +74,61 @@ void Communicator::move_all() {
   Listening& all = listening();
   const std::unique_lock<std::mutex> lock(all.mutex, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  for (Communicator* communicator : all.communicators) communicator->move_if_idle();
+  for (MpiCommunicator* communicator : all.communicators) communicator->move_if_idle();
 }
 
-void Communicator::move_if_idle() {
+void MpiCommunicator::move_if_idle() {
   const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
-    // Ended operations stay in the queue: to release their arrays takes Python's lock.
-    if (!queue_.empty() && !failure_ && !origin_.forked()) move();
+    // Ended collectives stay in the queue: to release their arrays takes Python's lock.
+    if (!queue_.empty() && !failure_ && !fork_guard_.forked()) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
 }
 
-std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {
-  const bool large = request.part_bytes() > world_.inline_bytes;
-  return request.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
+std::shared_ptr<Hierarchy> MpiCommunicator::hierarchy_for(const Arguments& arguments) const {
+  const bool large = arguments.part_bytes() > context_.inline_bytes;
+  return arguments.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
 }
 
-void Communicator::start(std::shared_ptr<Operation> operation) {
+void MpiCommunicator::start(std::shared_ptr<MpiCollective> collective) {
   const auto turn = turn_.of_caller();
   require_usable();
-  const std::uint64_t tags = operation->tags();
+  const std::uint64_t tags = collective->tags();
   if (next_tag_ % tag_count + tags > tag_count) next_tag_ += tag_count - next_tag_ % tag_count;
-  operation->enqueue(world_, started_++, next_tag_);
+  collective->enqueue(context_, started_++, next_tag_);
   next_tag_ += tags;
-  queue_.push_back(std::move(operation));
+  queue_.push_back(std::move(collective));
   advance();
 }
 
-void Communicator::progress() {
+void MpiCommunicator::progress() {
   const auto turn = turn_.of_caller();
   require_usable();
   advance();
 }
 
-bool Communicator::test(const Operation& operation) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::test(const MpiCollective& collective) {
+  if (collective.finished()) return true;
   progress();
-  return operation.finished();
+  return collective.finished();
 }
 
-bool Communicator::wait(const Operation& operation, double quiet_seconds) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::wait(const MpiCollective& collective, double quiet_seconds) {
+  if (collective.finished()) return true;
   moved_ = Clock::now();
-  return wait_on(operation, quiet_seconds);
+  return wait_on(collective, quiet_seconds);
 }
 
-bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
-  if (operation.finished()) return true;
+bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seconds) {
+  if (collective.finished()) return true;
   const auto turn = turn_.of_caller();
   require_usable();
   const Clock::time_point began = Clock::now();
   for (;;) {
     advance();
-    if (operation.finished()) return true;
+    if (collective.finished()) return true;
     const Clock::time_point now = Clock::now();
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
@@ -137,82 +137,82 @@ bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
   }
 }
 
-double Communicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
+double MpiCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
 
-void Communicator::advance() {
+void MpiCommunicator::advance() {
   move();
   while (!queue_.empty() && queue_.front()->finished()) queue_.pop_front();
 }
 
-void Communicator::move() {
+void MpiCommunicator::move() {
   try {
     if (transport_->poll()) moved_ = Clock::now();
-    for (const auto& operation : queue_) advance(*operation);
+    for (const auto& collective : queue_) advance(*collective);
   } catch (const CommunicatorError& error) {
     if (!failure_) failure_ = error;
     throw;
   }
 }
 
-void Communicator::advance(Operation& operation) {
-  if (operation.finished()) return;
+void MpiCommunicator::advance(MpiCollective& collective) {
+  if (collective.finished()) return;
   try {
-    if (!operation.has_begun()) {
-      if (!may_begin(operation)) return;
-      operation.begin();
+    if (!collective.has_begun()) {
+      if (!may_begin(collective)) return;
+      collective.begin();
     }
-    if (operation.advance()) last_finished_ = {operation.request(), operation.sequence()};
+    if (collective.advance()) last_finished_ = {collective.arguments(), collective.sequence()};
   } catch (const std::bad_alloc&) {
-    const Process& me = processes_[world_.rank];
+    const Process& me = processes_[context_.rank];
     throw CommunicatorError({ErrorKind::memory,
-                             me.name() + " cannot allocate the result of " + operation.description(),
+                             me.name() + " cannot allocate the result of " + collective.description(),
                              "send smaller parts",
                              {me}});
   }
 }
 
-bool Communicator::may_begin(const Operation& operation) const {
-  // Half of the tags: those of an operation must not come round to one that is under way.
-  if (operation.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
-  // A later operation is to see the result of an earlier one.
+bool MpiCommunicator::may_begin(const MpiCollective& collective) const {
+  // Half of the tags: a new collective must not use the tags of one that is under way.
+  if (collective.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
+  // A later collective is to see the result of an earlier one.
   for (const auto& earlier : queue_) {
-    if (earlier.get() == &operation) break;
-    if (!earlier->finished() && conflict(earlier->request(), operation.request(), world_.size())) return false;
+    if (earlier.get() == &collective) break;
+    if (!earlier->finished() && conflict(earlier->arguments(), collective.arguments(), context_.size())) return false;
   }
   return true;
 }
 
-std::shared_ptr<Operation> Communicator::oldest() const {
+std::shared_ptr<MpiCollective> MpiCommunicator::oldest() const {
   const auto found = std::find_if(queue_.begin(), queue_.end(), [](const auto& one) { return !one->finished(); });
   return found == queue_.end() ? nullptr : *found;
 }
 
-std::string Communicator::last_agreed() const {
-  for (auto operation = queue_.rbegin(); operation != queue_.rend(); ++operation)
-    if ((*operation)->finished() || (*operation)->agreed()) return (*operation)->description();
+std::string MpiCommunicator::last_agreed() const {
+  for (auto collective = queue_.rbegin(); collective != queue_.rend(); ++collective)
+    if ((*collective)->finished() || (*collective)->agreed()) return (*collective)->description();
   return last_finished_ ? describe(last_finished_->first, last_finished_->second) : "";
 }
 
-void Communicator::require_usable() const {
-  origin_.require(processes_[world_.rank]);
+void MpiCommunicator::require_usable() const {
+  fork_guard_.require(processes_[context_.rank]);
   if (failure_) throw *failure_;
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
-                             processes_[world_.rank].name() + " used its communicator after close()",
+                             processes_[context_.rank].name() + " used its communicator after close()",
                              "create a new one",
-                             {processes_[world_.rank]}});
+                             {processes_[context_.rank]}});
 }
 
-void Communicator::fail(Failure failure) {
+void MpiCommunicator::fail(ErrorFields failure) {
   if (!failure_) failure_ = CommunicatorError(std::move(failure));
 }
 
-bool Communicator::close() {
+bool MpiCommunicator::close() {
   if (closed_) return false;
   stop_listening();
   closed_ = true;
   const bool idle = !oldest() && !failure_;
-  static auto& kept = *new std::vector<std::shared_ptr<Communicator>>;  // MPI may still write to their memory
+  static auto& kept = *new std::vector<std::shared_ptr<MpiCommunicator>>;  // MPI may still write to their memory
   if (!idle) kept.push_back(shared_from_this());
   return idle;
 }

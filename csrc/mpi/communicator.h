@@ -1,8 +1,8 @@
 // Collectives over MPI, for ranks on several hosts. MPI moves bytes only: the sums are ours, in rank order, because the
 // order of MPI_Allreduce is the library's own choice.
 //
-// Starting an operation only posts messages. MPI moves bytes when it is called: later calls (another start,
-// progress, a wait) move all outstanding operations forward, in any order.
+// Starting a collective only posts messages. MPI moves bytes when it is called: later calls (another start,
+// progress, a wait) move all outstanding collectives forward, in any order.
 #pragma once
 
 #include <chrono>
@@ -16,50 +16,50 @@
 #include "base/errors.h"
 #include "base/fork.h"
 #include "base/turn.h"
+#include "mpi/collective.h"
 #include "mpi/hierarchy.h"
-#include "mpi/operation.h"
 
 namespace distopt::mpi {
 
-class Communicator : public std::enable_shared_from_this<Communicator> {
+class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
  public:
   static constexpr bool finds_nonfinite = false;
 
-  // `inline_bytes` and `chunk_bytes`: see World.
-  Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
-               std::size_t chunk_bytes);
-  ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  // `inline_bytes` and `chunk_bytes`: see Context.
+  MpiCommunicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
+                  std::size_t chunk_bytes);
+  ~MpiCommunicator();
+  MpiCommunicator(const MpiCommunicator&) = delete;
+  MpiCommunicator& operator=(const MpiCommunicator&) = delete;
 
-  // All ranks of the job, before their first operation: an all_reduce that does not travel inline goes in two levels.
+  // All ranks of the job, before their first collective: an all_reduce that does not travel inline goes in two levels.
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
-  // The hierarchy for the request, if it runs in two levels.
-  std::shared_ptr<Hierarchy> hierarchy_for(const Request& request) const;
+  // The hierarchy for the arguments, if it runs in two levels.
+  std::shared_ptr<Hierarchy> hierarchy_for(const Arguments& arguments) const;
 
-  // Starts an operation. All of these throw CommunicatorError, the recorded one after the first failure.
-  void start(std::shared_ptr<Operation> operation);
+  // Starts a collective. All of these throw CommunicatorError, the recorded one after the first failure.
+  void start(std::shared_ptr<MpiCollective> collective);
   void progress();
-  bool test(const Operation& operation);
-  // Waits until the operation has ended, nothing has moved for that long, or Python should look for signals; whether
-  // the operation has ended. Gives way to other processes.
-  bool wait(const Operation& operation, double quiet_seconds);
-  // The same, as the continuation of a wait.
-  bool wait_on(const Operation& operation, double quiet_seconds);
-  // For how long nothing has moved.
+  bool test(const MpiCollective& collective);
+  // Waits until the collective has ended, nothing has moved for `quiet_seconds`, or Python should look for signals;
+  // returns whether it has ended. Gives way to other processes.
+  bool wait(const MpiCollective& collective, double quiet_seconds);
+  // Continues such a wait.
+  bool wait_on(const MpiCollective& collective, double quiet_seconds);
+  // The time since something moved last.
   double quiet_seconds() const;
 
-  // Records the failure of this rank, with which all later calls end.
-  void fail(Failure failure);
-  // Local. Later calls fail. Whether this was the first call, nothing is outstanding and nothing has failed: else it
-  // lives as long as the process.
+  // Records the failure of this rank. All later calls throw it.
+  void fail(ErrorFields failure);
+  // Local. Later calls fail. Returns whether this was the first call, nothing is outstanding and nothing has failed;
+  // otherwise the communicator lives as long as the process.
   bool close();
 
-  std::size_t inline_bytes() const { return world_.inline_bytes; }
-  // The oldest operation that has not ended.
-  std::shared_ptr<Operation> oldest() const;
+  std::size_t inline_bytes() const { return context_.inline_bytes; }
+  // The oldest collective that has not ended.
+  std::shared_ptr<MpiCollective> oldest() const;
   std::uint64_t started() const { return started_; }
-  // The last operation that all ranks have begun, as text.
+  // The last collective that all ranks have begun, as text.
   std::string last_agreed() const;
   std::size_t scratch_count() const { return pool_.size(); }
 
@@ -72,22 +72,22 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void require_usable() const;
   void advance();
   void move();
-  void advance(Operation& operation);
-  bool may_begin(const Operation& operation) const;
+  void advance(MpiCollective& collective);
+  bool may_begin(const MpiCollective& collective) const;
 
   const std::vector<Process> processes_;
   std::unique_ptr<Transport> transport_;
-  Pool pool_;
-  World world_;
-  std::deque<std::shared_ptr<Operation>> queue_;
+  ScratchPool pool_;
+  Context context_;
+  std::deque<std::shared_ptr<MpiCollective>> queue_;
   std::shared_ptr<Hierarchy> hierarchy_;
   std::uint64_t started_ = 0;
   std::uint64_t next_tag_ = 0;
   std::chrono::steady_clock::time_point moved_{};  // when something did, or a wait began
-  std::optional<std::pair<Request, std::uint64_t>> last_finished_;
+  std::optional<std::pair<Arguments, std::uint64_t>> last_finished_;
   std::optional<CommunicatorError> failure_;
   bool closed_ = false;
-  const Origin origin_;
+  const ForkGuard fork_guard_;
   Turn turn_;
 };
 

@@ -19,32 +19,34 @@ void divide(void* data, std::size_t count, int divisor) {
 
 }  // namespace
 
-std::size_t Flow::chunks_of(std::size_t bytes) const { return (bytes + world_.chunk_bytes - 1) / world_.chunk_bytes; }
+std::size_t Flow::chunks_of(std::size_t bytes) const {
+  return (bytes + context_.chunk_bytes - 1) / context_.chunk_bytes;
+}
 
 Piece Flow::chunk_of(const Piece& piece, std::size_t chunk) const {
-  const std::size_t begin = chunk * world_.chunk_bytes;
-  return {piece.data + begin, std::min(world_.chunk_bytes, piece.bytes - begin)};
+  const std::size_t begin = chunk * context_.chunk_bytes;
+  return {piece.data + begin, std::min(context_.chunk_bytes, piece.bytes - begin)};
 }
 
-std::vector<Flow::Lane> Flow::lanes_of(const std::vector<Piece>& pieces) const {
-  std::vector<Lane> lanes(pieces.size());
+std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<Piece>& pieces) const {
+  std::vector<PieceTransfer> transfers(pieces.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    lanes[i].piece = pieces[i];
-    lanes[i].chunks = chunks_of(pieces[i].bytes);
-    lanes[i].done = std::make_unique<bool[]>(lanes[i].chunks);
+    transfers[i].piece = pieces[i];
+    transfers[i].chunks = chunks_of(pieces[i].bytes);
+    transfers[i].done = std::make_unique<bool[]>(transfers[i].chunks);
   }
-  return lanes;
+  return transfers;
 }
 
-void Flow::begin(Plan plan) {
+void Flow::begin(FlowPlan plan) {
   plan_ = std::move(plan);
-  to_ = lanes_of(plan_.to);
-  from_ = lanes_of(plan_.from);
-  collected_ = lanes_of(plan_.collected);
+  to_ = transfers_of(plan_.to);
+  from_ = transfers_of(plan_.from);
+  collected_ = transfers_of(plan_.collected);
   std::vector<Piece> shared(group_.size());
   for (std::size_t i = 0; i < shared.size(); ++i)
     if (plan_.shared_with[i]) shared[i] = plan_.result;
-  shared_ = lanes_of(shared);
+  shared_ = transfers_of(shared);
   ready_chunks_ = chunks_of(plan_.result.bytes);
   send_what_may_go();
 }
@@ -53,15 +55,15 @@ void Flow::begin(Plan plan) {
 void Flow::admit() {
   if (!plan_.reduction) return;
   slots_ = std::min(window, ready_chunks_);
-  slot_bytes_ = std::min(world_.chunk_bytes, plan_.result.bytes);
-  scratch_ = world_.pool.take(group_.size() * slots_ * slot_bytes_);
+  slot_bytes_ = std::min(context_.chunk_bytes, plan_.result.bytes);
+  scratch_ = context_.pool.take(group_.size() * slots_ * slot_bytes_);
 }
 
 bool Flow::advance() {
   if (!std::exchange(admitted_, true)) admit();
   bool complete = true;
-  for (std::vector<Lane>* lanes : {&to_, &from_, &shared_, &collected_})
-    for (Lane& lane : *lanes) complete = lane.look() && complete;
+  for (std::vector<PieceTransfer>* transfers : {&to_, &from_, &shared_, &collected_})
+    for (PieceTransfer& transfer : *transfers) complete = transfer.look() && complete;
   while (ready_ < ready_chunks_ && has_arrived(ready_)) {
     if (plan_.reduction) reduce(ready_);
     ++ready_;
@@ -84,17 +86,17 @@ void Flow::send_what_may_go() {
 }
 
 // The next chunk, if it is below `limit`.
-bool Flow::send(Lane& lane, std::size_t place, int tag, std::size_t limit) {
-  if (!lane.may_start(limit)) return false;
-  const Piece chunk = chunk_of(lane.piece, lane.started);
-  world_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], tag, lane.done[lane.started]);
-  ++lane.started;
+bool Flow::send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit) {
+  if (!transfer.may_start(limit)) return false;
+  const Piece chunk = chunk_of(transfer.piece, transfer.started);
+  context_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
+  ++transfer.started;
   return true;
 }
 
 void Flow::receive_what_may_come() {
   for (std::size_t i = 0; i < group_.size(); ++i) {
-    Lane &first = from_[i], &second = collected_[i];
+    PieceTransfer &first = from_[i], &second = collected_[i];
     while (first.may_start(plan_.reduction ? ready_ + slots_ : first.chunks))
       receive(first, i, tag_,
               plan_.reduction ? scratch_of(i, first.started) : chunk_of(first.piece, first.started).data);
@@ -104,10 +106,10 @@ void Flow::receive_what_may_come() {
   }
 }
 
-void Flow::receive(Lane& lane, std::size_t place, int tag, char* into) {
-  const std::size_t bytes = chunk_of(lane.piece, lane.started).bytes;
-  world_.transport.receive(into, bytes, group_.ranks[place], tag, lane.done[lane.started]);
-  ++lane.started;
+void Flow::receive(PieceTransfer& transfer, std::size_t place, int tag, char* into) {
+  const std::size_t bytes = chunk_of(transfer.piece, transfer.started).bytes;
+  context_.transport.receive(into, bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
+  ++transfer.started;
 }
 
 char* Flow::scratch_of(std::size_t place, std::size_t chunk) const {
@@ -123,11 +125,11 @@ bool Flow::has_arrived(std::size_t chunk) const {
 }
 
 void Flow::reduce(std::size_t chunk) {
-  const Reduction& reduction = *plan_.reduction;
+  const ChunkReduction& reduction = *plan_.reduction;
   const Piece out = chunk_of(plan_.result, chunk);
   std::vector<const void*> ins(group_.size());
   for (std::size_t i = 0; i < ins.size(); ++i)
-    ins[i] = i == group_.place ? reduction.own + chunk * world_.chunk_bytes : scratch_of(i, chunk);
+    ins[i] = i == group_.place ? reduction.own + chunk * context_.chunk_bytes : scratch_of(i, chunk);
   const std::size_t count = out.bytes / item_bytes(reduction.dtype);
   void* const outs[] = {out.data};
   reduce_kernels().reduce(outs, 1, ins.data(), static_cast<int>(ins.size()), count, reduction.dtype, reduction.op,

@@ -1,7 +1,7 @@
 // Pieces of arrays on their way between ranks, in chunks, so that the network never waits for a reduction.
 //
-// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends the result
-// of it to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
+// In phase one every rank of a group receives its piece from the others and reduces it; in phase two it sends the
+// result to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
 // place of his trees). A chunk enters phase two when it has left phase one. Either phase may be empty.
 #pragma once
 
@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "base/types.h"
-#include "mpi/agreement.h"
+#include "mpi/announcement.h"
 
 namespace distopt::mpi {
 
-struct Reduction {
+struct ChunkReduction {
   DType dtype;
   RedOp op;
   const char* own;       // this rank's part
@@ -24,14 +24,14 @@ struct Reduction {
   bool is_sent = false;  // the result replaces the data that phase one sends
 };
 
-// The work of a rank; by place in the group, with nothing in its own place.
-struct Plan {
-  explicit Plan(const Group& group)
+// The transfers of a rank, by place in the group; its own place is empty.
+struct FlowPlan {
+  explicit FlowPlan(const Group& group)
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
 
   // Phase one. Without a reduction, pieces arrive where `from` says; with one, only their size counts.
   std::vector<Piece> to, from;
-  std::optional<Reduction> reduction;
+  std::optional<ChunkReduction> reduction;
   // Phase two. `result` may be sent, chunk by chunk, when all of `from` has arrived and is reduced.
   Piece result;
   std::vector<bool> shared_with;
@@ -41,15 +41,15 @@ struct Plan {
 class Flow {
  public:
   // `tag` and the next are the flow's own. The group outlives it.
-  Flow(World& world, const Group& group, int tag) : world_(world), group_(group), tag_(tag), plan_(group) {}
-  ~Flow() { world_.pool.give(std::move(scratch_)); }
+  Flow(Context& context, const Group& group, int tag) : context_(context), group_(group), tag_(tag), plan_(group) {}
+  ~Flow() { context_.pool.give(std::move(scratch_)); }
   Flow(const Flow&) = delete;
   Flow& operator=(const Flow&) = delete;
 
   // Begins to send.
-  void begin(Plan plan);
-  // Does all that can be done without waiting; whether all has been sent and received. To be called once all ranks are
-  // known to take part: only then may receives of a known size be posted.
+  void begin(FlowPlan plan);
+  // Does all that can be done without waiting; returns whether all has been sent and received. To be called once all
+  // ranks are known to take part: only then may receives of a known size be posted.
   bool advance();
 
  private:
@@ -57,13 +57,13 @@ class Flow {
   static constexpr std::size_t in_flight = 8;
 
   // A piece on its way to or from one rank.
-  struct Lane {
+  struct PieceTransfer {
     Piece piece;
     std::size_t chunks = 0, started = 0, ended = 0;
     std::unique_ptr<bool[]> done;
 
     bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
-    // Notes which requests have ended; whether all have.
+    // Notes which requests have ended; returns whether all have.
     bool look() {
       while (ended < started && done[ended]) ++ended;
       return ended == chunks;
@@ -73,22 +73,22 @@ class Flow {
   void admit();
   std::size_t chunks_of(std::size_t bytes) const;
   Piece chunk_of(const Piece& piece, std::size_t chunk) const;
-  std::vector<Lane> lanes_of(const std::vector<Piece>& pieces) const;
+  std::vector<PieceTransfer> transfers_of(const std::vector<Piece>& pieces) const;
   void send_what_may_go();
-  bool send(Lane& lane, std::size_t place, int tag, std::size_t limit);
+  bool send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit);
   void receive_what_may_come();
-  void receive(Lane& lane, std::size_t place, int tag, char* into);
+  void receive(PieceTransfer& transfer, std::size_t place, int tag, char* into);
   bool has_arrived(std::size_t chunk) const;
   void reduce(std::size_t chunk);
   char* scratch_of(std::size_t place, std::size_t chunk) const;
 
-  World& world_;
+  Context& context_;
   const Group& group_;
   int tag_;
   bool admitted_ = false;
-  std::vector<Lane> to_, from_, shared_, collected_;
-  Plan plan_;
-  Memory scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
+  std::vector<PieceTransfer> to_, from_, shared_, collected_;
+  FlowPlan plan_;
+  Scratch scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
   std::size_t slots_ = 0, slot_bytes_ = 0;
   std::size_t ready_ = 0;         // chunks of the result that phase two may send
   std::size_t ready_chunks_ = 0;  // all of them

@@ -18,11 +18,11 @@ void* find(void* library, const char* symbol, bool required, const std::string& 
   return found;
 }
 
-std::unique_ptr<Api> load_new(const std::string& path) {
+std::unique_ptr<NcclApi> load_new(const std::string& path) {
   if (path.empty() || path[0] != '/') throw std::runtime_error("'" + path + "' is not an absolute path of a library");
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(::dlerror());
-  auto api = std::make_unique<Api>();
+  auto api = std::make_unique<NcclApi>();
   api->path = path;
 #define DISTOPT_NCCL_LOAD_REQUIRED(field, symbol, result, parameters) \
   api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, true, path));
@@ -44,11 +44,11 @@ std::unique_ptr<Api> load_new(const std::string& path) {
 
 }  // namespace
 
-const Api& load(const std::string& path) {
+const NcclApi& load(const std::string& path) {
   static std::mutex mutex;
-  static std::map<std::string, std::unique_ptr<Api>> loaded;
+  static std::map<std::string, std::unique_ptr<NcclApi>> loaded;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Api>& api = loaded[path];
+  std::unique_ptr<NcclApi>& api = loaded[path];
   if (!api) api = load_new(path);
   return *api;
 }

@@ -73,7 +73,7 @@ struct Config {
   X(comm_register, ncclCommRegister, Result, (Comm*, void*, std::size_t, void**)) \
   X(comm_deregister, ncclCommDeregister, Result, (Comm*, void*))
 
-struct Api {
+struct NcclApi {
 #define DISTOPT_NCCL_FIELD(field, symbol, result, parameters) result(*field) parameters = nullptr;
   DISTOPT_NCCL_REQUIRED(DISTOPT_NCCL_FIELD)
   DISTOPT_NCCL_OPTIONAL(DISTOPT_NCCL_FIELD)
@@ -84,7 +84,7 @@ struct Api {
 
 // Loads the library at an absolute path (a bare name would give whichever libnccl came first); it is never unloaded,
 // as it has threads of its own. Throws std::runtime_error with the reason.
-const Api& load(const std::string& path);
+const NcclApi& load(const std::string& path);
 
 // Library and version, e.g. "2.27.5".
 std::string dotted(int version);

@@ -14,12 +14,12 @@ void copy(Descriptor& to, const Descriptor& from) {
 
 }  // namespace
 
-std::optional<CommunicatorError> Board::post(std::uint64_t sequence, const Request& request) {
+std::optional<CommunicatorError> Board::post(std::uint64_t sequence, const Arguments& arguments) {
   RingEntry& entry = peers_.entry(peers_.rank(), sequence);
   // Unlike in the shared-memory communicator, peers may still read the entry: it is invalid while it is written.
   entry.descriptor.sequence.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  fill(entry.descriptor, entry.label, request);
+  fill(entry.descriptor, entry.label, arguments);
   peers_.publish_post(sequence);
   return mismatch(sequence);
 }

@@ -22,13 +22,13 @@ class Board {
   Peers& peers() { return peers_; }
   const Peers& peers() const { return peers_; }
 
-  // Announces an operation of this rank. The mismatch with a peer that has started another under that number, if any.
-  std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
+  // Announces a collective of this rank. The mismatch with a peer that has started another under that number, if any.
+  std::optional<CommunicatorError> post(std::uint64_t sequence, const Arguments& arguments);
 
-  // Ranks of this host that have not started operation `sequence`.
+  // Ranks of this host that have not started collective `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"
-  std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
+  std::string tell(int rank) const { return peers_.name(rank) + ": " + last_collective(peers_, rank); }
 
   // Says that this rank takes no part any more.
   void close();

@@ -22,9 +22,9 @@ nccl::RedOp nccl_op(RedOp op) {
 }
 
 // Everything between group_start and group_end takes effect together; the end must come even after an error.
-class Group {
+class GroupCall {
  public:
-  explicit Group(const nccl::Api& api) : api_(api) { add(api_.group_start()); }
+  explicit GroupCall(const nccl::NcclApi& api) : api_(api) { add(api_.group_start()); }
   void add(Result result) {
     if (result_ == Result::success && result != Result::in_progress) result_ = result;
   }
@@ -34,13 +34,13 @@ class Group {
   }
 
  private:
-  const nccl::Api& api_;
+  const nccl::NcclApi& api_;
   Result result_ = Result::success;
 };
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
+NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks)
     : api_(api),
       rank_(rank),
@@ -66,41 +66,42 @@ NcclCommunicator::NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& i
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 
-// -- operations -------------------------------------------------------------------------------------------------------
+// -- collectives ------------------------------------------------------------------------------------------------------
 
-NcclCommunicator::Work NcclCommunicator::start(const Request& request, cudaStream_t caller) {
-  const nccl::DataType type = nccl_type(request.dtype);
-  return enqueue(request, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
+NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cudaStream_t caller) {
+  const nccl::DataType type = nccl_type(arguments.dtype);
+  return enqueue(arguments, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
     // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
-    if (request.count == 0)
-      return api_.all_reduce(request.input, request.output, 1, nccl::DataType::int32, nccl_op(RedOp::sum), comm,
+    if (arguments.count == 0)
+      return api_.all_reduce(arguments.input, arguments.output, 1, nccl::DataType::int32, nccl_op(RedOp::sum), comm,
                              stream);
-    switch (request.kind) {
+    switch (arguments.kind) {
       case OpKind::barrier:
       case OpKind::all_reduce:
-        return api_.all_reduce(request.input, request.output, request.count, type, nccl_op(request.op), comm, stream);
+        return api_.all_reduce(arguments.input, arguments.output, arguments.count, type, nccl_op(arguments.op), comm,
+                               stream);
       case OpKind::reduce_scatter:
-        return api_.reduce_scatter(request.input, request.output, request.count, type, nccl_op(request.op), comm,
-                                   stream);
+        return api_.reduce_scatter(arguments.input, arguments.output, arguments.count, type, nccl_op(arguments.op),
+                                   comm, stream);
       case OpKind::all_gather:
-        return api_.all_gather(request.input, request.output, request.count, type, comm, stream);
+        return api_.all_gather(arguments.input, arguments.output, arguments.count, type, comm, stream);
       case OpKind::broadcast:
-        return api_.broadcast(request.input, request.output, request.count, type, request.root, comm, stream);
+        return api_.broadcast(arguments.input, arguments.output, arguments.count, type, arguments.root, comm, stream);
       default:
         return Result::success;
     }
   });
 }
 
-NcclCommunicator::Work NcclCommunicator::start_ragged(const Request& request, const std::vector<Piece>& received,
+NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments, const std::vector<Piece>& received,
                                                       cudaStream_t caller) {
-  const nccl::DataType type = nccl_type(request.dtype);
-  const std::size_t item = item_bytes(request.dtype);
-  const bool gathers = request.kind == OpKind::all_gather_ragged;
-  return enqueue(request, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
-    Group group(api_);
+  const nccl::DataType type = nccl_type(arguments.dtype);
+  const std::size_t item = item_bytes(arguments.dtype);
+  const bool gathers = arguments.kind == OpKind::all_gather_ragged;
+  return enqueue(arguments, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
+    GroupCall group(api_);
     for (int peer = 0; peer < world_size_; ++peer) {
-      const Piece &to = request.parts[gathers ? 0 : peer], &from = received[peer];
+      const Piece &to = arguments.parts[gathers ? 0 : peer], &from = received[peer];
       if (gathers && from.bytes != 0)
         group.add(api_.broadcast(peer == rank_ ? to.data : from.data, from.data, from.bytes / item, type, peer, comm,
                                  stream));
@@ -112,23 +113,24 @@ NcclCommunicator::Work NcclCommunicator::start_ragged(const Request& request, co
   });
 }
 
-NcclCommunicator::Work NcclCommunicator::enqueue(const Request& request, cudaStream_t caller, const Enqueue& start) {
+NcclCommunicator::Work NcclCommunicator::enqueue(const Arguments& arguments, cudaStream_t caller,
+                                                 const Enqueue& start) {
   const Lock turn(start_mutex_);
   Lock lock(mutex_);
   require_usable();
   refuse_capture(caller);
   forget_finished();
   ++sequence_;
-  auto operation =
-      std::make_shared<NcclOperation>(sequence_, describe(request, sequence_), events_.take(), events_.take());
-  if (const auto mismatch = board_->post(sequence_, request)) fail_and_throw(mismatch->failure());
-  operation->ready->record(caller);
-  operation->ready->hold_up(stream_.get());
-  call(lock, operation->text.c_str(), [&] { return start(comm_, stream_.get()); });
-  operation->finished->record(stream_.get());
-  outstanding_.push_back(operation);
+  auto collective =
+      std::make_shared<NcclCollective>(sequence_, describe(arguments, sequence_), events_.take(), events_.take());
+  if (const auto mismatch = board_->post(sequence_, arguments)) fail_and_throw(mismatch->failure());
+  collective->ready->record(caller);
+  collective->ready->hold_up(stream_.get());
+  call(lock, collective->text.c_str(), [&] { return start(comm_, stream_.get()); });
+  collective->finished->record(stream_.get());
+  outstanding_.push_back(collective);
   changed_.notify_all();
-  return operation;
+  return collective;
 }
 
 void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Result()>& function) {
@@ -149,7 +151,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     lock.lock();
     if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
-      // What is half made can neither be taken up again nor be left alone.
+      // A half-made connection can neither be resumed nor be abandoned.
       fail({ErrorKind::closed, board_->peers().me().name() + " left " + what + " because of an exception",
             "restart the job"});
       std::rethrow_exception(interruption);
@@ -165,30 +167,30 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
   if (result != Result::success) fail_and_throw(nccl_error(what, result));
 }
 
-bool NcclCommunicator::done(const NcclOperation& operation) {
-  const bool reached = operation.finished->reached();
+bool NcclCommunicator::done(const NcclCollective& collective) {
+  const bool reached = collective.finished->reached();
   const Lock lock(mutex_);
-  // An abort lets the operation "finish": the failure is recorded before it.
+  // An abort lets the collective "finish": the failure is recorded before it.
   if (failure_) throw CommunicatorError(*failure_);
   return reached;
 }
 
-void NcclCommunicator::join(const NcclOperation& operation, cudaStream_t stream) {
+void NcclCommunicator::join(const NcclCollective& collective, cudaStream_t stream) {
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
-  operation.finished->hold_up(stream);
+  collective.finished->hold_up(stream);
 }
 
-void NcclCommunicator::wait(const NcclOperation& operation, double timeout_seconds) {
+void NcclCommunicator::wait(const NcclCollective& collective, double timeout_seconds) {
   Stopwatch watch;
   auto looked = Clock::now();
-  while (!done(operation)) {
+  while (!done(collective)) {
     const double waited = watch.seconds();
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
       if (failure_) throw CommunicatorError(*failure_);
       fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result")
-                         .stalled(waiting_in(operation.text, operation.sequence)));
+                         .stalled(waiting_in(collective.text, collective.sequence)));
     }
     pause(waited);
     if (Clock::now() - looked > look_period) {

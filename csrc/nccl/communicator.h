@@ -1,9 +1,9 @@
 // Collectives over NCCL on a stream of their own, separate from the stream on which the caller computes.
 //
-// Every operation waits, on the device, for the work on the caller's stream when it was started; `join` makes the
+// Every collective waits, on the device, for the work on the caller's stream when it was started; `join` makes the
 // caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
-// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
-// that no rank waits forever on the device.
+// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so that no rank
+// waits forever on the device.
 #pragma once
 
 #include <chrono>
@@ -25,9 +25,10 @@
 
 namespace distopt {
 
-class NcclOperation {
+class NcclCollective {
  public:
-  NcclOperation(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready, std::shared_ptr<Event> finished)
+  NcclCollective(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready,
+                 std::shared_ptr<Event> finished)
       : sequence(sequence), text(std::move(text)), ready(std::move(ready)), finished(std::move(finished)) {}
 
   const std::uint64_t sequence;
@@ -38,11 +39,11 @@ class NcclOperation {
 
 class NcclCommunicator {
  public:
-  using Work = std::shared_ptr<NcclOperation>;
+  using Work = std::shared_ptr<NcclCollective>;
 
-  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of operations
+  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of collectives
   // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
-  NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
+  NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -50,18 +51,18 @@ class NcclCommunicator {
 
   int world_size() const { return world_size_; }
 
-  // Collective. `request` has kind, type, count, label and device pointers; `caller` is the stream of the data.
-  Work start(const Request& request, cudaStream_t caller);
-  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the request goes to it, or the
+  // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
+  Work start(const Arguments& arguments, cudaStream_t caller);
+  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or the
   // only one to all.
-  Work start_ragged(const Request& request, const std::vector<Piece>& received, cudaStream_t caller);
+  Work start_ragged(const Arguments& arguments, const std::vector<Piece>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
-  bool done(const NcclOperation& operation);
+  bool done(const NcclCollective& collective);
   // Local. What `stream` does from now on sees the result. Throws CommunicatorError if the communicator has failed.
-  void join(const NcclOperation& operation, cudaStream_t stream);
+  void join(const NcclCollective& collective, cudaStream_t stream);
   // Waits on the host. Throws CommunicatorError.
-  void wait(const NcclOperation& operation, double timeout_seconds);
+  void wait(const NcclCollective& collective, double timeout_seconds);
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
   void* allocate(std::size_t bytes);
@@ -69,7 +70,7 @@ class NcclCommunicator {
 
   // Local. Ends the communicator at once, with that error for this rank and those of its host.
   void abort(const std::string& text);
-  // Local in effect: waits a few seconds for operations in progress, then leaves. Idempotent, throws nothing of NCCL.
+  // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
   void close();
 
  private:
@@ -77,16 +78,16 @@ class NcclCommunicator {
   using Clock = std::chrono::steady_clock;
   using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
 
-  Work enqueue(const Request& request, cudaStream_t caller, const Enqueue& call);
+  Work enqueue(const Arguments& arguments, cudaStream_t caller, const Enqueue& call);
   // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
   // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
   bool check_host(std::uint64_t sequence, const std::string& text);
-  void fail(const Failure& failure);
-  [[noreturn]] void fail_and_throw(const Failure& failure);
+  void fail(const ErrorFields& failure);
+  [[noreturn]] void fail_and_throw(const ErrorFields& failure);
   bool end_comm(bool orderly);
-  Failure nccl_error(const char* what, nccl::Result result) const;
+  ErrorFields nccl_error(const char* what, nccl::Result result) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
 
@@ -96,7 +97,7 @@ class NcclCommunicator {
   void stop_watching();
   bool drained(Lock& lock, double seconds);
 
-  const nccl::Api& api_;
+  const nccl::NcclApi& api_;
   const int rank_, world_size_;
   int device_ = 0;
   std::shared_ptr<Board> board_;
@@ -116,7 +117,7 @@ class NcclCommunicator {
   bool closed_ = false, stop_ = false;
   std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
 
-  // Of the watching thread: since when the oldest operation has had its data, and since when a peer has been gone.
+  // State of the watching thread: times since the oldest collective had its data, and since a peer was gone.
   std::uint64_t watched_ = 0;
   std::optional<Stopwatch> waits_since_, gone_since_;
   std::optional<Patience> patience_;

@@ -11,16 +11,16 @@ namespace {
 
 using nccl::Result;
 
-// A gone peer may have given all its data before it left.
+// Collectives of a peer that is gone fail after so long: it may have given all its data before it left.
 constexpr double grace_seconds = 1.0;
-// That close() waits for operations in progress.
+// The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Runs `body` in a thread of its own; whether it has returned in time. If not, it continues by itself.
+// Runs `body` in a thread of its own; returns whether it has returned in time. If not, it continues by itself.
 bool run_bounded(double seconds, std::function<void()> body) {
   auto finished = std::make_shared<std::promise<void>>();
   auto future = finished->get_future();
@@ -42,7 +42,7 @@ void NcclCommunicator::require_usable() const {
                             "use it before close()");
 }
 
-Failure NcclCommunicator::nccl_error(const char* what, Result result) const {
+ErrorFields NcclCommunicator::nccl_error(const char* what, Result result) const {
   std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
@@ -84,11 +84,11 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
   return any_gone;
 }
 
-void NcclCommunicator::fail(const Failure& failure) {
+void NcclCommunicator::fail(const ErrorFields& failure) {
   if (failure_) return;
   failure_ = board_->peers().fail(failure);
   if (!end_comm(false)) {
-    Failure both = failure_->failure();
+    ErrorFields both = failure_->failure();
     both.cure +=
         "; besides, ncclCommAbort has not come back within " + seconds_text(abort_seconds_) + ", so end this process";
     failure_ = CommunicatorError(std::move(both));
@@ -96,7 +96,7 @@ void NcclCommunicator::fail(const Failure& failure) {
   changed_.notify_all();
 }
 
-void NcclCommunicator::fail_and_throw(const Failure& failure) {
+void NcclCommunicator::fail_and_throw(const ErrorFields& failure) {
   fail(failure);
   throw CommunicatorError(*failure_);
 }
@@ -110,7 +110,7 @@ void NcclCommunicator::abort(const std::string& text) {
 bool NcclCommunicator::end_comm(bool orderly) {
   nccl::Comm* comm = std::exchange(comm_, nullptr);
   if (comm == nullptr) return true;
-  const nccl::Api& api = api_;
+  const nccl::NcclApi& api = api_;
   for (auto& [memory, registration] : memory_)
     if (orderly && registration != nullptr)
       static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));
@@ -201,7 +201,7 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
         hooks_.warn(text);
         lock.lock();
       },
-      [this](const Failure& failure) { fail(failure); });
+      [this](const ErrorFields& failure) { fail(failure); });
 }
 
 void NcclCommunicator::forget_finished() {

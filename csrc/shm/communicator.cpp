@@ -34,12 +34,12 @@ void ShmCommunicator::close() {
   queue_.clear();
   ended_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
-  if (!origin_.forked()) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
+  if (!fork_guard_.forked()) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();
 }
 
 void ShmCommunicator::require_open() const {
-  origin_.require(peers_.me());
+  fork_guard_.require(peers_.me());
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
                              peers_.me().name() + " has closed this communicator",
@@ -58,7 +58,7 @@ void ShmCommunicator::raise_recorded_failure() const {
   if (peers_.failed()) throw peers_.failure();
 }
 
-void ShmCommunicator::fail(const Failure& failure) {
+void ShmCommunicator::fail(const ErrorFields& failure) {
   has_failed_ = true;
   throw peers_.fail(failure);
 }
@@ -105,49 +105,49 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
         return Waiting{waiting_for(late), peers_.processes(late)};
       },
       [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
-      [this](const Failure& failure) { fail(failure); });
+      [this](const ErrorFields& failure) { fail(failure); });
 }
 
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
 std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
-  const Operation& front = *queue_.front();
+  const ShmCollective& front = *queue_.front();
   std::string text = peers_.me().name() + " waits ";
-  if (posted_ != 0) text += "in " + describe(front.request(), front.sequence()) + " ";
+  if (posted_ != 0) text += "in " + describe(front.arguments(), front.sequence()) + " ";
   text += "for ";
   for (std::size_t i = 0; i < ranks.size(); ++i)
-    text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+    text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_collective(peers_, ranks[i]);
   return text;
 }
 
-// -- operations -------------------------------------------------------------------------------------------------------
+// -- collectives ------------------------------------------------------------------------------------------------------
 
-bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
+bool ShmCommunicator::start(std::shared_ptr<ShmCollective> collective) {
   const auto turn = take_turn();
-  enqueue(std::move(operation));
+  enqueue(std::move(collective));
   if (!only_brief()) return false;
   advance();
   return true;
 }
 
-void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
+void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> collective) {
   raise_recorded_failure();
-  if (operation->request().parts.size() * sizeof(std::uint64_t) > inline_bytes)
+  if (collective->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
                                                   " ranks on one host; choose the mpi communicator");
-  operation->begin(++started_);
-  queue_.push_back(std::move(operation));
+  collective->begin(++started_);
+  queue_.push_back(std::move(collective));
 }
 
-bool ShmCommunicator::may_post(const Operation& operation) {
-  // The ring entry is free when every rank, this one too, has finished the operation that used it before.
-  if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
-  if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
-  // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them, and that
-  // peers may write the result, which they may not while an earlier one still reads the old data.
+bool ShmCommunicator::may_post(const ShmCollective& collective) {
+  // The ring entry is free when every rank, this one too, has finished the collective that used it before.
+  if (collective.sequence() - queue_.front()->sequence() >= ring_size) return false;
+  if (collective.sequence() > ring_size && !peers_.all_finished(collective.sequence() - ring_size)) return false;
+  // Posting says "my arguments are ready", which they are not while an earlier collective still writes to them, and
+  // that peers may write the result, which they may not while an earlier one still reads the old data.
   for (const auto& earlier : queue_) {
-    if (earlier.get() == &operation) break;
-    if (conflict(earlier->request(), operation.request(), peers_.size())) return false;
+    if (earlier.get() == &collective) break;
+    if (conflict(earlier->arguments(), collective.arguments(), peers_.size())) return false;
   }
   return true;
 }
@@ -161,7 +161,7 @@ void ShmCommunicator::advance(bool helps) {
   if (has_failed_) raise_recorded_failure();
   post_ready();
   while (!queue_.empty()) {
-    Operation& front = *queue_.front();
+    ShmCollective& front = *queue_.front();
     if (posted_ == 0) {
       peers_.all_reached(Signal::finished, front.sequence() - ring_size, blocker_);
       return;
@@ -172,7 +172,7 @@ void ShmCommunicator::advance(bool helps) {
       fail(error.failure());
     } catch (const std::bad_alloc&) {
       fail({ErrorKind::memory,
-            peers_.me().name() + " cannot allocate the result of " + describe(front.request(), front.sequence()),
+            peers_.me().name() + " cannot allocate the result of " + describe(front.arguments(), front.sequence()),
             "send smaller parts",
             {peers_.me()}});
     }
@@ -186,20 +186,20 @@ void ShmCommunicator::advance(bool helps) {
   }
 }
 
-// For a rank that waits for a message, or polls one.
+// Moves collectives for a rank that waits for a message, or polls one.
 void ShmCommunicator::help() {
   if (const auto turn = turn_.of_helper()) advance(true);
 }
 
-bool ShmCommunicator::test(const Operation& operation) {
-  if (operation.finished()) return true;
+bool ShmCommunicator::test(const ShmCollective& collective) {
+  if (collective.finished()) return true;
   const auto turn = take_turn();
   advance();
-  if (operation.finished()) return true;
+  if (collective.finished()) return true;
   messages_.help();
   peers_.show_life();
   raise_recorded_failure();
-  return operation.finished();
+  return collective.finished();
 }
 
 void ShmCommunicator::progress() {
@@ -208,18 +208,18 @@ void ShmCommunicator::progress() {
   messages_.help();
 }
 
-void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
-  if (operation.finished()) return;
+void ShmCommunicator::wait(const ShmCollective& collective, double timeout_seconds) {
+  if (collective.finished()) return;
   const auto turn = take_turn();
-  wait_until([&] { return operation.finished(); }, timeout_seconds);
+  wait_until([&] { return collective.finished(); }, timeout_seconds);
 }
 
-bool ShmCommunicator::wait_briefly(const Operation& operation) {
-  if (operation.finished()) return true;
+bool ShmCommunicator::wait_briefly(const ShmCollective& collective) {
+  if (collective.finished()) return true;
   const auto turn = take_turn();
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();
-    if (operation.finished()) return true;
+    if (collective.finished()) return true;
   }
   return false;
 }
@@ -230,18 +230,18 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
   std::size_t total = 0;
   const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||
                          __builtin_mul_overflow(bytes, static_cast<std::size_t>(peers_.size()), &total);
-  Request request;
-  request.kind = OpKind::empty;
-  request.dtype = dtype;
-  request.count = count;
-  request.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
+  Arguments arguments;
+  arguments.kind = OpKind::empty;
+  arguments.dtype = dtype;
+  arguments.count = count;
+  arguments.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
   try {
-    auto operation = std::make_shared<Operation>(std::move(request));
-    enqueue(operation);
-    wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
+    auto collective = std::make_shared<ShmCollective>(std::move(arguments));
+    enqueue(collective);
+    wait_until([&] { return collective->finished(); }, limits_.timeout_seconds);
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
-    if (operation->request().refused)
+    if (collective->arguments().refused)
       fail({ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) + " finds available",
             "use fewer ranks or a smaller model"});
     for (int q = 0; q < peers_.size(); ++q)
@@ -252,11 +252,11 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
               memory_cure(static_cast<int>(error)),
               {peers_.process(q)}});
     if (bytes == 0) return {};
-    Block block;
+    WireBlock block;
     try {
       block = segment_.map_block(bytes);
     } catch (const CommunicatorError& error) {
-      Failure failure = error.failure();
+      ErrorFields failure = error.failure();
       failure.fact = peers_.me().name() + ": " + failure.fact;
       fail(failure);
     }

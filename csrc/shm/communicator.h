@@ -1,6 +1,6 @@
 // Collectives over the ranks of one host through shared memory.
 //
-// Operations run strictly in the order in which they were started. Starting one only posts it; later calls
+// Collectives run strictly in the order in which they were started. Starting one only posts it; later calls
 // (another start, progress, a wait) move all outstanding ones forward, so that the skew between ranks hides behind
 // other work. It has no thread.
 #pragma once
@@ -15,8 +15,8 @@
 #include "base/errors.h"
 #include "base/fork.h"
 #include "base/turn.h"
+#include "shm/collective.h"
 #include "shm/messages.h"
-#include "shm/operation.h"
 
 namespace distopt {
 
@@ -25,7 +25,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   static constexpr bool finds_nonfinite = true;
 
   // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
-  // operation.
+  // collective.
   ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks);
   ~ShmCommunicator();
   ShmCommunicator(const ShmCommunicator&) = delete;
@@ -34,17 +34,18 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // Called once, when all ranks have constructed theirs.
   void count_cores();
   // Wire memory of `owner`, a communicator of the same ranks that outlives this one, is wire memory here, too. To be
-  // called once, by all ranks before their first operation; this one's own empty() must not be used then.
+  // called once, by all ranks before their first collective; this one's own empty() must not be used then.
   void use_wire_memory_of(const ShmCommunicator& owner) { segment_.use_blocks_of(owner.segment_); }
 
-  // Starts an operation and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
+  // Starts a collective and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
   // and true is returned; otherwise progress() has to be called next, which may take the time of large copies.
-  bool start(std::shared_ptr<Operation> operation);
-  // Moves outstanding operations forward without waiting; whether this one has ended.
-  bool test(const Operation& operation);
-  void wait(const Operation& operation, double timeout_seconds);
-  // Waits for some microseconds at most, if nothing but a brief operation is outstanding; whether it has ended.
-  bool wait_briefly(const Operation& operation);
+  bool start(std::shared_ptr<ShmCollective> collective);
+  // Moves outstanding collectives forward without waiting; returns whether this one has ended.
+  bool test(const ShmCollective& collective);
+  void wait(const ShmCollective& collective, double timeout_seconds);
+  // Waits for some microseconds at most, if nothing but a brief collective is outstanding; returns whether it has
+  // ended.
+  bool wait_briefly(const ShmCollective& collective);
   void progress();
 
   // Collective; waits. `bytes_available` counts on rank 0 only: the bytes that the host can give to all ranks together.
@@ -53,7 +54,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // The messages of the same ranks.
   Messages& messages() { return messages_; }
 
-  // Local. Outstanding operations and messages are dropped. Idempotent.
+  // Local. Outstanding collectives and messages are dropped. Idempotent.
   void close();
 
   int size() const { return peers_.size(); }
@@ -63,11 +64,11 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void require_open() const;
   Turn::Held take_turn();
   void raise_recorded_failure() const;
-  [[noreturn]] void fail(const Failure& failure);
-  void enqueue(std::shared_ptr<Operation> operation);
+  [[noreturn]] void fail(const ErrorFields& failure);
+  void enqueue(std::shared_ptr<ShmCollective> collective);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
   void post_ready();
-  bool may_post(const Operation& operation);
+  bool may_post(const ShmCollective& collective);
   void advance(bool helps = false);
   void help();
   template <typename Condition>
@@ -80,15 +81,15 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   Limits limits_;
   Hooks hooks_;
   Messages messages_;
-  std::deque<std::shared_ptr<Operation>> queue_;
-  std::vector<std::shared_ptr<Operation>> ended_;  // in help()
-  std::size_t posted_ = 0;                         // of the queue
+  std::deque<std::shared_ptr<ShmCollective>> queue_;
+  std::vector<std::shared_ptr<ShmCollective>> ended_;  // in help()
+  std::size_t posted_ = 0;                             // of the queue
   std::uint64_t started_ = 0;
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
-  bool has_failed_ = false;  // here, maybe in the middle of an operation, which goes on no more
+  bool has_failed_ = false;  // on this rank, perhaps in the middle of a collective
   std::atomic<bool> closed_{false};
-  const Origin origin_;
+  const ForkGuard fork_guard_;
 };
 
 }  // namespace distopt

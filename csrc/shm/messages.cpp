@@ -170,12 +170,12 @@ void Messages::advance() {
   under_way_.store(sends || receives, std::memory_order_relaxed);
 }
 
-// Writes as much as there is room for; whether to try again, as a message has ended.
+// Writes as much as there is room for; returns whether to try again, as a message has ended.
 bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
   Message& message = *stream.queue.front();
-  const Header header{message.tag(), message.count(), static_cast<std::uint32_t>(message.dtype())};
+  const Envelope envelope{message.tag(), message.count(), static_cast<std::uint32_t>(message.dtype())};
   Channel& channel = segment_.channel(peers_.rank(), to);
   const std::size_t size = segment_.channel_bytes();
   const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
@@ -183,12 +183,12 @@ bool Messages::push(int to) {
   std::size_t now = 0;
   char* const ring_to = segment_.ring(peers_.rank(), to);
   if (stream.done == 0) {
-    if (room < sizeof(Header)) return false;
-    write_ring(ring_to, size, written, reinterpret_cast<const char*>(&header), sizeof(Header));
-    now = sizeof(Header);
+    if (room < sizeof(Envelope)) return false;
+    write_ring(ring_to, size, written, reinterpret_cast<const char*>(&envelope), sizeof(Envelope));
+    now = sizeof(Envelope);
     room -= now;
   }
-  const std::size_t sent = stream.done + now - sizeof(Header);  // of the data
+  const std::size_t sent = stream.done + now - sizeof(Envelope);  // of the data
   const std::size_t bytes = std::min(room, message.bytes() - sent);
   if (now + bytes == 0 && sent != message.bytes()) return false;
   write_ring(ring_to, size, written + now, message.data() + sent, bytes);
@@ -203,24 +203,24 @@ bool Messages::push(int to) {
 }
 
 // Where a message goes that begins to arrive. Throws before it has changed anything.
-Messages::Incoming Messages::begin(int from, const Header& header) {
+Messages::Incoming Messages::begin(int from, const Envelope& envelope) {
   Incoming stream;
   stream.begun = true;
-  stream.header = header;
+  stream.envelope = envelope;
   const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
-    return message->tag() == header.tag && (message->peer() == from || message->peer() == Message::anyone);
+    return message->tag() == envelope.tag && (message->peer() == from || message->peer() == Message::anyone);
   });
   if (found == awaiting_.end()) {
     stream.aside.reset(new char[stream.bytes() + 1]);
     return stream;
   }
-  check(header, from, **found);
+  check(envelope, from, **found);
   stream.into = *found;
   awaiting_.erase(found);
   return stream;
 }
 
-// Takes all available data; whether to try again, as a message has ended.
+// Takes all available data; returns whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
   const std::size_t size = segment_.channel_bytes();
@@ -229,12 +229,12 @@ bool Messages::pull(int from) {
   Incoming& stream = incoming_[from];
   const char* const ring_from = segment_.ring(from, peers_.rank());
   if (!stream.begun) {
-    if (there < sizeof(Header)) return false;
-    Header header;
-    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&header), sizeof(Header));
-    stream = begin(from, header);
-    taken += sizeof(Header);
-    there -= sizeof(Header);
+    if (there < sizeof(Envelope)) return false;
+    Envelope envelope;
+    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&envelope), sizeof(Envelope));
+    stream = begin(from, envelope);
+    taken += sizeof(Envelope);
+    there -= sizeof(Envelope);
   } else if (there == 0) {
     return false;
   }
@@ -247,19 +247,19 @@ bool Messages::pull(int from) {
   if (stream.into)
     stream.into->finish(from);
   else
-    aside_.push_back({from, stream.header, std::move(stream.aside)});
+    aside_.push_back({from, stream.envelope, std::move(stream.aside)});
   stream = {};
   return true;
 }
 
 // Takes a message that has been put aside, even if only a part has arrived; or waits for one to arrive.
 void Messages::await(const std::shared_ptr<Message>& message) {
-  const auto fits = [&](int from, const Header& header) {
-    return header.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
+  const auto fits = [&](int from, const Envelope& envelope) {
+    return envelope.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
   };
   for (auto found = aside_.begin(); found != aside_.end(); ++found) {
-    if (!fits(found->from, found->header)) continue;
-    check(found->header, found->from, *message);
+    if (!fits(found->from, found->envelope)) continue;
+    check(found->envelope, found->from, *message);
     if (message->bytes() != 0) std::memcpy(message->data(), found->data.get(), message->bytes());
     message->finish(found->from);
     aside_.erase(found);
@@ -267,8 +267,8 @@ void Messages::await(const std::shared_ptr<Message>& message) {
   }
   for (int q = 0; q < peers_.size(); ++q) {
     Incoming& stream = incoming_[q];
-    if (!stream.begun || stream.into || !fits(q, stream.header)) continue;
-    check(stream.header, q, *message);
+    if (!stream.begun || stream.into || !fits(q, stream.envelope)) continue;
+    check(stream.envelope, q, *message);
     std::memcpy(message->data(), stream.aside.get(), stream.done);
     stream.aside.reset();
     stream.into = message;
@@ -277,11 +277,11 @@ void Messages::await(const std::shared_ptr<Message>& message) {
   awaiting_.push_back(message);
 }
 
-void Messages::check(const Header& header, int from, const Message& message) {
-  if (header.count == message.count() && header.dtype == static_cast<std::uint32_t>(message.dtype())) return;
+void Messages::check(const Envelope& envelope, int from, const Message& message) {
+  if (envelope.count == message.count() && envelope.dtype == static_cast<std::uint32_t>(message.dtype())) return;
   throw peers_.fail({ErrorKind::mismatch,
-                     peers_.name(from) + " sent " + amount(header.count, static_cast<DType>(header.dtype)) +
-                         " with tag " + std::to_string(header.tag) + ", where " + peers_.me().name() + " receives " +
+                     peers_.name(from) + " sent " + amount(envelope.count, static_cast<DType>(envelope.dtype)) +
+                         " with tag " + std::to_string(envelope.tag) + ", where " + peers_.me().name() + " receives " +
                          amount(message.count(), message.dtype()),
                      "both sides of a message must agree on type and count",
                      {peers_.process(from), peers_.me()}});
@@ -296,7 +296,7 @@ void Messages::ring(int rank) const {
   if (bell.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.rings);
 }
 
-// Waits until this rank's bell has rung more often than was heard; whether it has.
+// Waits until this rank's bell has rung more often than was heard; returns whether it has.
 bool Messages::listen(std::uint64_t heard, double seconds) const {
   Bell& bell = segment_.bell(peers_.rank());
   if (!peers_.cores_shared()) {
@@ -337,7 +337,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
   patience.look(
       waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
       [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
-      [this](const Failure& failure) { throw peers_.fail(failure); });
+      [this](const ErrorFields& failure) { throw peers_.fail(failure); });
 }
 
 // "rank 0 (...) waits to receive 5 float32 with tag 3 from rank 1 (...): the last operation it started is ..."
@@ -347,7 +347,7 @@ std::string Messages::describe(const Message& message) const {
                      (message.sends() ? " to " : " from ");
   const std::vector<int> ranks = awaited(message);
   for (std::size_t i = 0; i < ranks.size(); ++i)
-    text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+    text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_collective(peers_, ranks[i]);
   return text;
 }
 

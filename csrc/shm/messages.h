@@ -1,8 +1,8 @@
 // Messages between two ranks of a host, apart from the collectives and from their order.
 //
-// Each rank streams what it sends to another through a ring of bytes of that pair: a header, then the data. So messages
-// between two ranks arrive in the order of sending; one that is not awaited yet is put aside, so that it delays no
-// other. Bytes move in start(), test() and wait(), whichever message these are about.
+// Each rank streams what it sends to another through a ring of bytes of that pair: an envelope, then the data. So
+// messages between two ranks arrive in the order of sending; one that is not awaited yet is put aside, so that it
+// delays no other. Bytes move in start(), test() and wait(), whichever message these are about.
 #pragma once
 
 #include <atomic>
@@ -67,40 +67,39 @@ class Messages {
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
 
-  // For a rank that waits for something else, or polls it: moves all messages, unless another thread does; whether
-  // anything is.
+  // Moves all messages for a rank that waits for something else, or polls it, unless another thread does; returns
+  // whether any message is under way.
   bool help();
 
-  // Forgets all that is under way; no thread moves a message as long as the turn is held. Throws where another thread
-  // waits.
+  // Forgets all messages under way. No thread moves one while the turn is held. Throws if another thread waits.
   Turn::Held close();
 
  private:
   class Count;
 
-  struct Header {
+  struct Envelope {
     std::int64_t tag;
     std::uint64_t count;
     std::uint32_t dtype;
   };
-  // The messages to one rank, and how far they have been sent: header, then data.
+  // The messages to one rank, and how far they have been sent: envelope, then data.
   struct Outgoing {
     std::deque<std::shared_ptr<Message>> queue;
     std::size_t done = 0;
   };
   // Data that arrives from a rank: into a message that awaits it, or aside.
   struct Incoming {
-    Header header{};
+    Envelope envelope{};
     bool begun = false;
     std::size_t done = 0;  // of the data
     std::shared_ptr<Message> into;
     std::unique_ptr<char[]> aside;
 
-    std::size_t bytes() const { return header.count * item_bytes(static_cast<DType>(header.dtype)); }
+    std::size_t bytes() const { return envelope.count * item_bytes(static_cast<DType>(envelope.dtype)); }
   };
   struct Aside {
     int from;
-    Header header;
+    Envelope envelope;
     std::unique_ptr<char[]> data;
   };
 
@@ -108,9 +107,9 @@ class Messages {
   void advance();
   bool push(int to);
   bool pull(int from);
-  Incoming begin(int from, const Header& header);
+  Incoming begin(int from, const Envelope& envelope);
   void await(const std::shared_ptr<Message>& message);
-  void check(const Header& header, int from, const Message& message);
+  void check(const Envelope& envelope, int from, const Message& message);
   void ring(int rank) const;
   bool listen(std::uint64_t heard, double seconds) const;
   void check_peers(const Message& message, double waited, Patience& patience);

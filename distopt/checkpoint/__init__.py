@@ -1,4 +1,8 @@
-"""Checkpoints: stop a job at any moment, and resume from the last complete one."""
+"""Checkpoints: a job stops at any moment, and resumes from the last complete one.
+
+The room imports `comm`, `launch`, `kernels` and `files`. It never knows what it saves: objects give and take their
+states through an `Adapter`, and any object with `all_gather_bytes` may connect the ranks.
+"""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import CheckpointError, UsageError, check_integer
 from ..files import file_lock
+from .adapters import adapters_of, copy_of, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load_newest
 from .memory import Memory
-from .parts import copy_of, look_at, parts_of
 from .preemption import Preemption
 
 if TYPE_CHECKING:
     from ..files import Arrays
+    from .adapters import Adapter, Ranks
     from .load import Resumed
-    from .parts import Part, Ranks
 
 log = logging.getLogger("distopt")
 
@@ -98,7 +98,7 @@ class Checkpoint:
         self._communicator = communicator_of(objects) if communicator is None else communicator
         self._rank = self._communicator.topology.rank
         self._objects = objects
-        parts_of(objects)
+        adapters_of(objects)
         self._run = ""  # names this run, on all ranks
         self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job resumed from
         self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
@@ -135,7 +135,7 @@ class Checkpoint:
         try:
             if self._root is not None:
                 self._claim(self._root, reset and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
-            resumed = load_newest(self._root, self._communicator, parts_of(self._objects), self._memory)
+            resumed = load_newest(self._root, self._communicator, adapters_of(self._objects), self._memory)
         except BaseException:
             self._abandon()
             raise
@@ -202,7 +202,7 @@ class Checkpoint:
         if self._preemption is not None and (signum := self._preemption.due()):
             self._leave(self._preemption, signum)
         if self._memory is not None and self._memory.due(self.steps):
-            self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
+            self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._every and self.steps % self._every == 0:
             self.save()
 
@@ -220,7 +220,7 @@ class Checkpoint:
         """
         self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
         if self._memory is not None:
-            self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
+            self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._root is None:
             return
         if not self._run:
@@ -229,17 +229,17 @@ class Checkpoint:
         if self._saved == (self.steps, self.epoch):
             return
         name = name_of(self.steps, *self._names[-1:])
-        parts = parts_of(self._objects)
+        adapters = adapters_of(self._objects)
         manifest = Manifest(
             save=f"{self._run} {name}",
             first=self._first,
             step=self.steps,
             epoch=self.epoch,
             world_size=self._communicator.topology.world_size,
-            objects=sorted(parts),
+            objects=sorted(adapters),
             versions=_versions(),
         )
-        shared, own, notes = self._copy(parts)
+        shared, own, notes = self._copy(adapters)
         try:
             stamp = manifest.stamp(self._rank, notes)
         except TypeError as error:
@@ -251,9 +251,9 @@ class Checkpoint:
         )
         self._writer.start()
 
-    def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
+    def _copy(self, adapters: Mapping[str, Adapter]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
-        states = look_at(parts)
+        states = look_at(adapters)
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
         def copied(arrays: Arrays) -> Arrays:
@@ -350,7 +350,7 @@ def _described(error: Exception, path: Path) -> str:
 
 
 def _occupied(lock: Path) -> str:
-    """Who holds the lock of a folder, which says so."""
+    """The error's text for a folder that another Checkpoint has locked."""
     said: list[str] = []
     with contextlib.suppress(OSError):
         said = lock.read_text().split()[1:]

@@ -60,7 +60,7 @@ class Manifest:
 
 
 def name_of(step: int, last: str = "") -> str:
-    """Name of the folder of a checkpoint after so many steps, other than that of the `last` one. Names sort by age."""
+    """Name of the folder of a checkpoint after so many steps; it differs from `last`. Names sort by age."""
     name = f"step-{step:010d}"
     if not last.startswith(name):
         return name

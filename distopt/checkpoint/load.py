@@ -19,13 +19,13 @@ from ..comm.single import SingleCommunicator
 from ..comm.world import current
 from ..errors import StateError
 from ..launch.job.topology import Topology
+from .adapters import State, adapters_of, copy_of, of_device
 from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
-from .parts import State, copy_of, of_device, parts_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
+    from .adapters import Adapter, Ranks
     from .memory import Memory
-    from .parts import Part, Ranks
 
 log = logging.getLogger("distopt")
 
@@ -71,18 +71,18 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         UsageError: an object cannot be loaded.
     """
     communicator = communicator_of(objects) if communicator is None else communicator
-    return load_newest(Path(folder), communicator, parts_of(objects), None)
+    return load_newest(Path(folder), communicator, adapters_of(objects), None)
 
 
 def load_newest(
-    root: Path | None, communicator: Ranks, parts: Mapping[str, Part], memory: Memory | None
+    root: Path | None, communicator: Ranks, adapters: Mapping[str, Adapter], memory: Memory | None
 ) -> Resumed | None:
     """Collective. See `load`; states of the same step or a newer one in `memory` go before a folder."""
     names, begun = ([], False) if root is None else _found(root, communicator)
     label = memory.agree() if memory is not None else None
     refused: list[str] = []
     reason = ""
-    common = _common(communicator, parts) if names else set()
+    common = _common(communicator, adapters) if names else set()
     for name in reversed(names):
         if label is not None and name < name_of(label[0] + 1):
             break
@@ -90,22 +90,22 @@ def load_newest(
         states, manifest, reason = {}, None, ""
         try:
             manifest = read_manifest(root / name)
-            states = _read(root / name, manifest, parts, communicator.topology, common)
+            states = _read(root / name, manifest, adapters, communicator.topology, common)
         except (StateError, OSError) as error:
             reason = str(error)
         reason = first_reason(communicator, reason)
         if not reason and manifest is not None:
             for key, state in states.items():
-                parts[key].put(state)
+                adapters[key].put(state)
             _tell_changes(root / name, manifest, communicator.topology)
             return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused))
         refused.append(name)
         if communicator.topology.rank == 0:
             log.warning("checkpoint %s is refused: %s", root / name, reason)
     if memory is not None and label is not None:
-        states = _checked(parts, _by_part(parts, *memory.read(label)))
+        states = _checked(adapters, _by_adapter(adapters, *memory.read(label)))
         for key, state in states.items():
-            parts[key].put(state)
+            adapters[key].put(state)
         return Resumed(None, *label, communicator.topology.world_size, tuple(refused))
     if begun or not names:
         return None
@@ -152,9 +152,9 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
     return names, begun
 
 
-def _common(communicator: Ranks, parts: Mapping[str, Part]) -> set[str]:
+def _common(communicator: Ranks, adapters: Mapping[str, Adapter]) -> set[str]:
     """Collective. Names of the random generators that all ranks have seeded equally."""
-    seeds = {name: _digest(part.look()) for name, part in parts.items() if part.random}
+    seeds = {name: _digest(adapter.look()) for name, adapter in adapters.items() if adapter.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
 
@@ -167,39 +167,39 @@ def _digest(state: State) -> str:
 
 
 def _read(
-    folder: Path, manifest: Manifest, parts: Mapping[str, Part], topology: Topology, common: set[str]
+    folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], topology: Topology, common: set[str]
 ) -> dict[str, State]:
-    """The states for this rank, checked, by the names of `parts`; a generator that stays as it is has none."""
-    absent = parts.keys() - set(manifest.objects)
+    """The states for this rank, checked, by the names of `adapters`; a generator that stays as it is has none."""
+    absent = adapters.keys() - set(manifest.objects)
     if wanted := sorted(name for name in absent if not of_device(name)):
         raise StateError(f"it has no {wanted[0]}; it is of another script")
-    parts = {name: part for name, part in parts.items() if name not in absent}
+    adapters = {name: adapter for name, adapter in adapters.items() if name not in absent}
     shared: Arrays = {}
     for rank in range(manifest.world_size):
         shared |= read_shared(folder, manifest, rank)
     if manifest.world_size == topology.world_size:
-        states = _by_part(parts, shared, *read_rank(folder, manifest, topology.rank))
+        states = _by_adapter(adapters, shared, *read_rank(folder, manifest, topology.rank))
     else:
-        states = _merged(folder, manifest, parts, topology.rank, common)
+        states = _merged(folder, manifest, adapters, topology.rank, common)
         states = {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
-    return _checked(parts, states)
+    return _checked(adapters, states)
 
 
-def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, State]:
-    """`states`, if `parts` can resume from them; else raises a StateError that names the object."""
+def _checked(adapters: Mapping[str, Adapter], states: dict[str, State]) -> dict[str, State]:
+    """`states`, if `adapters` can resume from them; else raises a StateError that names the object."""
     for name, state in states.items():
         with _named(name):
-            parts[name].check(state)
+            adapters[name].check(state)
     return states
 
 
 def _merged(
-    folder: Path, manifest: Manifest, parts: Mapping[str, Part], rank: int, common: set[str]
+    folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
-    merges = {name: _Stream(rank, name in common) if part.random else _Mean() for name, part in parts.items()}
+    merges = {name: _Stream(rank, name in common) if adapter.random else _Mean() for name, adapter in adapters.items()}
     for old in range(manifest.world_size):
-        for name, state in _by_part(parts, {}, *read_rank(folder, manifest, old)).items():
+        for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
             with _named(name):
                 merges[name].add(state)
     results = {name: merge.result() for name, merge in merges.items()}
@@ -292,9 +292,11 @@ def _named(name: str) -> Iterator[None]:
         raise StateError(f"{name}: {error}") from None
 
 
-def _by_part(parts: Mapping[str, Part], shared: Arrays, own: Arrays, notes: dict[str, Any]) -> dict[str, State]:
+def _by_adapter(
+    adapters: Mapping[str, Adapter], shared: Arrays, own: Arrays, notes: dict[str, Any]
+) -> dict[str, State]:
     arrays = {**shared, **own}
-    return {name: State(_under(name, arrays), notes.get(name, {})) for name in parts}
+    return {name: State(_under(name, arrays), notes.get(name, {})) for name in adapters}
 
 
 def _under(name: str, arrays: Arrays) -> Arrays:

@@ -1,4 +1,4 @@
-"""States in memory that outlives the ranks: that of the agents of `distopt run --heal`.
+"""States in the memory of the agents of `distopt run --heal`, which outlives the ranks.
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
 among the ranks of its agent. So every node has all shared arrays. Now and then, copies of a rank's own go to the next
@@ -22,19 +22,19 @@ import numpy as np
 
 from ..launch.end_together.report import supervisor
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
+from .adapters import copy_of, look_at
 from .folder import share_of
-from .parts import copy_of, look_at
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .parts import Part, Ranks
+    from .adapters import Adapter, Ranks
 
 _ALIGNMENT = 64
-_COST = 0.008  # of the time of training, that copies may take
-_MOST_STEPS = 1000  # between two copies
-_FAR_EVERY = 32  # copies: one of this number also goes to another node, which takes far longer
+_COST = 0.008  # the share of training time that copies may take
+_MOST_STEPS = 1000  # most steps between two copies
+_FAR_EVERY = 32  # one copy of this number also goes to another node, which takes far longer
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
-_MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
+_MOST_FAR_BYTES = 1 << 20  # most bytes of a rank's own states for a copy on another node
 
 
 class Kept(NamedTuple):
@@ -104,7 +104,7 @@ class Memory:
     """
 
     def __init__(self, place: int, n_ranks: int, fds: list[int], ranks: Ranks, node: str) -> None:
-        self._slots = [_Slot(fd) for fd in fds]
+        self._slots = [_StateSlot(fd) for fd in fds]
         self._n_slots = len(fds) // n_ranks  # of each rank
         self._own = self._slots[self._n_slots * place :][: self._n_slots]
         self._place, self._n_ranks = place, n_ranks
@@ -113,9 +113,9 @@ class Memory:
         self._node = node
         self._nodes: list[str] = []  # of all ranks
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
-        self._far: list[int] = []  # ranks for which this one keeps a copy of their states
+        self._far: list[int] = []  # ranks whose states this one keeps copies of
         self._sends = False  # whether there are such copies
-        self._spread: _Slot | None = None  # which has the newest
+        self._spread: _StateSlot | None = None  # which has the newest
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -169,7 +169,7 @@ class Memory:
         return shared, mine.own, mine.notes
 
     def due(self, step: int) -> bool:
-        """Local, on all ranks. Count a finished step; whether states are to be kept after it."""
+        """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
         if self._is_new and self._rank == 0:
             supervisor.say("stepped", step=step)
         self._is_new = False
@@ -179,13 +179,13 @@ class Memory:
         self._left -= 1
         return self._left <= 0
 
-    def keep(self, step: int, epoch: int, parts: Mapping[str, Part]) -> None:
+    def keep(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
         """Local, at times collective: on all ranks. Keep the states after this step."""
         label = step, epoch
         if any(slot.label == label for slot in self._own):
             return
         begin = time.perf_counter()
-        states = look_at(parts)
+        states = look_at(adapters)
         share = share_of(self._place, self._n_ranks, states.shared)
         kept = Kept(states.own, {}, {}, states.notes)
         spreads = self._sends and self._n_copies % _FAR_EVERY == 0
@@ -244,8 +244,8 @@ class Memory:
         return {key: array for each in gathered for key, array in each.shared.items()}, mine
 
 
-class _Slot:
-    """One slot."""
+class _StateSlot:
+    """One slot of an agent, in which this rank keeps its states; see `distopt.launch.heal.slots`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

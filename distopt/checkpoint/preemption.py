@@ -23,11 +23,11 @@ from ..launch.job.origin import origin
 from ..launch.processes import PREEMPTION_SIGNALS, ignore
 
 if TYPE_CHECKING:
-    from .parts import Ranks
+    from .adapters import Ranks
 
-_INTERVAL_SECONDS = 1.0  # between two exchanges
+_INTERVAL_SECONDS = 1.0  # a signal waits about so long for the next exchange
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
-_SLURM_SECONDS = 20.0  # for an answer of Slurm; 10 s is its own MessageTimeout
+_SLURM_SECONDS = 20.0  # then rank 0 gives up on Slurm, whose own MessageTimeout is 10 s
 
 log = logging.getLogger("distopt")
 
@@ -46,7 +46,7 @@ class Preemption:
             raise UsageError("preemptible=True needs signals, which only the main thread gets; call resume there")
         self._communicator = communicator
         self._caught = 0
-        self._steps, self._every = 0, 1  # since the last exchange, and at which the next one is
+        self._steps, self._every = 0, 1  # steps since the last exchange, and from one exchange to the next
         self._since = time.monotonic()
         self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
         supervisor.say("leaves", does=True)
@@ -98,7 +98,7 @@ class Preemption:
         """Collective. Call the handler that the script had set, or its launcher, such as submitit's, which requeues."""
         before: Any = self._before[signal.Signals(number)]
         asked = b""
-        if callable(before) and origin.invitation is None:  # else it is that of `spawn`, which does not requeue
+        if callable(before) and origin.invitation is None:  # a handler of `spawn` does not requeue
             try:
                 before(number, None)
             except SystemExit:

@@ -1,4 +1,7 @@
-"""The `distopt` command: `distopt run`, `distopt doctor` and `distopt bench`."""
+"""The `distopt` command: `distopt run`, `distopt doctor` and `distopt bench`.
+
+The room may import every other one, and none imports it.
+"""
 
 from __future__ import annotations
 

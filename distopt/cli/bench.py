@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "shm", "mpi", "hierarchical", "nccl")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-# Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3
 _QUIET_LOAD = 0.5  # per core
 
@@ -49,10 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "all-reduce (mpi4py) takes turns with distopt's. Every result is checked.",
     )
     parser.add_argument("--np", type=at_least(1), metavar="N", help="ranks on this host, without a launcher (2)")
-    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
-    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
-    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
-    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
+    add_sizes(parser)
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches per size (2)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", metavar="TYPE", help=", ".join(_DTYPES))
     parser.add_argument(
@@ -62,8 +58,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="NAMES",
         help=f"of {','.join(_BACKENDS)}",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.set_defaults(run=run)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of sizes, of samples and of their file."""
+    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
+    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
+    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,6 +103,11 @@ def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[in
             sizes.append(whole)
         size *= factor
     return sizes
+
+
+def calls_in_batch(seconds: float) -> int:
+    """Number of calls of that length to time together, which makes the cost of reading the clock negligible."""
+    return min(1000, math.ceil(_BATCH_SECONDS / seconds))
 
 
 def _item_bytes(dtype: str) -> int:
@@ -212,7 +221,7 @@ def _measure(lead: Communicator, candidates: list[_Candidate], size: int, args: 
         trial[i] = min(_seconds_per_call(lead, candidate, array, 1) for _ in range(3))
     lead.all_reduce(wrong).wait()
     lead.all_reduce(trial, "max").wait()
-    calls = [min(1000, math.ceil(_BATCH_SECONDS / each)) for each in trial]
+    calls = [calls_in_batch(each) for each in trial]
     for batch in seconds:
         for i, (candidate, array) in enumerate(zip(candidates, arrays, strict=True)):
             batch[i] = _seconds_per_call(lead, candidate, array, calls[i])

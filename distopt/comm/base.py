@@ -12,8 +12,8 @@ one; ranks may differ in this. Arrays that are only read may overlap freely. Col
 memory: each sees the results of earlier ones. Messages are outside that order: an array to be received is left
 alone until its message has ended, and one that is sent is only read.
 
-Every rank checks its own arguments before anything is sent: a rank with a UsageError has not taken part, and may
-call again with valid arguments, for which the others wait.
+Every rank checks its own arguments before anything is sent. A rank with a UsageError has not taken part: the others
+wait until it calls again with valid arguments.
 
 Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
 poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have
@@ -27,15 +27,17 @@ Waiting releases the GIL or sleeps, so other threads run meanwhile.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from ..errors import UsageError, check_integer
+from ..kernels import check_unmasked
 from ..launch.job.base import Job
-from .arguments import DTYPES, OPS, Arguments, check_kinds, storage_of
+from ..launch.job.topology import Topology
 from .subgroups import meet
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work
 
@@ -55,7 +57,27 @@ __all__ = [
 
 ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean", "product", "and", "or", "xor"]
 
+# Codes of wire types and reductions: their places in the enumerations of csrc/base/types.h. NumPy has no bfloat16: such
+# arrays are uint16 and say so with `wire=`.
+DTYPES: dict[str, int] = {
+    name: code
+    for code, name in enumerate(
+        ("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "int16", "bool")
+    )
+}
+OPS: dict[str, int] = {name: code for code, name in enumerate(get_args(ReduceOp))}
+_FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 _ANYONE = -1  # the source of a message may be any rank
+
+
+def storage_of(dtype: str) -> np.dtype[Any]:
+    """The dtype in which arrays store a wire type: uint16 for bfloat16, else the type itself."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+# Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it. A dtype of the other byte
+# order is not found.
+_NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Request(NamedTuple):
@@ -66,8 +88,8 @@ class Request(NamedTuple):
         dtype: wire type.
         label: see `Communicator.all_reduce`.
         op: the reduction; empty where there is none.
-        root: of a broadcast.
-        looks: for NaN and infinity.
+        root: the rank that a broadcast comes from.
+        looks: whether to look for NaN and infinity.
     """
 
     kind: str
@@ -78,13 +100,20 @@ class Request(NamedTuple):
     looks: bool = False
 
 
-class Communicator(Arguments, ABC):
+class Communicator(ABC):
     """Collectives over the ranks of a job.
 
     The public methods check their arguments and call the underscore method of the backend; they are no-ops (apart
     from the checks) in a job of one rank.
     """
 
+    name: ClassVar[str]
+    # The keys of `DTYPES` and of `OPS` that the transport takes.
+    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
+    ops: ClassVar[tuple[str, ...]] = tuple(OPS)
+    # The transport's own array module: numpy or cupy.
+    xp: Any = np
+    topology: Topology
     # Whether sums of lists should travel as parts, by `all_to_all_ragged`; shared memory needs no transfer.
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
@@ -145,6 +174,8 @@ class Communicator(Arguments, ABC):
         find_nonfinite: bool = False,
     ) -> Work:
         """Collective. Replace `array` on every rank by the element-wise reduction over all ranks.
+
+        It changes `array` and returns at once; `World.all_reduce` waits, changes nothing and returns the result.
 
         Args:
             array: any shape; 16-bit floats are accumulated in float32 and rounded once.
@@ -214,7 +245,7 @@ class Communicator(Arguments, ABC):
         return self._start_ragged(Request("all_to_all_ragged", dtypes.pop(), label), parts)
 
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
-        """Collective. Overwrite `array` on every rank with that of rank `root`."""
+        """Collective. Overwrite `array` on every rank with the array of rank `root`."""
         dtype = self.check_array(array, wire, written=True)
         root = check_integer("root", root)
         if not 0 <= root < self.topology.world_size:
@@ -264,7 +295,7 @@ class Communicator(Arguments, ABC):
     def barrier(self) -> None:
         """Collective. Return when every rank has called it; all earlier operations have finished then."""
 
-    def progress(self) -> None:
+    def progress(self) -> None:  # noqa: B027 - where bytes move by themselves there is nothing to do
         """Local. Move outstanding operations forward without waiting."""
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
@@ -288,10 +319,92 @@ class Communicator(Arguments, ABC):
             )
         return self._subgroup(ranks, meet(self, ranks))
 
+    # -- arguments ---------------------------------------------------------------------------------------------------
+    def _moves(self, xp: Any) -> bool:
+        """Whether wire memory can be arrays of that module; a backend may say otherwise."""
+        return xp is self.xp
+
+    def check_array(self, array: Array, wire: str | None = None, *, written: bool = False) -> str:
+        """Local. The wire type of `array`, or an error that says why it cannot be sent; all collectives ask here.
+
+        Args:
+            array: NumPy's on every transport; CuPy's where the transport moves them.
+            wire: see `all_reduce`.
+            written: whether it receives a result.
+
+        Raises:
+            UsageError: module, type, byte order, layout, alignment or writability do not fit.
+        """
+        on_host = isinstance(array, np.ndarray)
+        if type(array) is not np.ndarray:
+            check_unmasked(array)
+        if not on_host:
+            cupy = sys.modules.get("cupy")
+            if cupy is None or not isinstance(array, cupy.ndarray):
+                raise UsageError(
+                    f"an object of type {type(array).__name__} cannot be sent; pass an array of NumPy or CuPy"
+                )
+            if not self._moves(cupy):
+                raise self._cannot_move(cupy)
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
+            if not array.dtype.isnative:
+                order = "big" if sys.byteorder == "little" else "little"
+                raise UsageError(
+                    f"a {order}-endian array cannot be sent; pass array.astype(array.dtype.newbyteorder('='))"
+                )
+            dtype = array.dtype.name
+        if wire is not None and wire != dtype:
+            if (dtype, wire) != ("uint16", "bfloat16"):
+                raise UsageError(f"an array of {dtype} cannot travel as {wire}")
+            dtype = wire
+        if dtype not in self.dtypes:
+            raise UsageError(f"arrays of {dtype} cannot be sent; convert to one of {', '.join(self.dtypes)}")
+        flags = array.flags
+        if not flags.c_contiguous:
+            raise UsageError(
+                "a strided array cannot be sent or reduced in place; pass a contiguous one (numpy.ascontiguousarray)"
+            )
+        if not (flags.aligned if on_host else array.data.ptr % array.itemsize == 0):
+            raise UsageError(
+                f"an array that is not aligned to its {array.itemsize}-byte items cannot be sent; pass array.copy()"
+            )
+        if written and on_host and not flags.writeable:
+            raise UsageError("a read-only array cannot receive the result; pass a writable one")
+        return dtype
+
+    def _check_op(self, op: str, dtype: str) -> None:
+        if op not in self.ops:
+            raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(self.ops)}")
+        if op == "mean" and dtype not in _FLOATS:
+            raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
+        if op in ("and", "or", "xor") and dtype in _FLOATS:
+            raise UsageError(f"the {op} of {dtype} would be one of their bits; use an integer type")
+
+    def _check_pair(self, part: Array, whole: Array) -> None:
+        if part.dtype != whole.dtype or part.size * self.topology.world_size != whole.size:
+            raise UsageError(
+                f"parts of {part.size} {part.dtype} do not make a whole of {whole.size} {whole.dtype} "
+                f"on {self.topology.world_size} ranks"
+            )
+        check_kinds(part, whole)
+        rank, count, offset_bytes = self.topology.rank, part.size, _address(part) - _address(whole)
+        if count and -part.nbytes < offset_bytes < whole.nbytes and offset_bytes != rank * part.nbytes:
+            raise UsageError(
+                f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
+                f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
+            )
+
+    def _cannot_move(self, xp: Any) -> UsageError:
+        return UsageError(
+            f"the {self.name} communicator moves {self.xp.__name__} arrays, and these are of {xp.__name__}; put model "
+            "and batches on DistOpt.device, or stay on the CPU with DISTOPT_DEVICE=cpu"
+        )
+
     # -- life cycle --------------------------------------------------------------------------------------------------
     @abstractmethod
     def close(self) -> None:
-        """Collective in spirit, local in effect: give up membership. Idempotent; peers that still wait get an error."""
+        """Local. Give up membership; idempotent. Peers that still wait for this rank get an error."""
 
     def __enter__(self) -> Communicator:
         return self
@@ -308,10 +421,21 @@ class Communicator(Arguments, ABC):
 
     @abstractmethod
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        """The same for a ragged one. `parts`: one for each rank, or a single one for all."""
+        """Start a ragged collective, whose arguments have been checked. `parts`: one for each rank, or one for all."""
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         raise UsageError(f"the {self.name} communicator has no subgroups")
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         raise UsageError(f"the {self.name} communicator has no messages between two ranks; use all_to_all_ragged")
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    return address
+
+
+def check_kinds(*arrays: Array) -> None:
+    """Local. Raises a UsageError if arrays of NumPy and CuPy are mixed."""
+    if len({isinstance(array, np.ndarray) for array in arrays}) > 1:
+        raise UsageError("one array is NumPy's and the other CuPy's; pass all of one kind")

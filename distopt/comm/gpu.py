@@ -72,7 +72,7 @@ def gpu_stack() -> GpuStack:
 
 
 def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
-    """Local. Absolute path of libnccl.so.2: `$DISTOPT_NCCL_LIBRARY` or, if unset, that of the wheel for this CUDA.
+    """Local. Absolute path of libnccl.so.2: `$DISTOPT_NCCL_LIBRARY` or, if unset, the file of the wheel for this CUDA.
 
     A bare file name would select whichever libnccl this process has already loaded.
 

@@ -1,4 +1,4 @@
-"""Communicators whose work is done by one of `distopt._core`."""
+"""The base of communicators that a communicator of `distopt._core` carries out."""
 
 from __future__ import annotations
 

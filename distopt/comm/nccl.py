@@ -23,14 +23,14 @@ from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
-# Starts the exchange of ragged data, given the matrix of counts; where it arrives.
+# Starts the exchange of ragged data, given the matrix of counts; returns its work and the arrays that will arrive.
 Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"
 
 _log = logging.getLogger("distopt")
 
 # Registered memory comes in pages of 2 MiB or more; less is not worth one.
 _REGISTERED_BYTES = 1 << 20
-_ABORT_SECONDS = 10.0
+_ABORT_SECONDS = 10.0  # the longest wait for ncclCommAbort; the error says that it was too short
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
 
@@ -60,8 +60,8 @@ class NcclWork(Work):
 class NcclRaggedWork(RaggedWork):
     """Counts on their way to the host, which posts the data in `wait`.
 
-    `wait` blocks the host until the counts of all ranks are there; the parts are then valid as results of `NcclWork`
-    are. NumPy's it waits for, too.
+    `wait` blocks the host until the counts of all ranks are there. The parts are then valid in the way that results of
+    `NcclWork` are; for parts of NumPy the host waits.
     """
 
     def __init__(self, counts: Work, table: Array, post: Post, timeout: float, on_host: bool) -> None:
@@ -193,7 +193,7 @@ class NcclCommunicator(Communicator):
         """Gather how much every rank sends to each; with that on the host, the data follow in `NcclRaggedWork.wait`."""
         kind, dtype, label = request[:3]
         sent = [self.xp.asarray(part).reshape(-1) for part in parts]
-        # Of one part, which goes to all ranks, each counts once.
+        # A single part goes to all ranks, so a rank has one count to send.
         column = self.topology.rank if len(sent) > 1 else 0
 
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:

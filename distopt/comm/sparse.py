@@ -53,7 +53,7 @@ def choose_route(counts: Sequence[int], size: int, *, splits: bool) -> Route:
 
 
 @dataclass(frozen=True)
-class _Lists:
+class _SparseSum:
     comm: Communicator
     indices: Array
     values: Array
@@ -98,10 +98,10 @@ def sparse_all_reduce(
     rank, world_size = comm.topology.rank, comm.topology.world_size
     if counts is not None and (len(counts) != world_size or counts[rank] != indices.size):
         raise UsageError(f"counts {list(counts)} do not fit a list of {indices.size} on rank {rank}")
-    return _sum(_Lists(comm, indices, values, dense, scale, label), counts)
+    return _sum(_SparseSum(comm, indices, values, dense, scale, label), counts)
 
 
-def _sum(lists: _Lists, counts: Sequence[int] | None) -> Generator[Work, None, int]:
+def _sum(lists: _SparseSum, counts: Sequence[int] | None) -> Generator[Work, None, int]:
     comm = lists.comm
     if counts is None:
         exchange = comm.all_gather_ragged(np.array([lists.indices.size], np.int64), label=lists.label)
@@ -111,7 +111,7 @@ def _sum(lists: _Lists, counts: Sequence[int] | None) -> Generator[Work, None, i
     return (yield from (_split if route == "split" else _gather)(lists, counts))
 
 
-def _gather(lists: _Lists, counts: Sequence[int]) -> Generator[Work, None, int]:
+def _gather(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, int]:
     comm, dense, label = lists.comm, lists.dense, lists.label
     world_size, own = comm.topology.world_size, (lists.indices, lists.values)
     kernels = kernels_of(dense)
@@ -128,7 +128,7 @@ def _gather(lists: _Lists, counts: Sequence[int]) -> Generator[Work, None, int]:
     return ENTRY_BYTES * int(lists.values.size) * (world_size - 1)
 
 
-def _split(lists: _Lists, counts: Sequence[int]) -> Generator[Work, None, int]:
+def _split(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, int]:
     comm, indices, values, dense, label = lists.comm, lists.indices, lists.values, lists.dense, lists.label
     rank, world_size = comm.topology.rank, comm.topology.world_size
     kernels = kernels_of(dense)

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..kernels import array_module, check_unmasked
 from .base import Array
 
-# Of a number, by the kind of its NumPy type: the type that it becomes, how that travels, and its name in messages.
+# By the kind of its NumPy type, a number has a Python type, a type in which it travels, and a name in messages.
 _NUMBERS: dict[str, tuple[type, Any, str]] = {
     "b": (bool, np.bool_, "a bool"),
     "i": (int, np.int64, "an int"),
@@ -159,7 +159,7 @@ def carried(array: Array) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def reducible(array: Array, op: str) -> tuple[Array, Callable[[Array], Array]]:
-    """Local. A flat array whose reduction by `op` is that of `array`, and a function that converts the result back.
+    """Local. A flat array to reduce by `op` in place of `array`, and a function that converts the result back.
 
     Integers become wide enough for an exact result. The second function raises a UsageError if that does not fit in
     their type, which for the sum of booleans is int64, and for a mean float64.
@@ -193,7 +193,7 @@ def reducible(array: Array, op: str) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def _summands(flat: Array) -> Array:
-    """Integers in a type whose sums are exact: those of 64 bits as their upper halves and then their lower halves."""
+    """Integers in a type whose sums are exact; with 64 bits, their upper halves and then their lower halves."""
     if flat.itemsize < 8:
         return flat.astype(np.int32 if flat.itemsize < 4 else np.int64)
     stacked: Array = array_module(flat).stack([flat >> 32, flat & _LOW])

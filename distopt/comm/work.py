@@ -13,7 +13,7 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Local. Move the operation forward without waiting; whether it has finished.
+        """Local. Move the operation forward without waiting; return whether it has finished.
 
         A poll has no time-out and looks for no lost peer: a loop of polls sets a limit of its own, and then waits.
         """
@@ -51,7 +51,7 @@ class MessageWork(Work):
     @property
     @abstractmethod
     def source(self) -> int:
-        """Local. The rank that a message came from, once it has ended; before, -1."""
+        """Local. The rank that sent the message, once it has arrived; before, -1."""
 
 
 class RaggedWork(Work):

@@ -20,7 +20,7 @@ from .objects import packed, unpacked
 from .values import carried, reducible, take
 
 T = TypeVar("T")
-Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
+WorldOp: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 class World:
@@ -83,15 +83,16 @@ class World:
     @overload
     def all_reduce(self, value: int, op: Literal["sum", "max", "min"] = "sum") -> int: ...
     @overload
-    def all_reduce(self, value: float, op: Reduction = "sum") -> float: ...
+    def all_reduce(self, value: float, op: WorldOp = "sum") -> float: ...
     @overload
-    def all_reduce(self, value: NDArray[Any], op: Reduction = "sum") -> NDArray[Any]: ...
+    def all_reduce(self, value: NDArray[Any], op: WorldOp = "sum") -> NDArray[Any]: ...
     @overload
-    def all_reduce(self, value: T, op: Reduction = "sum") -> T: ...
-    def all_reduce(self, value: Any, op: Reduction = "sum") -> Any:
+    def all_reduce(self, value: T, op: WorldOp = "sum") -> T: ...
+    def all_reduce(self, value: Any, op: WorldOp = "sum") -> Any:
         """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py.
 
-        Horovod's `hvd.allreduce` is the mean.
+        It waits, changes nothing and returns the result; `Communicator.all_reduce` changes its array and returns at
+        once. Horovod's `hvd.allreduce` is the mean.
 
         Args:
             value: a number or array of floats, integers or booleans; see the class. Equal shapes and types on all

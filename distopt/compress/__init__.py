@@ -1,4 +1,7 @@
-"""Codecs, which encode and reduce flat buckets of gradients."""
+"""What is sent: codecs, which encode and reduce flat buckets of gradients.
+
+The room imports `comm` and `kernels`. It never knows which transport moves the bytes, nor where gradients come from.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ a bucket and completes its `CodecState`: wire memory, residual and all that outl
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
-A `Reduction`, that of one step, drives one such generator. What stands before the first `yield` runs as soon as the
+A `Reduction` drives one such generator through one step. The code before the first `yield` runs as soon as the
 bucket is full, in the middle of the backward pass; so it must not wait for other ranks. The rest may start further
 collectives, which must come in the same order on all ranks: **a generator is resumed only at points that are the same
 on all ranks**, after the last gradient, in rounds, in the order of the buckets (`finish_all`).
@@ -31,7 +31,7 @@ Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
 
 
 class Codec(ABC):
-    """What is sent in place of a bucket: immutable, picklable, comparable.
+    """A way to encode and reduce a bucket: immutable, picklable, comparable.
 
     Attributes:
         lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back. The
@@ -58,7 +58,7 @@ class Codec(ABC):
         statistics: Statistics | None = None,
         empty: Callable[..., Array] | None = None,
     ) -> CodecState:
-        """Collective. What this kind of codec needs to work on `bucket`, and keeps from step to step.
+        """Collective. Make all that this kind of codec needs for `bucket` and keeps from step to step.
 
         Args:
             bucket: flat, contiguous, of a type in `dtypes`, all ranks of equal length; best in wire memory of `comm`.
@@ -127,13 +127,13 @@ class Reduction:
     """One step's reduction: a bucket on its way to being the mean over ranks.
 
     Attributes:
-        state: that of the bucket.
+        state: the `CodecState` of the bucket.
         finished: whether the bucket holds the mean, or there is none.
         verdict: the result of `Codec.reduce`, when it has finished.
     """
 
     def __init__(self, codec: Codec, state: CodecState) -> None:
-        """Collective: runs up to the first wait."""
+        """Collective. Run up to the first wait."""
         self.finished = False
         self.verdict: BadGradient | None = None
         self.state = state
@@ -177,9 +177,9 @@ def _failed(error: BaseException) -> Steps:
 
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
-    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts.
+    """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
 
-    Where one of these is bad, the states of all codecs stay as they were before.
+    If one verdict is bad, the states of all codecs stay as they were.
     """
     under_way = True
     while under_way:

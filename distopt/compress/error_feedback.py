@@ -30,7 +30,7 @@ class ErrorFeedback(Codec):
 
     @cached_property
     def kind(self) -> str:
-        """Name of the codec, that of the wrapped one included."""
+        """Name of the codec, with the name of the wrapped one."""
         return f"ErrorFeedback({self.codec.kind})"
 
     def prepare(self, state: CodecState) -> None:

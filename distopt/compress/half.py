@@ -15,8 +15,8 @@ from ..kernels import array_module
 from .base import Codec, Steps
 from .state import CodecState
 
-# Loss scaling is that of Micikevicius et al., arXiv 1710.03740, section 3.2; half the factor at an overflow, and twice
-# after a long time without one, is the usual way to find it.
+# Loss scaling follows Micikevicius et al., arXiv 1710.03740, section 3.2. As is usual, the scale halves at an overflow
+# and doubles after a long time without one.
 _GROWTH_STEPS = 1000
 _LARGEST_SCALE = 2.0**24
 

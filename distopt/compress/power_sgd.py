@@ -17,7 +17,7 @@ from .state import CodecState, Part
 
 
 class _Matrix(NamedTuple):
-    """Of one parameter: where it lies, and views: where the mean of M [n, m] goes, P [n, r], Q [m, r], the first Q."""
+    """A parameter sent as a product: its place, and views of the mean of M [n, m], P [n, r], Q [m, r], the first Q."""
 
     part: Part
     mean: Array
@@ -27,7 +27,7 @@ class _Matrix(NamedTuple):
 
 
 class _Vector(NamedTuple):
-    """Of a parameter that is averaged densely: where it lies, and views: where the mean goes, its place on the wire."""
+    """A parameter averaged densely: its place in the bucket, and views of the mean and of its place on the wire."""
 
     part: Part
     mean: Array
@@ -79,7 +79,7 @@ class PowerSGD(Codec):
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
-                # Of the parameter alone: the same on all ranks, and in buckets of any size.
+                # It depends on the parameter's name alone: the same on all ranks, and in buckets of any size.
                 random = np.random.default_rng([*part.name.encode()])
                 first_q = xp.asarray(random.standard_normal(m * r).astype(dtype))
                 state.keep("q", first_q, part)
@@ -124,7 +124,7 @@ class PowerSGD(Codec):
             # A column of zeros would stay so, as would one that another holds already.
             last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))
             next_q[...] = xp.where(own.p.any(axis=0), own.q, last_q)
-            _orthogonalise(next_q)  # whose directions the next P keeps, without a tiny scale
+            _orthogonalise(next_q)  # the next P keeps its directions, without a tiny scale
             next_q[...] = xp.where(next_q.any(axis=0), next_q, own.start)
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):

@@ -16,7 +16,7 @@ from .statistics import Statistics
 
 States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
-_FIELDS = 3  # of the findings: all but the last are for the other ranks
+_FIELDS = 3  # number of findings that the other ranks get: all but the last
 
 
 class Part(NamedTuple):
@@ -68,16 +68,16 @@ class CodecState:
     """One bucket as codecs of one kind see it. Codecs are options; all state that outlives a step is here.
 
     Attributes:
-        kind: that of the codec which was attached.
+        kind: `Codec.kind` of the attached codec.
         bucket: flat array, reduced in place; elements between and behind the parts are zero and stay zero.
         parts: the parameters in it.
-        names: theirs.
+        names: the names of these parameters.
         size: number of elements of the parts, without padding.
         dense_bytes: bytes that each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
         check_finite: whether a codec that could carry NaN and infinity looks for them.
         comm: the communicator, to be used by the methods here, which count bytes.
-        topology: that of the communicator.
+        topology: the topology of the communicator.
         empty: gives wire memory, as `Communicator.empty` does; collective.
         calls: the label of the collectives that follow, equal on all ranks; communicators compare it.
         kernels: passes over arrays like the bucket.
@@ -113,9 +113,9 @@ class CodecState:
         self.findings: Array = None
         self.pending: Work | None = None
         self.renewed: set[str] = set()
-        self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
+        self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" if it belongs to one parameter
         self._initial: dict[str, Array | None] = {}
-        self._new: dict[str, Array] = {}  # spare arrays, which replace those of the state, by the same names
+        self._new: dict[str, Array] = {}  # spare arrays, which replace arrays of the state with these names
         self._loaded: States = {}  # arrays that no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class CodecState:
         return array
 
     def renew(self, name: str, initial: Array | None = None, part: Part | None = None) -> tuple[Array, Array]:
-        """Local. The array that `keep` gives, to be read, and the one that follows it with `accept`, to be filled."""
+        """Local. The array that `keep` gives, to read, and an array to fill, which `accept` puts in its place."""
         old = self.keep(name, initial, part)
         name = name if part is None else f"{name}/{part.name}"
         if name not in self._new:
@@ -156,7 +156,7 @@ class CodecState:
         return (None, None) if self.residual is None else self.renew("residual")
 
     def accept(self) -> None:
-        """Local. All gradients of the step are good, those of other buckets too: the renewed arrays take effect."""
+        """Local. Make the renewed arrays current: all gradients of the step are good, also in other buckets."""
         for name in self.renewed:
             self._state[name], self._new[name] = self._new[name], self._state[name]
         self.renewed.clear()
@@ -219,7 +219,7 @@ class CodecState:
             )
 
     def _views(self) -> States:
-        """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
+        """The state by "NAME/PARAMETER". An array that holds for all parts appears once for each."""
         views: States = {}
         for name, array in self._state.items():
             if "/" in name:
@@ -268,7 +268,7 @@ class CodecState:
         return self.all_gather(self.findings[:_FIELDS], self._headers)
 
     def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
-        """Local. What all ranks have found, once `work` of `send_header` has been waited for; `fault` is for errors."""
+        """Local. The findings of all ranks, after the wait for `work` of `send_header`; `fault` is for errors."""
         report = self.read(self._report, work)
         counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
         self.statistics.overflowed += overflowed[self.topology.rank]
@@ -276,7 +276,7 @@ class CodecState:
         return Header(counts, any(overflowed), self.verdict(from_bad, fault))
 
     def verdict(self, from_bad: Sequence[int], fault: str) -> BadGradient | None:
-        """Local. What is wrong with the gradients, given every rank's `FROM_BAD`."""
+        """Local. The verdict on the gradients, given every rank's `FROM_BAD`."""
         for rank, elements in enumerate(from_bad):
             if elements:
                 index = self.bucket.size - elements
@@ -290,7 +290,7 @@ class CodecState:
 
     @staticmethod
     def read(array: Array, work: Work) -> list[Any]:
-        """Local. The numbers of an array that `work`, which has been waited for, has filled."""
+        """Local. The numbers of an array that `work` has filled. `work` has been waited for."""
         numbers: list[Any] = array.tolist()
         work.done()  # only here the host waits for a GPU; a communicator that failed meanwhile leaves garbage
         return numbers

@@ -11,7 +11,7 @@ class Statistics:
     """The cost of reducing a bucket on this rank.
 
     Attributes:
-        reductions: how many these are.
+        reductions: number of reductions.
         dense_bytes: bytes that this rank would have sent in a bandwidth-optimal all_reduce of the bucket as it is.
         wire_bytes: bytes that it sent, by the same measure: for a dense reduction 2 (n - 1) / n times its size, for a
             gather n - 1 times its own part.
@@ -51,7 +51,7 @@ class CommunicationStatistics:
 
     Attributes:
         steps: training steps that have begun.
-        skipped: those of them without update, because of a gradient that was NaN or infinite, or of an exception.
+        skipped: steps among them without an update, after a gradient that was NaN or infinite, or an exception.
         buckets: the cost, by label of the bucket and kind of reduction.
     """
 

@@ -35,8 +35,8 @@ class Agreement:
     """The agreement of one engine with the engines of the other ranks.
 
     Attributes:
-        communicator: of the ranks.
-        number: that of the engine on its communicator, from 1.
+        communicator: connects the ranks.
+        number: number of the engine on its communicator, from 1.
         prefix: start of the labels of buckets in all but the first engine, so that engines that one rank uses in
             another order are not taken for each other.
         every: steps from one comparison of parameters to the next; 0 for none.
@@ -51,8 +51,8 @@ class Agreement:
         self.prefix = "" if self.number == 1 else f"DistOpt {self.number}: "
         self.attached: dict[int, Parameter] = {}
         self._agreed: dict[str, Any] = {}  # constants
-        self._updates = 0  # when they were
-        self._news = "", ""  # changes that no label has contained yet: in short, and exactly
+        self._updates = 0  # number of updates when they were agreed
+        self._news = "", ""  # changes that no label has carried yet: in short, and exactly
         self._wait = 0  # steps until the next comparison
 
     # -- before a first step -----------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Agreement:
 
     # -- parameters --------------------------------------------------------------------------------------------------
     def is_due(self) -> bool:
-        """Local. Count a step; whether `compare` comes before it."""
+        """Local. Count a step; return whether `compare` comes before it."""
         self._wait -= 1
         if not self.every or self._wait > 0:
             return False

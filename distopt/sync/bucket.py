@@ -42,7 +42,7 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, params: Sequence[Parameter], names: Sequence[str], memory: WireMemory, prefix: str = ""
+        self, index: int, params: Sequence[Parameter], names: Sequence[str], memory: BucketMemory, prefix: str = ""
     ) -> None:
         """Collective: allocates wire memory.
 
@@ -73,7 +73,7 @@ class Bucket:
         return next(part.name for part in reversed(self.parts) if part.offset <= element)
 
 
-class WireMemory:
+class BucketMemory:
     """Arrays in wire memory, released all at once: a new layout of buckets reuses the memory of the last but one.
 
     Communicators keep wire memory for as long as they live. So it is divided anew here, and grows only where one needs

@@ -1,4 +1,4 @@
-"""Tensors that a script reduces by hand, on their way as messages (the buffer of SINGA's `fused_all_reduce`)."""
+"""Tensors that a script reduces by hand, fused in buffers, as by SINGA's `fused_all_reduce`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels import array_module
 
 
 @dataclass
-class _Message:
+class _Buffer:
     state: CodecState
     arrays: Sequence[Array]
     residual: Array | None
@@ -24,28 +24,28 @@ class _Message:
 
 
 class Fusion:
-    """Sums arrays over the ranks, small ones fused into one message.
+    """Sums arrays over the ranks, small ones fused in one buffer.
 
-    A message travels in wire memory of its own, which later messages of the same codec and size use again.
+    A buffer lies in wire memory of its own, which later buffers of the same codec and size use again.
     """
 
     def __init__(self, communicator: Communicator, capacity: int, label: Callable[[str], str] = str) -> None:
-        """Local; wire memory comes with the messages.
+        """Local; wire memory comes with the buffers.
 
         Args:
-            communicator: the communicator of the messages.
-            capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
-            label: makes the label of each message, see `Agreement.label`.
+            communicator: reduces the buffers.
+            capacity: elements of a full buffer, which is sent. A larger array has a buffer of its own.
+            label: makes the label of each buffer, see `Agreement.label`.
         """
         self._communicator = communicator
         self._capacity = check_integer("the size of a fusion buffer in elements", capacity, 1)
         self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
-        self._sent: list[_Message] = []
+        self._sent: list[_Buffer] = []
         self._free: defaultdict[tuple[str, str, int], list[CodecState]] = defaultdict(list)
 
     def stage(self, arrays: Sequence[Array], codec: Codec) -> None:
-        """Collective. Put each array into the message of its codec and type, once; a full message is sent first.
+        """Collective. Put each array into the buffer of its codec and type, once; a full buffer is sent first.
 
         Raises:
             UsageError: `codec` does not reduce the type of one of them; nothing was staged.
@@ -68,7 +68,7 @@ class Fusion:
             self.send(arrays, codec)
 
     def send(self, arrays: Sequence[Array], codec: Codec, residual: Array | None = None) -> None:
-        """Collective. Start the sum of `arrays`, which are of one type, as one message.
+        """Collective. Start the sum of `arrays`, which are of one type, in one buffer.
 
         Args:
             arrays: valid, with the sums in place, after `wait`.
@@ -98,26 +98,27 @@ class Fusion:
         if residual is not None:
             state.load_state_dict({f"residual/{state.label}": residual})
         state.calls = self._label("fused")
-        self._sent.append(_Message(state, arrays, residual, codec.start(state)))
+        self._sent.append(_Buffer(state, arrays, residual, codec.start(state)))
 
     def wait(self) -> None:
-        """Collective. Finish all messages, including staged arrays, and put the sums in place.
+        """Collective. Finish all buffers, including staged arrays, and put the sums in place.
 
         Raises:
-            GradientError: a value was NaN or infinite on some rank; arrays of other messages hold their sums, and no
+            GradientError: a value was NaN or infinite on some rank; arrays of other buffers hold their sums, and no
                 residual has changed.
         """
         self.send_staged()
         sent, self._sent = self._sent, []
-        verdicts = finish_all([message.reduction for message in sent])
-        for message, verdict in zip(sent, verdicts, strict=True):
-            state = message.state
+        verdicts = finish_all([buffer.reduction for buffer in sent])
+        for buffer, verdict in zip(sent, verdicts, strict=True):
+            state = buffer.state
             if verdict is None:
-                for array, part in self._parts(message.arrays, state):
+                for array, part in self._parts(buffer.arrays, state):
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
-            if message.residual is not None:
-                message.residual[...] = state.residual
-        for state in (message.state for message in reversed(sent)):  # the next step finds them in this one's order
+            if buffer.residual is not None:
+                buffer.residual[...] = state.residual
+        # Reversed, since `send` pops: the next step gets them in this order.
+        for state in (buffer.state for buffer in reversed(sent)):
             self._free[state.kind, state.bucket.dtype.name, state.bucket.size].append(state)
         for verdict in filter(None, verdicts):
             raise verdict.error()
@@ -137,6 +138,6 @@ def _check_types(arrays: Sequence[Array], codec: Codec) -> None:
 
 
 def memory_of(array: Array) -> tuple[int, int, str]:
-    """Local. Which memory a contiguous array is: address, size and type. Views of the same memory are equal in it."""
+    """Local. The memory of a contiguous array: address, size and type. Views of the same memory have equal ones."""
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     return address, array.size, array.dtype.name

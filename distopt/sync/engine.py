@@ -21,16 +21,16 @@ from ..compress import BadGradient, Codec, CommunicationStatistics
 from ..compress.state import States
 from ..errors import StateError, UsageError, check_integer
 from .agreement import Agreement
-from .bucket import Parameter, WireMemory
+from .bucket import BucketMemory, Parameter
 from .layout import Layout, check_names, unique_names
-from .partial import PartialStep, PartialUpdates, Slots
+from .partial import PartialStep, PartialUpdates, UpdateRule
 from .step import Step
 from .uneven import Recipe, RollCall
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
-_OWN = {"steps", "partitions"}  # states that are not of a codec
+_OWN = {"steps", "partitions"}  # states that belong to no codec
 
 log = logging.getLogger("distopt")
 
@@ -62,7 +62,7 @@ class Engine:
         self.statistics = CommunicationStatistics()
         self.partial = PartialUpdates(self.agreement, self.statistics)
         self.layout: Layout | None = None
-        self._memory = WireMemory(communicator)
+        self._memory = BucketMemory(communicator)
         self._loaded: States = {}  # states of kinds of codec that have not been used yet
         self._roll_call: RollCall | None = None  # inside `join`
 
@@ -78,9 +78,9 @@ class Engine:
         check_integer("check_every", check_every, 0)
 
     @contextlib.contextmanager
-    def by_hand(self, slots: Slots) -> Iterator[None]:
+    def by_hand(self, rule: UpdateRule) -> Iterator[None]:
         """Local. Around collectives that the front starts by itself, labelled by `Agreement.label`."""
-        self.agreement.look(slots.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
+        self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
             yield
 
@@ -90,7 +90,7 @@ class Engine:
         codec: Codec,
         bucket_elements: int,
         order: Callable[[], Sequence[Parameter]],
-        slots: Slots,
+        rule: UpdateRule,
         *,
         version: int = 0,
         clip: float | None = None,
@@ -100,11 +100,11 @@ class Engine:
         Args:
             codec: how gradients are encoded. Options and kind may change between steps, alike on all ranks: a kind used
                 again resumes from the residuals that it has left.
-            bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
-                place of those, and their residuals over.
+            bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size replace the old ones
+                and take over their residuals.
             order: gives the parameters in the order in which their gradients become final. Called in the first step,
                 and where size or version are others than in the step before.
-            slots: the optimizer, the same rule on all ranks.
+            rule: the optimizer's, the same on all ranks.
             version: a number that changes when other parameters than before may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
@@ -119,17 +119,17 @@ class Engine:
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
-            self.partial.end(slots)
+            self.partial.end(rule)
         layout = self.layout
         if layout is None or (layout.bucket_elements, layout.version) != (bucket_elements, version):
-            layout = self.layout = self._fitting(bucket_elements, order(), slots, version)
-        return self._open(layout, recipe, slots, weight)
+            layout = self.layout = self._fitting(bucket_elements, order(), rule, version)
+        return self._open(layout, recipe, rule, weight)
 
-    def _fitting(self, elements: int, params: Sequence[Parameter], slots: Slots, version: int) -> Layout:
+    def _fitting(self, elements: int, params: Sequence[Parameter], rule: UpdateRule, version: int) -> Layout:
         """Collective. Buckets of that size for the parameters that train now."""
         old = self.layout
         if old is None or old.places.keys() != {id(param) for param in params}:
-            self.agreement.reach(params, slots.constants(), self.statistics.steps - self.statistics.skipped)
+            self.agreement.reach(params, rule.constants(), self.statistics.steps - self.statistics.skipped)
         elif old.bucket_elements == elements:
             old.version = version
             return old
@@ -142,12 +142,12 @@ class Engine:
         small_first = self.communicator.overlaps
         return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.agreement.prefix)
 
-    def _open(self, layout: Layout, recipe: Recipe, slots: Slots, weight: float) -> Step:
+    def _open(self, layout: Layout, recipe: Recipe, rule: UpdateRule, weight: float) -> Step:
         codec, agreement, statistics = recipe.codec, self.agreement, self.statistics
         states = layout.states.get(codec.kind)
         if states is None:
             states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
-        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
@@ -155,14 +155,14 @@ class Engine:
         return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
 
     def begin_partial(
-        self, partition_elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, *, version: int = 0
+        self, partition_elements: int, order: Callable[[], Sequence[Parameter]], rule: UpdateRule, *, version: int = 0
     ) -> PartialStep:
         """Collective. Open a step whose gradients stay with this rank; after its update comes `partial.average`.
 
         Args:
             partition_elements: partition size in elements.
             order: see `begin`.
-            slots: see `begin`. Its states are averaged before the next step of the other kind.
+            rule: see `begin`. Its states are averaged before the next step of the other kind.
             version: see `begin`.
 
         Raises:
@@ -176,8 +176,8 @@ class Engine:
         agreement, statistics = self.agreement, self.statistics
         if type(partition_elements) is not int:
             partition_elements = check_integer("partition_elements", partition_elements)
-        layout = self.partial.layout_for(partition_elements, order, slots, version)
-        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        layout = self.partial.layout_for(partition_elements, order, rule, version)
+        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
@@ -199,7 +199,7 @@ class Engine:
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def join(self, slots: Slots, update: Callable[[Layout], None]) -> Iterator[None]:
+    def join(self, rule: UpdateRule, update: Callable[[Layout], None]) -> Iterator[None]:
         """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
@@ -208,7 +208,7 @@ class Engine:
             yield
             while weight := roll_call.call(None):
                 assert self.layout is not None, "a rank without any batch is refused"
-                with self._open(self.layout, roll_call.last, slots, weight) as step:
+                with self._open(self.layout, roll_call.last, rule, weight) as step:
                     verdict = step.finish(unused="zero")
                 if verdict is None:
                     update(step.layout)

@@ -9,10 +9,10 @@ from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
 from ..compress.state import States
 from ..errors import StateError, check_integer
-from .bucket import Bucket, Parameter, WireMemory
+from .bucket import Bucket, BucketMemory, Parameter
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
-# the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
+# the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; PyTorch's DDP has the same size).
 FIRST_BUCKET_BYTES = 1 << 20
 
 
@@ -69,7 +69,7 @@ class Layout:
         version: see `Engine.begin`.
         buckets: in the order in which their gradients become final.
         names: of all parameters, in this order.
-        places: index of the bucket of each parameter, by its id.
+        places: index of each parameter's bucket, by the parameter's id.
         last: the parameters with which a bucket becomes full, if gradients come in that order.
         states: of each bucket, by kind of codec.
     """
@@ -79,7 +79,7 @@ class Layout:
         order: Sequence[Parameter],
         bucket_elements: int,
         version: int,
-        memory: WireMemory,
+        memory: BucketMemory,
         *,
         small_first: bool = False,
         prefix: str = "",
@@ -112,7 +112,7 @@ class Layout:
     def attach(
         self, codec: Codec, statistics: CommunicationStatistics, loaded: States, check_finite: bool
     ) -> list[CodecState]:
-        """Collective. What a kind of codec that is new here keeps for each bucket.
+        """Collective. Make the states of a kind of codec that is new here, one for each bucket.
 
         There is one state for each kind. It keeps its residual while other kinds are at work.
 
@@ -152,7 +152,7 @@ class Layout:
         }
 
     def check_states(self, saved: States) -> None:
-        """Local. Whether `set_states` would accept them, as far as codecs have been used.
+        """Local. Check that `set_states` would accept them, as far as codecs have been used.
 
         Raises:
             StateError: they do not fit.
@@ -175,7 +175,7 @@ class Layout:
 
 
 def check_names(saved: States, names: Sequence[str]) -> None:
-    """Local. Whether saved states are those of these parameters, of all or none for each array of a kind of codec.
+    """Local. Check that saved states belong to these parameters, and each array of a kind of codec to all or none.
 
     Raises:
         StateError: they are not.

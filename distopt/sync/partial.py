@@ -18,7 +18,7 @@ from ..compress.state import States
 from ..errors import StateError
 from ..kernels import kernels_of
 from .agreement import Agreement
-from .bucket import Bucket, Parameter, WireMemory
+from .bucket import Bucket, BucketMemory, Parameter
 from .layout import Layout
 from .step import GradientCounter
 
@@ -26,17 +26,17 @@ PARAMETERS = "parameters"  # the kind of reduction that an average of parameters
 _NOTHING = -1  # in place of a bucket: no gradient is unusable
 
 
-class Slots(Protocol):
-    """An optimizer: its states, such as momentum, by name, and its constants."""
+class UpdateRule(Protocol):
+    """The rule of the updates, as an optimizer has it: states such as momentum, and constants, by name."""
 
     def get_states(self) -> States:
-        """Copies of the states."""
+        """Return copies of the states."""
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Take states over."""
+        """Replace the states."""
 
     def constants(self) -> dict[str, Any]:
-        """All other values that the next update depends on, by name, with `step_counter` among them."""
+        """Return all other values that the next update depends on, by name; `step_counter` is one of them."""
 
 
 class PartialUpdates:
@@ -44,7 +44,7 @@ class PartialUpdates:
 
     Attributes:
         pending: whether the ranks' parameters differ, and `synchronize` is to average them.
-        slots_pending: whether the states of the optimizer do.
+        slots_pending: whether the states of the optimizer differ.
         next: number of the partition that comes next in the cycle.
         layout: the partitions in use are its buckets.
     """
@@ -56,10 +56,12 @@ class PartialUpdates:
         self.layout: Layout | None = None
         self._agreement = agreement
         self._statistics = statistics
-        self._memory = WireMemory(agreement.communicator)
+        self._memory = BucketMemory(agreement.communicator)
         self._plan: tuple[int, list[str]] | None = None  # size and order of the partitions, which loaded states name
 
-    def layout_for(self, elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, version: int) -> Layout:
+    def layout_for(
+        self, elements: int, order: Callable[[], Sequence[Parameter]], rule: UpdateRule, version: int
+    ) -> Layout:
         """Collective. The partitions for a step with these arguments; see `Engine.begin_partial`."""
         layout = self.layout
         if layout is not None and (layout.bucket_elements, layout.version) == (elements, version):
@@ -71,7 +73,7 @@ class PartialUpdates:
             layout.version = version
             return layout
         self._agreement.reach(
-            params, slots.constants(), self._statistics.steps - self._statistics.skipped, equal=not self.pending
+            params, rule.constants(), self._statistics.steps - self._statistics.skipped, equal=not self.pending
         )
         return self._new_layout(elements, params, version)
 
@@ -118,13 +120,13 @@ class PartialUpdates:
             self._average(bucket, bucket.label)
         self.pending = False
 
-    def end(self, slots: Slots) -> None:
+    def end(self, rule: UpdateRule) -> None:
         """Collective. Make the ranks equal: equal gradients then keep them so."""
         self.synchronize()
-        states = slots.get_states()
+        states = rule.get_states()
         for name, array in _floats_of(states):
             self._agreement.communicator.all_reduce(array, "mean", label=name).wait()
-        slots.set_states(states)
+        rule.set_states(states)
         self.slots_pending = False
 
     # -- saved states ------------------------------------------------------------------------------------------------

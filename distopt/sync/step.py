@@ -155,7 +155,7 @@ class GradientCounter(ABC):
             )
 
     def _refuse(self, reason: str = "") -> None:
-        """Collective, where the verdict is that a gradient is unusable. Whether it is one, or a rank has left the step.
+        """Collective. After a bad verdict, find out whether a gradient is unusable or a rank has left the step.
 
         Args:
             reason: why this rank has left, if it has.
@@ -194,7 +194,7 @@ class Step(GradientCounter):
 
         Args:
             layout: the buckets.
-            agreement: of the ranks.
+            agreement: the agreement with the other ranks.
             statistics: see `GradientCounter`.
             codec: how gradients are encoded.
             states: its state for each bucket.

@@ -1,7 +1,8 @@
 """Ranks with different numbers of batches.
 
 A rank that has no more batches takes part in the others' steps with gradients of zero, and applies the same updates, so
-all ranks keep equal parameters. Every step begins with a roll call: which ranks have data, and how they will reduce.
+all ranks keep equal parameters. Every step begins with a roll call: the ranks say whether they have data, and how they
+will reduce.
 """
 
 from __future__ import annotations

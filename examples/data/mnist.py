@@ -7,6 +7,7 @@ Files with MNIST's shapes but other content, such as Fashion-MNIST, are treated 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import io
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from distopt.errors import DataError
-from distopt.files import atomic_write, file_lock
 
 from . import idx, synthetic
 
@@ -46,6 +46,7 @@ MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
 SUBFOLDERS = ("", "mnist", "MNIST/raw")  # the last is torchvision's
+# A mirror that takes longer to answer, or to send one file, gives way to the next.
 CONNECT_SECONDS = 5.0
 FILE_SECONDS = 120.0
 MAX_DOWNLOAD_BYTES = 16 << 20  # the largest file is 10 MB
@@ -225,7 +226,8 @@ def _fill(folder: Path) -> None:
     """Download missing files into the cache, unless another process of this host does so or has just failed to."""
     lock = folder / "lock"
     before = lock.stat().st_mtime_ns if lock.exists() else 0
-    with file_lock(lock):
+    with lock.open("ab") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)  # until the file is closed, or this process dies
         lacking = _lacking(folder)
         # Without a network, each rank that waited for the lock would otherwise wait for the same timeouts again.
         if lacking and lock.stat().st_mtime_ns != before and (reason := lock.read_text()):
@@ -233,8 +235,9 @@ def _fill(folder: Path) -> None:
         try:
             for name, md5 in lacking:
                 content = _download(name, md5)
-                with atomic_write(folder / f"{name}.gz") as file:
-                    file.write(content)
+                part = folder / f"{name}.gz.part"
+                part.write_bytes(content)
+                part.replace(folder / f"{name}.gz")
         except (DataError, OSError) as error:
             lock.write_text(str(error))
             raise

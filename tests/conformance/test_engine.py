@@ -12,7 +12,7 @@ import pytest
 
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
-from distopt.sync.bucket import ALIGNMENT_BYTES, WireMemory
+from distopt.sync.bucket import ALIGNMENT_BYTES, BucketMemory
 from distopt.sync.engine import Engine
 from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
@@ -265,7 +265,7 @@ def test_partial_updates_average_one_partition_after_the_other():
         return averaged, drifted, synchronized, slots.states
 
     ranks = on_ranks(3, body)
-    layout = Layout(Rank(ranks_of_one()).params, SMALL, 0, WireMemory(ranks_of_one()))
+    layout = Layout(Rank(ranks_of_one()).params, SMALL, 0, BucketMemory(ranks_of_one()))
     for number in range(4):
         names = {p.name for p in layout.buckets[number % len(layout.buckets)].params}
         for i, name in enumerate(SHAPES):

@@ -84,11 +84,11 @@ enum class At : Byte {
   calls,               // the script, between two calls
   takes,               // ShmCommunicator::empty, after its wait
   posts,               // ShmCommunicator::post_ready
-  writes_entry,        // Operation::post
+  writes_entry,        // ShmCollective::post
   stores,              // Peers::publish, publish_post: the counter or the sequence number
   looks,               // Peers::wake: `sleepers`
   wakes,               // Peers::wake: FUTEX_WAKE
-  advances,            // ShmCommunicator::advance, Operation::advance: the operation in front
+  advances,            // ShmCommunicator::advance, ShmCollective::advance: the operation in front
   finds,               // ... of an operation that looks for NaN: what the others have found
   raises,              // ShmCommunicator::wait_until: raise_recorded_failure
   waits,               // Peers::spin, or the beginning of Peers::sleep

@@ -15,7 +15,7 @@ import numpy as np
 
 from distopt import launch, layer, model, opt, singa_wrap, tensor
 from distopt.checkpoint import Checkpoint
-from distopt.checkpoint.parts import copy_of, parts_of
+from distopt.checkpoint.adapters import adapters_of, copy_of
 from distopt.compress import ErrorFeedback, Fp16, PowerSGD, TopK
 from distopt.data import ShardedSampler
 
@@ -117,7 +117,7 @@ class Job:
         return losses
 
     def results(self) -> dict[str, np.ndarray]:
-        states = {name: part.look() for name, part in parts_of(self.objects).items()}
+        states = {name: adapter.look() for name, adapter in adapters_of(self.objects).items()}
         found = {
             f"{name}/{key}": copy_of(array) for name, state in states.items() for key, array in state.arrays.items()
         }

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from distopt.checkpoint import Checkpoint, load
+from distopt.checkpoint.adapters import InPlace
 from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import _FAR_EVERY, Kept, Memory
-from distopt.checkpoint.parts import InPlace
 from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
 from distopt.launch.job.topology import Topology
 

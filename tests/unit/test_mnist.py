@@ -261,14 +261,14 @@ def test_unusable_home_counts_as_offline(network, tmp_path, caplog):
 
 
 def test_a_rank_that_waited_for_a_failure_does_not_try_again(network, monkeypatch):
-    real_lock = mnist.file_lock
+    real_lock = mnist.fcntl.flock
 
-    def lock(path):  # another rank comes first and fails while this one is about to wait
-        monkeypatch.setattr(mnist, "file_lock", real_lock)
+    def lock(file, how):  # another rank comes first and fails while this one is about to wait
+        monkeypatch.setattr(mnist.fcntl, "flock", real_lock)
         assert mnist.load(rank=1).kind == "generated"
-        return real_lock(path)
+        return real_lock(file, how)
 
-    monkeypatch.setattr(mnist, "file_lock", lock)
+    monkeypatch.setattr(mnist.fcntl, "flock", lock)
     assert mnist.load(rank=2).kind == "generated"
     assert len(network.asked) == 2
     network.answers = served()

@@ -86,7 +86,7 @@ def test_rooms_have_an_order():
     ("source", "text", "fact"),
     [
         ("base/types.h", '#include "host/layout.h"', "base/types.h includes host/layout.h; base/ may include no room"),
-        ("nccl/board.h", '#include "shm/operation.h"', "nccl/board.h includes shm/operation.h; nccl/ may include base"),
+        ("nccl/board.h", '#include "shm/messages.h"', "nccl/board.h includes shm/messages.h; nccl/ may include base"),
         ("nccl/board.h", '#include "cuda/select.h"', "nccl/board.h includes cuda/select.h"),
         ("cpu/pool.h", "#  include <nanobind/nanobind.h>", "Python belongs in bind/"),
         ("cuda/codec.cu", '#include "codec.h"', "no path from csrc/"),
@@ -94,7 +94,7 @@ def test_rooms_have_an_order():
     ],
 )
 def test_a_wrong_include_is_found(tmp_path, source, text, fact):
-    files = dict.fromkeys(("host/layout.h", "shm/operation.h", "cuda/select.h", "cuda/codec.h", "cuda/check.h"), "")
+    files = dict.fromkeys(("host/layout.h", "shm/messages.h", "cuda/select.h", "cuda/codec.h", "cuda/check.h"), "")
     files["nccl/handles.h"] = '#include "cuda/check.h"\n#include <vector>\n'
     for name, content in {**files, source: f"#pragma once\n{text}\n"}.items():
         path = tmp_path / name

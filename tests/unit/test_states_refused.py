@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distopt import layer, model, opt, tensor
-from distopt.checkpoint import parts
+from distopt.checkpoint import adapters
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
@@ -129,18 +129,18 @@ def test_a_sampler_cannot_have_consumed_more_than_there_is(consumed):
 def test_a_random_generator_checks_its_whole_state(bad):
     generator = np.random.default_rng(7)
     before = generator.bit_generator.state
-    (part,) = parts.parts_of({"noise": generator}).values()
+    (adapter,) = adapters.adapters_of({"noise": generator}).values()
     with pytest.raises(StateError, match="random generator"):
-        part.check(parts.State({}, {"": {**before, "state": bad}}))
+        adapter.check(adapters.State({}, {"": {**before, "state": bad}}))
     assert generator.bit_generator.state == before
-    part.check(parts.State({}, {"": before}))
+    adapter.check(adapters.State({}, {"": before}))
 
 
 def test_arrays_that_cannot_be_overwritten():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
-    (part,) = parts.parts_of({"x": {"free": np.arange(3.0), "frozen": frozen}}).values()
+    (adapter,) = adapters.adapters_of({"x": {"free": np.arange(3.0), "frozen": frozen}}).values()
     with pytest.raises(StateError, match="an array is read-only"):
-        part.check(parts.State({"free": np.ones(3), "frozen": np.ones(3)}, {}))
+        adapter.check(adapters.State({"free": np.ones(3), "frozen": np.ones(3)}, {}))
     with pytest.raises(UsageError, match="x is a float64, which cannot be saved"):
-        parts.parts_of({"x": np.float64(3)})
+        adapters.adapters_of({"x": np.float64(3)})

@@ -41,7 +41,7 @@ class Notes:
         heard, self._heard = self._heard, False
         return heard
 
-    def tell(self) -> None:
+    def send(self) -> None:
         self.told += 1
         self._heard = True
         self.waiting.update(dict.fromkeys([1, 2] if self.told == 1 else [1], self.clock.now))

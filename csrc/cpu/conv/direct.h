@@ -20,7 +20,7 @@ class DirectConv {
     return s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.ow >= kLanes<T> && taps_ <= kPanelRows;
   }
 
-  // Of the gradient of the weight.
+  // Whether the direct sum pays for the gradient of the weight.
   bool pays_backward(const Pooling* pooling) const {
     return pooling && s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.kw <= kMostColumns && s_.kh <= kMostRows;
   }

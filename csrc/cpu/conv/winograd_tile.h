@@ -49,7 +49,7 @@ template <Index K>
 constexpr Matrix<K> kOutput = powers<K>({1, 1, 1, 1, 1, 1, 1, 1});  // A
 
 // A sum of multiples; the factors are constants once the loops below are unrolled, and zeros vanish.
-struct Sum {
+struct Accumulator {
   Eight value = {};
   bool started = false;
 
@@ -71,7 +71,7 @@ struct Sum {
 // out = m in, of vectors that are `in_step` and `out_step` apart.
 template <const auto& m, Index K>
 inline void expand(const Eight* in, Index in_step, Eight* out, Index out_step) {
-  Sum first, last;
+  Accumulator first, last;
 #pragma GCC unroll 8
   for (Index k = 0; k < K; ++k) {
     first.add(m.at[0][k], in[k * in_step]);
@@ -81,7 +81,7 @@ inline void expand(const Eight* in, Index in_step, Eight* out, Index out_step) {
   out[(kTile - 1) * out_step] = last.value;
 #pragma GCC unroll 8
   for (Index i = 1; i < kTile - 1; i += 2) {
-    Sum even, odd;
+    Accumulator even, odd;
 #pragma GCC unroll 8
     for (Index k = 0; k < K; ++k) (k % 2 ? odd : even).add(m.at[i][k], in[k * in_step]);
     out[i * out_step] = even.value + odd.value;
@@ -101,7 +101,7 @@ inline void contract(const Eight* in, Index in_step, Eight* out, Index out_step)
   }
 #pragma GCC unroll 8
   for (Index k = 0; k < K; ++k) {
-    Sum total;
+    Accumulator total;
     total.add(m.at[0][k], in[0]);
 #pragma GCC unroll 8
     for (Index i = 0; i < 3; ++i) total.add(m.at[2 * i + 1][k], k % 2 ? difference[i] : sum[i]);

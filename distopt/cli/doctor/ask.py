@@ -169,7 +169,7 @@ def _driver() -> dict[str, Any]:
 def _devices() -> dict[str, Any]:
     """The devices, from NVML: unlike CUDA, it creates no context and sees devices that CUDA_VISIBLE_DEVICES hides."""
 
-    class Memory(ctypes.Structure):
+    class NvmlMemory(ctypes.Structure):
         _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -181,7 +181,7 @@ def _devices() -> dict[str, Any]:
     _check(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)), "nvmlDeviceGetCount")
     devices = []
     for index in range(count.value):
-        device, memory = ctypes.c_void_p(), Memory()
+        device, memory = ctypes.c_void_p(), NvmlMemory()
         _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
         _check(nvml.nvmlDeviceGetName(device, text, len(text)), "nvmlDeviceGetName")
         # MIG and unified-memory devices do not report memory.

@@ -18,7 +18,7 @@ _REQUIRED = ("numpy", "safetensors", "threadpoolctl")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
-_RESOLVE_SECONDS = 5.0
+_RESOLVE_SECONDS = 5.0  # after which the doctor reports that the name has no address
 
 
 # -- software ----------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Collectives over MPI."""
+"""Collectives and messages between hosts, over the MPI library that mpi4py has loaded."""

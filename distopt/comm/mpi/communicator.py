@@ -1,8 +1,8 @@
 """Collectives over MPI, for ranks on several hosts.
 
-The description of an operation travels with its data, so that ranks with different collectives raise, not corrupt
-data or wait forever. MPI moves bytes only: the sums are ours, in rank order, because the order of MPI_Allreduce is
-the library's own choice. The work is done by csrc/mpi, through the library that mpi4py has loaded.
+The description of a collective travels with its data, so that ranks with different collectives raise errors, and
+neither corrupt data nor wait forever. MPI moves bytes only: the sums are ours, in rank order, because the order of
+MPI_Allreduce is the library's own choice. csrc/mpi does the work, through the library that mpi4py has loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .messages import MpiMessages
 from .waits import Waits
 
 _ALIGNMENT = 64
-# Data that travels with the announcement goes to every rank: with more than two, it crosses the network more often than
-# necessary. For two ranks, and for all together of more.
+# Most data that travel with the announcement, for two ranks, and for all ranks together if there are more. They go to
+# every rank: with more than two, they cross the network more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 # Smaller limits need more context switches if ranks outnumber cores.
 CHUNK_BYTES = 1 << 20

@@ -53,14 +53,14 @@ class MpiMessage(MessageWork):
         return f"{self.header[2]:,} {_NAMES[self.header[1]]}"
 
     def done(self) -> bool:
-        """Local. Move messages and collectives forward without waiting; whether this one has ended."""
+        """Local. Move messages and collectives forward without waiting; return whether this one has ended."""
         if self.ended() or self.moved():
             return True
         self._messages.waits.answer()
         return False
 
     def moved(self) -> bool:
-        """Local. Move everything forward; whether this message has ended."""
+        """Local. Move everything forward; return whether this message has ended."""
         self._messages.progress()
         return self.ended()
 

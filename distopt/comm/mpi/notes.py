@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_WAITING = -1  # in place of the number of operations that a rank which leaves has finished
+_WAITING = -1  # in place of the number of collectives that a leaving rank has finished
 
 
 class MpiNotes:
@@ -19,7 +19,7 @@ class MpiNotes:
 
     Attributes:
         waiting: when a rank was last heard to wait, on the clock of `time.monotonic`, by rank.
-        closed: number of operations that a rank had finished when it closed, by rank.
+        closed: number of collectives that a rank had finished when it closed, by rank.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -29,14 +29,14 @@ class MpiNotes:
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
 
-    def tell(self, finished: int = _WAITING) -> None:
-        """Local. Tell all others that this rank waits or, having finished `finished` operations, leaves."""
+    def send(self, finished: int = _WAITING) -> None:
+        """Local. Send all others a note: this rank waits, or it leaves after `finished` collectives."""
         note = np.array([finished], np.int64)
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
         self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]
 
     def read(self) -> bool:
-        """Local. Take in what has arrived; whether a rank has reported that it waits."""
+        """Local. Read the notes that have arrived; return whether one says that a rank waits."""
         asked = False
         status = self._mpi.Status()
         note = np.empty(1, np.int64)

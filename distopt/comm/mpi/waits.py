@@ -19,13 +19,13 @@ from .peers import LocalPeers
 
 _log = logging.getLogger("distopt")
 
-_ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
-_FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at the end
+_ANSWER_SECONDS = 0.2  # ranks that wait answer each other within it; a silent one is blamed
+_FAREWELL_SECONDS = 1.0  # at exit, a rank stops waiting for the others to close their communicators
 
 _closed: list[MpiNotes] = []
 
 
-class _Message(Protocol):
+class _Awaited(Protocol):
     peer: int
 
     def moved(self) -> bool: ...
@@ -54,7 +54,7 @@ class Waits:
         self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
         self._notes = MpiNotes(mpi, job.comm.Dup())
-        self._told = float("-inf")  # when the others last heard that this rank waits
+        self._said = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
 
     @property
@@ -63,21 +63,21 @@ class Waits:
         return self.processes[self._rank]
 
     def polled(self) -> None:
-        """Local. Do for a rank that polls an unfinished operation all that a wait does, except to move it."""
+        """Local. Do all that a wait does for a rank that polls, except to move its collective."""
         self.help()
         self.answer()
 
     def answer(self, *, asks: bool = False) -> None:
         """Local. If others have said that they wait, say that this rank waits or polls, too; in any case if it `asks`.
 
-        Who is silent is the one to blame. Not twice in a short time: an answer to every answer would never end.
+        A silent rank is blamed. A rank answers once in a short time only: answers to answers would never end.
         """
         heard, now = self._notes.read(), time.monotonic()
-        if asks or (heard and now > self._told + 2 * _ANSWER_SECONDS):
-            self._told = now
-            self._notes.tell()
+        if asks or (heard and now > self._said + 2 * _ANSWER_SECONDS):
+            self._said = now
+            self._notes.send()
 
-    def wait_for(self, operation: _core.MpiOperation, timeout: float | None) -> None:
+    def wait_for(self, operation: _core.MpiCollective, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
 
         def move() -> bool:
@@ -97,7 +97,7 @@ class Waits:
 
         self._wait(move, check, lambda: self._waiting_in(operation), timeout, lambda _: self.core.quiet_seconds)
 
-    def wait_for_message(self, message: _Message, timeout: float | None) -> None:
+    def wait_for_message(self, message: _Awaited, timeout: float | None) -> None:
         """Wait for the end of `message`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
         ranks = self._others() if message.peer < 0 else [message.peer]
         others = [self.processes[rank] for rank in ranks]
@@ -114,16 +114,16 @@ class Waits:
         self,
         move: Callable[[], bool],
         check: Callable[[], None],
-        tell: Callable[[], tuple[str, list[Process]]],
+        describe: Callable[[], tuple[str, list[Process]]],
         timeout: float | None,
         quiet: Callable[[float], float],
     ) -> None:
         """Wait until `move` returns True.
 
         Args:
-            move: moves the awaited operation; whether it has ended.
+            move: moves the awaited operation; returns whether it has ended.
             check: raises an error if it can end no more.
-            tell: the wait as text, and the ranks that have not arrived.
+            describe: the wait as text, and the ranks that have not arrived.
             timeout: in seconds (default: `Settings.timeout`).
             quiet: after so many seconds, for how long nothing has moved.
         """
@@ -143,15 +143,15 @@ class Waits:
             check()
             lost = self._peers.lost()
             if lost is not None:
-                ended, text = self.processes[lost], tell()[0]
+                ended, text = self.processes[lost], describe()[0]
                 self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
-            self.core.look(patience, waited, tell, _log.warning)
+            self.core.look(patience, waited, describe, _log.warning)
 
     def close(self) -> None:
         """Local. Notify the others that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
-        self._notes.tell(self.core.started if oldest is None else oldest.sequence)
+        self._notes.send(self.core.started if oldest is None else oldest.sequence)
         _closed.append(self._notes)
         if len(_closed) == 1:
             after_closing(_read_farewells)
@@ -159,7 +159,7 @@ class Waits:
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank != self._rank]
 
-    def _waiting_in(self, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
+    def _waiting_in(self, operation: _core.MpiCollective) -> tuple[str, list[Process]]:
         core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
         # If all have begun, one may have stopped since. A rank that itself waits, even in an earlier one, has not.
         suspects = (core.oldest and core.oldest.unheard) or self._others()

@@ -15,7 +15,7 @@ from .states import Generators, parts_of
 
 if TYPE_CHECKING:
     from ...checkpoint import Resumed
-    from ...checkpoint.parts import Ranks
+    from ...checkpoint.adapters import Ranks
 
 
 class Checkpoint(checkpoint.Checkpoint):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...checkpoint.parts import Part, State
+from ...checkpoint.adapters import Adapter, State
 from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
 from ..private import has_rebuilt_buckets, uncompiled
@@ -62,7 +62,7 @@ def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
 
 
 def _part_of(name: str, thing: Any, alike: set[int]) -> Any:
-    if isinstance(thing, (np.random.Generator, Part)) or hasattr(thing, "get_states"):
+    if isinstance(thing, (np.random.Generator, Adapter)) or hasattr(thing, "get_states"):
         return thing
     if isinstance(thing, torch.Generator):
         return TorchGenerator(thing)
@@ -208,7 +208,7 @@ def _items(tree: Any) -> dict[Any, Any]:
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-class StateDict(Part):
+class StateDict(Adapter):
     """An object with `state_dict` and `load_state_dict`. Each rank saves its own."""
 
     def __init__(self, thing: Any) -> None:
@@ -355,7 +355,7 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
         group.update({key: value for key, value in own.items() if key != "params"})
 
 
-class TorchGenerator(Part):
+class TorchGenerator(Adapter):
     """A random generator of PyTorch."""
 
     random = True
@@ -375,7 +375,7 @@ class TorchGenerator(Part):
         self._generator.set_state(_tensor(state.arrays[""], torch.uint8))
 
 
-class Generators(Part):
+class Generators(Adapter):
     """The global random generators of PyTorch, of Python and of NumPy."""
 
     random = True

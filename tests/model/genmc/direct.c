@@ -1,5 +1,5 @@
 // An all_reduce in wire memory, twice: each rank writes its share into the memory of both, and the owner goes on with
-// it. Operation::post, run_direct, advance_direct; what an operation has found (`nonfinite`) is read once all have
+// it. ShmCollective::post, run_direct, advance_direct; what an operation has found (`nonfinite`) is read once all have
 // reduced.
 #include "protocol.h"
 

@@ -1,4 +1,5 @@
-// Operations through ring entries, which are used again: Operation::post, run_inline, and may_post's wait for the ring.
+// Collectives through ring entries, which are used again: ShmCollective::post, run_inline, and may_post's wait for the
+// ring.
 #include "protocol.h"
 
 enum { operations = 3, ring_size = 2 };

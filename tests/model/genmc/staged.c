@@ -1,5 +1,5 @@
 // A staged all_gather and reduce_scatter in one: what is copied in is read by the peer; the staging buffers are used
-// again. Operation::advance_staged, of which the stages that touch other memory are left out.
+// again. ShmCollective::advance_staged, of which the stages that touch other memory are left out.
 #include "protocol.h"
 
 enum { chunks = 5, staging_buffers = 3 };

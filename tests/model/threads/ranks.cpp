@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "shm/communicator.h"
 #include "cpu/reduce.h"
+#include "shm/communicator.h"
 
 #if defined(__x86_64__)  // one set of instructions is enough here
 namespace distopt::avx2 {
@@ -38,9 +38,9 @@ void require(bool holds, const std::string& what) {
   std::_Exit(1);
 }
 
-class RaggedOperation final : public Operation {
+class RaggedCollective final : public ShmCollective {
  public:
-  using Operation::Operation;
+  using ShmCollective::ShmCollective;
   std::vector<std::vector<float>> parts;
 
  private:
@@ -56,7 +56,7 @@ float value(int rank, int number, std::size_t i) { return static_cast<float>((7 
 
 // One collective under way.
 struct Started {
-  std::shared_ptr<Operation> operation;
+  std::shared_ptr<ShmCollective> operation;
   int number;
   std::uint64_t count;
   float* in;
@@ -140,16 +140,16 @@ class Rank {
                                 OpKind::broadcast};
     constexpr std::uint64_t counts[] = {1, 17, 900, 2000, 8000};
     auto made = std::make_unique<Started>();
-    Request request;
-    request.kind = kinds[common() % std::size(kinds)];
-    request.root = static_cast<int>(common() % static_cast<unsigned>(size_));
-    request.looks = request.kind == OpKind::all_reduce && common() % 2 == 0;
+    Arguments arguments;
+    arguments.kind = kinds[common() % std::size(kinds)];
+    arguments.root = static_cast<int>(common() % static_cast<unsigned>(size_));
+    arguments.looks = arguments.kind == OpKind::all_reduce && common() % 2 == 0;
     const bool wire = common() % 2 == 0;
     const std::uint64_t n = static_cast<std::uint64_t>(size_);
     made->number = number;
-    made->count = request.kind == OpKind::barrier ? 0 : counts[common() % std::size(counts)] / n + 1;
-    const bool scatters = request.kind == OpKind::reduce_scatter;
-    const bool apart = scatters || request.kind == OpKind::all_gather;
+    made->count = arguments.kind == OpKind::barrier ? 0 : counts[common() % std::size(counts)] / n + 1;
+    const bool scatters = arguments.kind == OpKind::reduce_scatter;
+    const bool apart = scatters || arguments.kind == OpKind::all_gather;
     const std::uint64_t in_count = made->count * (scatters ? n : 1);
     made->in_memory.resize(in_count);
     made->out_memory.resize(apart ? made->count * n : 0);
@@ -157,37 +157,37 @@ class Rank {
     made->in = wire ? reinterpret_cast<float*>(free_block()) : made->in_memory.data();
     made->out = apart ? made->out_memory.data() : made->in;
     for (std::size_t i = 0; i < in_count; ++i) made->in[i] = value(rank_, number, i);
-    request.count = made->count;
-    request.input = reinterpret_cast<char*>(made->in);
-    request.output = request.kind == OpKind::all_gather_ragged ? nullptr : reinterpret_cast<char*>(made->out);
-    if (request.kind == OpKind::barrier) request.input = request.output = nullptr;
-    made->operation = request.kind == OpKind::all_gather_ragged ? std::make_shared<RaggedOperation>(request)
-                                                                : std::make_shared<Operation>(request);
+    arguments.count = made->count;
+    arguments.input = reinterpret_cast<char*>(made->in);
+    arguments.output = arguments.kind == OpKind::all_gather_ragged ? nullptr : reinterpret_cast<char*>(made->out);
+    if (arguments.kind == OpKind::barrier) arguments.input = arguments.output = nullptr;
+    made->operation = arguments.kind == OpKind::all_gather_ragged ? std::make_shared<RaggedCollective>(arguments)
+                                                                  : std::make_shared<ShmCollective>(arguments);
     if (!communicator_->start(made->operation)) communicator_->progress();
     return made;
   }
 
   void end(std::vector<std::unique_ptr<Started>>& started, std::size_t at) {
     Started& mine = *started[at];
-    const Request& request = mine.operation->request();
+    const Arguments& arguments = mine.operation->arguments();
     if (!communicator_->wait_briefly(*mine.operation)) communicator_->wait(*mine.operation, 60);
     const auto sum = [&](std::size_t i) {
       float total = 0;
       for (int q = 0; q < size_; ++q) total += value(q, mine.number, i);
       return total;
     };
-    const std::string what = "result of " + describe(request, mine.operation->sequence());
+    const std::string what = "result of " + describe(arguments, mine.operation->sequence());
     for (std::size_t i = 0; i < mine.count; ++i) {
-      if (request.kind == OpKind::all_reduce) require(mine.out[i] == sum(i), what);
-      if (request.kind == OpKind::reduce_scatter)
+      if (arguments.kind == OpKind::all_reduce) require(mine.out[i] == sum(i), what);
+      if (arguments.kind == OpKind::reduce_scatter)
         require(mine.out[i] == sum(mine.count * static_cast<std::size_t>(rank_) + i), what);
-      if (request.kind == OpKind::broadcast) require(mine.out[i] == value(request.root, mine.number, i), what);
-      for (int q = 0; q < size_ && request.kind == OpKind::all_gather; ++q)
+      if (arguments.kind == OpKind::broadcast) require(mine.out[i] == value(arguments.root, mine.number, i), what);
+      for (int q = 0; q < size_ && arguments.kind == OpKind::all_gather; ++q)
         require(mine.out[mine.count * static_cast<std::size_t>(q) + i] == value(q, mine.number, i), what);
     }
-    for (int q = 0; q < size_ && request.kind == OpKind::all_gather_ragged; ++q) {
+    for (int q = 0; q < size_ && arguments.kind == OpKind::all_gather_ragged; ++q) {
       const std::vector<float>& part =
-          static_cast<RaggedOperation&>(*mine.operation).parts[static_cast<std::size_t>(q)];
+          static_cast<RaggedCollective&>(*mine.operation).parts[static_cast<std::size_t>(q)];
       for (std::size_t i = 0; i < part.size(); ++i) require(part[i] == value(q, mine.number, i), what);
     }
     for (std::size_t i = 0; i < mine.count; ++i) mine.in[i] = mine.out[i] = -1;

@@ -1,4 +1,4 @@
-// A caller's request to a communicator: one collective.
+// The arguments of one collective, arrays included.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ struct Piece {
   std::size_t bytes = 0;
 };
 
-// The requested collective. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
-// hold world_size parts of `count` elements.
-struct Request {
+// Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather hold world_size parts of
+// `count` elements.
+struct Arguments {
   OpKind kind = OpKind::barrier;
   DType dtype = DType::float32;
   RedOp op = RedOp::sum;
@@ -29,14 +29,14 @@ struct Request {
   // all_to_all_ragged, and any ragged one of NCCL: the part for each rank, which is only read; `count` is their sum.
   std::vector<Piece> parts;
   bool looks = false;    // for NaN and infinity
-  bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
+  bool refused = false;  // `empty` only: see Descriptor; set on every rank once the collective has ended
 
-  // Whether it may: sums and means of types that are added as they are.
+  // Whether `looks` is allowed: in sums and means of types that are added as they are.
   bool may_look() const {
     return (op == RedOp::sum || op == RedOp::mean) && (dtype == DType::float32 || dtype == DType::float64);
   }
   std::size_t part_bytes() const { return count * item_bytes(dtype); }
-  // Of the memory at `input` and `output`, in a world of `world_size` ranks.
+  // Sizes of the memory at `input` and `output`, in a world of `world_size` ranks.
   std::size_t input_bytes(int world_size) const {
     if (input == nullptr) return 0;
     return kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
@@ -47,7 +47,8 @@ struct Request {
   }
 };
 
-// Whether one of two requests writes memory that the other reads or writes, so that the later must wait for the first.
-bool conflict(const Request& a, const Request& b, int world_size);
+// Whether one of two collectives writes memory that the other reads or writes, so that the later must wait for the
+// first.
+bool conflict(const Arguments& a, const Arguments& b, int world_size);
 
 }  // namespace distopt

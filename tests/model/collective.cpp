@@ -1,4 +1,4 @@
-// The part of the model that is csrc/shm/operation.cpp, and ShmCommunicator::advance, which drives it.
+// The part of the model that is csrc/shm/collective.cpp, and ShmCommunicator::advance, which drives it.
 #include "protocol.h"
 
 namespace {
@@ -79,7 +79,7 @@ void Protocol::finish(State& s, int r) const {
   publish(s, r, finished);
 }
 
-// Operation::run_inline and run_direct.
+// ShmCollective::run_inline and run_direct.
 void Protocol::run(State& s, int r, int number) const {
   Rank& me = s.rank[r];
   const Op& mine = op(r, number);

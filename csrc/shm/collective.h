@@ -11,28 +11,29 @@
 
 namespace distopt {
 
-class Operation {
+class ShmCollective {
  public:
-  // Derived classes may keep the arrays alive: the object lives until the operation has ended, even if the caller has
+  // Derived classes may keep the arrays alive: the object lives until the collective has ended, even if the caller has
   // dropped it.
-  explicit Operation(Request request) : request_(std::move(request)) {}
-  virtual ~Operation() = default;
+  explicit ShmCollective(Arguments arguments) : arguments_(std::move(arguments)) {}
+  virtual ~ShmCollective() = default;
 
-  // Gives it its place in the order of operations.
+  // Gives the collective its place in the order of collectives.
   void begin(std::uint64_t sequence) { sequence_ = sequence; }
-  // Signals to the peers that this rank has reached the operation and its arguments are ready.
+  // Signals to the peers that this rank has reached the collective and its arguments are ready.
   void post(Peers& peers);
-  // Does everything that can be done without waiting; whether the operation has ended. If not, `blocker` says why.
+  // Does everything that can be done without waiting; returns whether the collective has ended. If not, `blocker` says
+  // why.
   // Throws CommunicatorError (mismatch) when a peer has posted something else under the same number.
   bool advance(Peers& peers, Blocker& blocker);
 
-  const Request& request() const { return request_; }
+  const Arguments& arguments() const { return arguments_; }
   std::uint64_t sequence() const { return sequence_; }
   bool posted() const { return posted_; }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   void finish() { finished_.store(true, std::memory_order_release); }
 
-  // Of one that looks, once it has finished: the same on all ranks.
+  // The finding of a finished collective that looks; the same on all ranks.
   const Nonfinite& nonfinite() const { return nonfinite_; }
 
   // all_gather_ragged and all_to_all_ragged, once it has finished: elements that came from each rank.
@@ -40,7 +41,7 @@ class Operation {
 
   // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
   // others may be large.
-  bool brief(int world_size) const { return !ragged() && request_.input_bytes(world_size) <= inline_bytes; }
+  bool brief(int world_size) const { return !ragged() && arguments_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
   // Ragged: where each rank's elements are to go. Called once, when all ranks have reported their counts.
@@ -74,7 +75,7 @@ class Operation {
   void copy_out(Peers& peers, std::uint64_t chunk);
 
   Nonfinite reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins, std::uint64_t count) const;
-  // Keeps the first finding, given that of a part of the array that begins at `offset`.
+  // Keeps the first finding. `found` is the finding in a part of the array that begins at `offset`.
   void keep_first(const Nonfinite& found, std::uint64_t offset);
   // Signals to the peers that this rank has reduced a part, with its findings so far.
   void publish_reduced(Peers& peers);
@@ -86,17 +87,17 @@ class Operation {
   Range slice(int world_size, std::uint64_t chunk, int q) const;
   // The chunk's range within one part (or the whole) of `bytes`.
   Range part(std::uint64_t chunk, std::size_t bytes) const;
-  std::size_t part_bytes() const { return request_.part_bytes(); }
-  bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
-  bool exchanges() const { return request_.kind == OpKind::all_to_all_ragged; }
-  bool ragged() const { return request_.kind == OpKind::all_gather_ragged || exchanges(); }
+  std::size_t part_bytes() const { return arguments_.part_bytes(); }
+  bool reduces() const { return arguments_.kind == OpKind::all_reduce || arguments_.kind == OpKind::reduce_scatter; }
+  bool exchanges() const { return arguments_.kind == OpKind::all_to_all_ragged; }
+  bool ragged() const { return arguments_.kind == OpKind::all_gather_ragged || exchanges(); }
   // Whether each part that a rank copies in is for one peer.
   bool has_lanes() const { return reduces() || exchanges(); }
 
-  Request request_;
+  Arguments arguments_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
-  std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the operation
+  std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the collective
   int checked_ = 0;                    // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
@@ -111,7 +112,7 @@ class Operation {
   std::size_t lane_bytes_ = 0;  // of a staging chunk that belong to one slice or part
   std::uint64_t chunks_ = 0;
   std::uint64_t step_ = 0;    // 3 * iteration + stage, see advance_staged
-  std::uint64_t first_[3]{};  // this rank's counters when the operation began
+  std::uint64_t first_[3]{};  // this rank's counters when the collective began
 };
 
 }  // namespace distopt

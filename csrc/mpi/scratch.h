@@ -9,10 +9,10 @@
 
 namespace distopt::mpi {
 
-class Memory {
+class Scratch {
  public:
-  Memory() = default;
-  explicit Memory(std::size_t bytes) : data_(static_cast<char*>(::operator new(bytes, alignment))), bytes_(bytes) {}
+  Scratch() = default;
+  explicit Scratch(std::size_t bytes) : data_(static_cast<char*>(::operator new(bytes, alignment))), bytes_(bytes) {}
 
   char* data() const { return data_.get(); }
   std::size_t bytes() const { return bytes_; }
@@ -27,26 +27,26 @@ class Memory {
   std::size_t bytes_ = 0;
 };
 
-// Memory of ended operations, for later ones: fresh memory costs page faults.
-class Pool {
+// Scratch memory of ended collectives, for later ones: fresh memory costs page faults.
+class ScratchPool {
  public:
-  Memory take(std::size_t bytes) {
+  Scratch take(std::size_t bytes) {
     for (std::size_t i = free_.size(); i-- > 0;) {
       if (free_[i].bytes() < bytes) continue;
-      Memory found = std::move(free_[i]);
+      Scratch found = std::move(free_[i]);
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
       return found;
     }
     if (!free_.empty()) free_.pop_back();  // too small for the current need
-    return Memory(bytes);
+    return Scratch(bytes);
   }
-  void give(Memory memory) {
+  void give(Scratch memory) {
     if (memory.data() != nullptr) free_.push_back(std::move(memory));
   }
   std::size_t size() const { return free_.size(); }
 
  private:
-  std::vector<Memory> free_;
+  std::vector<Scratch> free_;
 };
 
 }  // namespace distopt::mpi

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..launch.job.topology import Topology
 
 
-__all__ = ["Part", "Ranks", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]
+__all__ = ["Adapter", "Ranks", "State", "States", "adapters_of", "copy_of", "look_at", "of_device"]
 
-# Notes on the arrays: the names of dictionaries of arrays, with their keys, and those of NumPy's scalars.
+# Keys of notes on the arrays: on dictionaries of arrays, with their keys, and on NumPy's scalars.
 _GROUPS, _SCALARS = "", "()"
 
 
@@ -40,8 +40,8 @@ class State(NamedTuple):
     notes: dict[str, Any]
 
 
-class Part(ABC):
-    """One object, as a checkpoint sees it. All methods are local.
+class Adapter(ABC):
+    """Gives and takes the state of one object for a checkpoint. All methods are local.
 
     Attributes:
         random: whether it is a random generator, whose states have no mean.
@@ -57,7 +57,7 @@ class Part(ABC):
 
     @abstractmethod
     def check(self, state: State) -> None:
-        """Whether `put` would accept `state`.
+        """Check that `put` would accept `state`.
 
         Raises:
             StateError: it does not fit.
@@ -72,7 +72,7 @@ class Part(ABC):
         return set()
 
 
-class Stateful(Part):
+class Stateful(Adapter):
     """An object with `get_states` and `set_states`, and perhaps `check_states` and `shared_states`."""
 
     def __init__(self, thing: Any) -> None:
@@ -125,7 +125,7 @@ class Stateful(Part):
         return set(self._thing.shared_states(names)) if hasattr(self._thing, "shared_states") else set()
 
 
-class InPlace(Part):
+class InPlace(Adapter):
     """Tensors and arrays, by name, whose values are overwritten."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class InPlace(Part):
             kernels_of(array).copy_into(array, state.arrays[key])
 
 
-class Random(Part):
+class Random(Adapter):
     """A random generator of NumPy. Its state is one note."""
 
     random = True
@@ -187,23 +187,23 @@ class DeviceRandom(InPlace):
         super().__init__({"": generator.bit_generator._state})
 
 
-def parts_of(objects: Mapping[str, Any]) -> dict[str, Part]:
-    """Local. The parts that `objects` are, and the random generators of the devices on which they are.
+def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
+    """Local. The adapters of `objects`, and of the random generators of the devices on which they are.
 
     Raises:
         UsageError: an object has no states that could be saved.
     """
-    parts = {name: _part_of(name, thing) for name, thing in objects.items()}
+    adapters = {name: _adapter_of(name, thing) for name, thing in objects.items()}
     devices: dict[str, Any] = {}
     for thing in objects.values():
         for value in _values_of(thing):
             if hasattr(value, "array") and hasattr(value.device, "host_rng"):
                 devices.setdefault(repr(value.device), value.device)
     for index, device in enumerate(devices.values()):
-        parts[f"device{index}.host_rng"] = Random(device.host_rng)
+        adapters[f"device{index}.host_rng"] = Random(device.host_rng)
         if device.rng is not device.host_rng:
-            parts[f"device{index}.rng"] = DeviceRandom(device.rng)
-    return parts
+            adapters[f"device{index}.rng"] = DeviceRandom(device.rng)
+    return adapters
 
 
 class States(NamedTuple):
@@ -222,15 +222,15 @@ class States(NamedTuple):
     copies: set[str]
 
 
-def look_at(parts: Mapping[str, Part]) -> States:
+def look_at(adapters: Mapping[str, Adapter]) -> States:
     """Local. The states of all objects. Training changes them, except for the copies."""
     states = States({}, {}, {}, set())
-    for name, part in parts.items():
-        state = part.look()
-        same = part.shared(state.arrays)
+    for name, adapter in adapters.items():
+        state = adapter.look()
+        same = adapter.shared(state.arrays)
         for key, array in state.arrays.items():
             (states.shared if key in same else states.own)[f"{name}/{key}"] = array
-        if part.copies:
+        if adapter.copies:
             states.copies.update(f"{name}/{key}" for key in state.arrays)
         if state.notes:
             states.notes[name] = state.notes
@@ -244,12 +244,12 @@ def copy_of(array: Any) -> np.ndarray[Any, Any]:
 
 
 def of_device(name: str) -> bool:
-    """Local. Whether a part is a generator of a device. Another kind of device has other ones."""
+    """Local. Whether an adapter of that name is for a device's generator. Another kind of device has another one."""
     return "." in name
 
 
-def _part_of(name: str, thing: Any) -> Part:
-    if isinstance(thing, Part):
+def _adapter_of(name: str, thing: Any) -> Adapter:
+    if isinstance(thing, Adapter):
         return thing
     if isinstance(thing, np.random.Generator):
         return Random(thing)

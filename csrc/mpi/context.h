@@ -1,4 +1,4 @@
-// The state that all operations of a communicator share.
+// The state that all collectives of a communicator share.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "mpi/memory.h"
+#include "mpi/scratch.h"
 #include "mpi/transport.h"
 
 namespace distopt::mpi {
@@ -14,18 +14,18 @@ namespace distopt::mpi {
 // Ranks that exchange data, in the order of the sum.
 struct Group {
   std::vector<int> ranks;
-  std::size_t place = 0;  // of this rank among them
+  std::size_t place = 0;  // index of this rank in `ranks`
 
   std::size_t size() const { return ranks.size(); }
 };
 
-struct World {
+struct Context {
   Transport& transport;
-  Pool& pool;
+  ScratchPool& pool;
   int rank;
-  const std::vector<Process>& processes;  // of each rank
-  std::size_t inline_bytes;               // of data that may travel with a rank's announcement
-  std::size_t chunk_bytes;                // of a message that carries data
+  const std::vector<Process>& processes;  // one for each rank
+  std::size_t inline_bytes;               // most data that travel with a rank's announcement
+  std::size_t chunk_bytes;                // largest message that carries data
 
   Group everyone;
 

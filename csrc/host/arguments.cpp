@@ -1,4 +1,4 @@
-#include "host/request.h"
+#include "host/arguments.h"
 
 #include <algorithm>
 
@@ -8,8 +8,8 @@ static bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size
   return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
 }
 
-bool conflict(const Request& a, const Request& b, int world_size) {
-  const auto writes = [&](const Request& writer, const Request& reader) {
+bool conflict(const Arguments& a, const Arguments& b, int world_size) {
+  const auto writes = [&](const Arguments& writer, const Arguments& reader) {
     const std::size_t bytes = writer.output_bytes(world_size);
     return overlap(writer.output, bytes, reader.input, reader.input_bytes(world_size)) ||
            std::any_of(reader.parts.begin(), reader.parts.end(),

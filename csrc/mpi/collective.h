@@ -6,40 +6,40 @@
 #include <memory>
 #include <vector>
 
-#include "host/request.h"
-#include "mpi/agreement.h"
+#include "host/arguments.h"
+#include "mpi/announcement.h"
 #include "mpi/flow.h"
 
 namespace distopt::mpi {
 
-class Operation {
+class MpiCollective {
  public:
   // Derived classes may keep the arrays alive.
-  explicit Operation(Request request) : request_(std::move(request)) {}
-  virtual ~Operation() = default;
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
+  explicit MpiCollective(Arguments arguments) : arguments_(std::move(arguments)) {}
+  virtual ~MpiCollective() = default;
+  MpiCollective(const MpiCollective&) = delete;
+  MpiCollective& operator=(const MpiCollective&) = delete;
 
-  // Gives it its place in the order of operations, and the first of its tags.
-  virtual void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
-  // To be called when no earlier operation uses its arrays.
+  // Gives the collective its place in the order of collectives, and the first of its tags.
+  virtual void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag);
+  // To be called when no earlier collective uses its arrays.
   virtual void begin();
-  // Does all that can be done without waiting; whether the operation has ended. Throws CommunicatorError.
+  // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();
-  // How many tags it uses: one for the agreement, two for each flow.
+  // How many tags it uses: one for the announcement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
-  // Counted from the communicator's first operation.
+  // Counted from the communicator's first collective.
   std::uint64_t first_tag() const { return first_tag_; }
 
-  const Request& request() const { return request_; }
+  const Arguments& arguments() const { return arguments_; }
   std::uint64_t sequence() const { return sequence_; }
   bool has_begun() const { return begun_; }
   // Whether all ranks are known to have begun it.
-  bool agreed() const { return agreement_ && agreement_->complete(); }
+  bool agreed() const { return announcement_ && announcement_->complete(); }
   // Ranks that are not known to have begun it.
-  std::vector<int> unheard() const { return agreement_ ? agreement_->unheard() : std::vector<int>(); }
+  std::vector<int> unheard() const { return announcement_ ? announcement_->unheard() : std::vector<int>(); }
   bool finished() const { return finished_; }
-  std::string description() const { return describe(request_, sequence_); }
+  std::string description() const { return describe(arguments_, sequence_); }
 
   // all_gather_ragged and all_to_all_ragged, when finished: elements that came from each rank.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
@@ -48,28 +48,28 @@ class Operation {
   // Ragged: where each rank's elements are to go. Called once, when their counts are known.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
-  World& world() const { return *world_; }
+  Context& context() const { return *context_; }
   int tag() const { return static_cast<int>(first_tag_ % tag_count); }
   void announce(const char* payload, std::size_t bytes);
-  bool agree() { return agreement_->advance(); }
+  bool agree() { return announcement_->advance(); }
   // `out` = the reduction, in rank order, of the ranks' inline data, from this offset on.
   void reduce_payloads(char* out, std::uint64_t count, std::size_t offset = 0) const;
   void finish();
 
  private:
-  bool travels_inline() const { return request_.input_bytes(world_->size()) <= world_->inline_bytes; }
-  void start_flow(Plan plan);
-  Plan plan() const;
+  bool travels_inline() const { return arguments_.input_bytes(context_->size()) <= context_->inline_bytes; }
+  void start_flow(FlowPlan plan);
+  FlowPlan plan() const;
   void take_inline();
   void make_room();
 
-  Request request_;
-  World* world_ = nullptr;
+  Arguments arguments_;
+  Context* context_ = nullptr;
   std::uint64_t sequence_ = 0;
   std::uint64_t first_tag_ = 0;
   bool begun_ = false, admitted_ = false;
-  std::atomic<bool> finished_{false};  // a thread may look while a kernel in another one moves the operation
-  std::unique_ptr<Agreement> agreement_;
+  std::atomic<bool> finished_{false};  // a thread may look while a kernel in another one moves the collective
+  std::unique_ptr<Announcement> announcement_;
   std::unique_ptr<Flow> flow_;
   std::vector<std::uint64_t> counts_;
 };

@@ -1,0 +1,88 @@
+#include "mpi/announcement.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/errors.h"
+
+namespace distopt::mpi {
+
+std::size_t Announcement::block_bytes(std::size_t payload_bytes) {
+  return (sizeof(Said) + payload_bytes + alignof(Said) - 1) / alignof(Said) * alignof(Said);
+}
+
+std::size_t Announcement::room_for(int blocks) const {
+  // all_to_all_ragged sends the counts of all its parts.
+  const std::size_t counts = static_cast<std::size_t>(context_.size()) * sizeof(std::uint64_t);
+  return static_cast<std::size_t>(blocks) * block_bytes(std::max(context_.inline_bytes, counts));
+}
+
+void Announcement::begin(const Arguments& arguments, std::uint64_t sequence, const char* payload,
+                         std::size_t payload_bytes) {
+  const int size = context_.size();
+  memory_ = context_.pool.take(room_for(size));
+  said_.assign(static_cast<std::size_t>(size), nullptr);
+  auto* mine = new (memory_.data()) Said{};
+  fill(mine->descriptor, mine->label, arguments);
+  mine->descriptor.sequence.store(sequence, std::memory_order_relaxed);
+  mine->descriptor.location = static_cast<std::uint64_t>(context_.rank);
+  mine->payload_bytes = payload_bytes;
+  if (payload_bytes != 0) std::memcpy(memory_.data() + sizeof(Said), payload, payload_bytes);
+  said_[context_.rank] = mine;
+  ends_.push_back(block_bytes(payload_bytes));
+  if (size > 1) exchange();
+}
+
+// Starts a round: everything that the partner lacks goes there, and the same number of blocks comes.
+void Announcement::exchange() {
+  const int size = context_.size(), rank = context_.rank, blocks = blocks_of_round();
+  const bool doubling = (size & (size - 1)) == 0;
+  const int to = doubling ? rank ^ distance_ : (rank + size - distance_) % size;
+  const int from = doubling ? to : (rank + distance_) % size;
+  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks), from, tag_, received_);
+  context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);
+}
+
+bool Announcement::advance() {
+  while (!complete_) {
+    if (!sent_ || !received_) return false;
+    if (distance_ < context_.size()) take_in();
+    if (distance_ < context_.size()) {
+      exchange();
+    } else {
+      compare();
+      complete_ = true;
+    }
+  }
+  return true;
+}
+
+void Announcement::take_in() {
+  for (int blocks = blocks_of_round(); blocks > 0; --blocks) {
+    const auto* said = reinterpret_cast<const Said*>(memory_.data() + ends_.back());
+    said_[said->descriptor.location] = said;
+    ends_.push_back(ends_.back() + block_bytes(said->payload_bytes));
+  }
+  distance_ *= 2;
+}
+
+std::vector<int> Announcement::unheard() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < context_.size(); ++rank)
+    if (said_[rank] == nullptr) ranks.push_back(rank);
+  return ranks;
+}
+
+void Announcement::compare() const {
+  const auto call = [this](int rank) {
+    const Said& said = *said_[rank];
+    const std::uint64_t number = said.descriptor.sequence.load(std::memory_order_relaxed);
+    return call_of(context_.processes[rank].rank, said.descriptor, number, said.label);
+  };
+  for (int rank = 0; rank < context_.size(); ++rank)
+    if (!alike(said_[context_.rank]->descriptor, said_[rank]->descriptor))
+      throw mismatch_between(context_.processes[rank], call(rank), context_.processes[context_.rank],
+                             call(context_.rank));
+}
+
+}  // namespace distopt::mpi
