@@ -110,7 +110,7 @@ def test_a_launcher_is_a_class_and_a_line(monkeypatch):
     assert found is not None
     assert other is not None
     assert (found.address, found.key != other.key) == ("h", True)
-    with pytest.raises(LaunchError, match="two launchers disagree .* \\(another\\) and PMI_RANK=3"):
+    with pytest.raises(LaunchError, match=r"two launchers disagree .* \(another\) and PMI_RANK=3"):
         launcher(env | PMI)
 
 
