@@ -172,7 +172,8 @@ void bind_shm(nb::module_& m) {
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &ShmCommunicator::close);
+      // Without the lock, which a thread that has the turn may need to release an array.
+      .def("close", &ShmCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 

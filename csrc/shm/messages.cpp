@@ -39,25 +39,47 @@ void read_ring(const char* ring, std::size_t size, std::uint64_t at, char* to, s
   reduce_kernels().copy(to + first, ring, bytes - first);
 }
 
+// A hook that this thread runs in a wait. It may run a signal handler that closes the communicator.
+class RunningHook {
+ public:
+  explicit RunningHook(const Messages& messages) : messages_(messages), outer_(innermost) { innermost = this; }
+  ~RunningHook() { innermost = outer_; }
+  RunningHook(const RunningHook&) = delete;
+  RunningHook& operator=(const RunningHook&) = delete;
+
+  // The waits of this thread for those messages that have come to their hook.
+  static int waits(const Messages& messages) {
+    int count = 0;
+    for (const RunningHook* hook = innermost; hook != nullptr; hook = hook->outer_)
+      count += &hook->messages_ == &messages;
+    return count;
+  }
+
+ private:
+  static thread_local const RunningHook* innermost;
+  const Messages& messages_;
+  const RunningHook* const outer_;
+};
+
+thread_local const RunningHook* RunningHook::innermost = nullptr;
+
 }  // namespace
 
-// A change of a number that lasts as long as this object.
+// Counts a thread that waits.
 class Messages::Count {
  public:
-  Count(std::atomic<int>& number, int change) : number_(number), change_(change) { number_ += change_; }
-  ~Count() { number_ -= change_; }
+  explicit Count(std::atomic<int>& number) : number_(number) { ++number_; }
+  ~Count() { --number_; }
   Count(const Count&) = delete;
   Count& operator=(const Count&) = delete;
 
  private:
   std::atomic<int>& number_;
-  const int change_;
 };
 
 template <typename Hook>
 void Messages::call_hook(Hook hook) {
-  // It may run a signal handler that closes the communicator.
-  const Count count(waiting_, -1);
+  const RunningHook running(*this);
   turn_.apart(hook);
 }
 
@@ -74,7 +96,7 @@ Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const H
 
 Turn::Held Messages::close() {
   auto turn = turn_.awaited();
-  if (waiting_.load(std::memory_order_acquire) != 0)
+  if (waiting_.load(std::memory_order_acquire) != RunningHook::waits(*this))
     throw CommunicatorError(ErrorKind::usage,
                             "another thread sends or receives; close the communicator when it has ended");
   for (Outgoing& stream : outgoing_) stream.queue.clear();
@@ -124,7 +146,7 @@ bool Messages::test(const Message& message) {
 void Messages::wait(const Message& message, double timeout_seconds) {
   if (message.finished()) return;
   const auto turn = take_turn();
-  const Count count(waiting_, 1);
+  const Count count(waiting_);
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
