@@ -205,8 +205,8 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
-# Of the extras of pyproject.toml, those that messages name. Not as "distopt[mpi]": on the package index, distopt is a
-# project of somebody else's.
+# The packages of the extras that messages name. Messages do not say "distopt[mpi]", since the name distopt belongs to
+# another project on the package index.
 _PACKAGES = {
     "mpi": "mpi4py mpich",
     "torch": "torch",
@@ -272,7 +272,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
 
     Raises:
-        UsageError: it is no integer, or less than `least`.
+        UsageError: it is not an integer, or less than `least`.
     """
     number = None
     if not isinstance(value, bool):
@@ -285,7 +285,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def number_or_nan(value: Any) -> float:
-    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is no number. Bools are none."""
+    """Local. The argument `value` as a float; NaN, which fails every comparison, for a bool or what is not a number."""
     return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
 
 

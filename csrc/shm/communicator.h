@@ -86,7 +86,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   std::uint64_t started_ = 0;
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
-  bool has_failed_ = false;  // here, maybe in the middle of an operation, which goes on no more
+  bool has_failed_ = false;  // on this rank, perhaps in the middle of an operation
   std::atomic<bool> closed_{false};
   const Origin origin_;
 };

@@ -350,7 +350,7 @@ def _described(error: Exception, path: Path) -> str:
 
 
 def _occupied(lock: Path) -> str:
-    """Who holds the lock of a folder, which says so."""
+    """The reason why a folder cannot be used: the process that the lock file names."""
     said: list[str] = []
     with contextlib.suppress(OSError):
         said = lock.read_text().split()[1:]

@@ -47,7 +47,7 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
 
     Raises:
         ShapeError: an axis is not of these, or is named twice.
-        UsageError: an axis is no integer.
+        UsageError: an axis is not an integer.
     """
     n = x.ndim() + more
     axes = tuple(check_integer("an axis", axis) for axis in axes)

@@ -249,7 +249,7 @@ class OperationQueue:
         Raises:
             RuntimeError: the callback is of `work` itself, or of one whose callbacks wait for this one.
         """
-        if self._teller == threading.get_ident():  # which only this thread writes there
+        if self._teller == threading.get_ident():  # no other thread writes this number
             while not work.told:
                 if not self._untold:
                     raise RuntimeError(

@@ -145,7 +145,7 @@ class MultiprocessJob(Job):
 
     Raises:
         LaunchError: the ticket is not that of other ranks, or `local_rank` is not one of `world_size` ranks.
-        UsageError: a number is no integer.
+        UsageError: a number is not an integer.
     """
 
     def __init__(self, ticket: Ticket, local_rank: int, world_size: int) -> None:
