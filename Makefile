@@ -103,7 +103,7 @@ torch-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TORCH_PART) tests/torch
 	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
-# Scripts that just end, several at a time, so that all cores are busy: 40 minutes.
+# Scripts that just end, several at a time, so that all cores are busy: an hour on two cores.
 RUNS ?= 500
 ends: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.torch.ends --runs $(RUNS)

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "base/stopwatch.h"
@@ -39,49 +40,21 @@ void read_ring(const char* ring, std::size_t size, std::uint64_t at, char* to, s
   reduce_kernels().copy(to + first, ring, bytes - first);
 }
 
-// A hook that this thread runs in a wait. It may run a signal handler that closes the communicator.
-class RunningHook {
- public:
-  explicit RunningHook(const Messages& messages) : messages_(messages), outer_(innermost) { innermost = this; }
-  ~RunningHook() { innermost = outer_; }
-  RunningHook(const RunningHook&) = delete;
-  RunningHook& operator=(const RunningHook&) = delete;
-
-  // The waits of this thread for those messages that have come to their hook.
-  static int waits(const Messages& messages) {
-    int count = 0;
-    for (const RunningHook* hook = innermost; hook != nullptr; hook = hook->outer_)
-      count += &hook->messages_ == &messages;
-    return count;
-  }
-
- private:
-  static thread_local const RunningHook* innermost;
-  const Messages& messages_;
-  const RunningHook* const outer_;
-};
-
-thread_local const RunningHook* RunningHook::innermost = nullptr;
-
 }  // namespace
 
-// Counts a thread that waits.
-class Messages::Count {
+// Lists a wait by its thread. Made and ended in a turn.
+class Messages::Wait {
  public:
-  explicit Count(std::atomic<int>& number) : number_(number) { ++number_; }
-  ~Count() { --number_; }
-  Count(const Count&) = delete;
-  Count& operator=(const Count&) = delete;
+  explicit Wait(std::vector<std::thread::id>& threads) : threads_(threads) {
+    threads_.push_back(std::this_thread::get_id());
+  }
+  ~Wait() { threads_.erase(std::find(threads_.begin(), threads_.end(), std::this_thread::get_id())); }
+  Wait(const Wait&) = delete;
+  Wait& operator=(const Wait&) = delete;
 
  private:
-  std::atomic<int>& number_;
+  std::vector<std::thread::id>& threads_;
 };
-
-template <typename Hook>
-void Messages::call_hook(Hook hook) {
-  const RunningHook running(*this);
-  turn_.apart(hook);
-}
 
 Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks,
                    std::function<void()> require_open, std::function<void()> help_collectives)
@@ -96,7 +69,9 @@ Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const H
 
 Turn::Held Messages::close() {
   auto turn = turn_.awaited();
-  if (waiting_.load(std::memory_order_acquire) != RunningHook::waits(*this))
+  // This thread may be in a wait: hooks run signal handlers.
+  const std::thread::id me = std::this_thread::get_id();
+  if (std::any_of(waiting_.begin(), waiting_.end(), [&](std::thread::id thread) { return thread != me; }))
     throw CommunicatorError(ErrorKind::usage,
                             "another thread sends or receives; close the communicator when it has ended");
   for (Outgoing& stream : outgoing_) stream.queue.clear();
@@ -146,7 +121,7 @@ bool Messages::test(const Message& message) {
 void Messages::wait(const Message& message, double timeout_seconds) {
   if (message.finished()) return;
   const auto turn = take_turn();
-  const Count count(waiting_);
+  const Wait wait(waiting_);
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
@@ -160,7 +135,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     peers_.show_life();
     const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
     if (turn_.apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
-    call_hook(hooks_.check_signals);
+    turn_.apart(hooks_.check_signals);
     require_open_();
     check_peers(message, watch->seconds(), patience);
     if (message.finished()) return;
@@ -358,7 +333,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
   }
   patience.look(
       waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
-      [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
+      [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
       [this](const ErrorFields& failure) { throw peers_.fail(failure); });
 }
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/errors.h"
@@ -75,7 +76,7 @@ class Messages {
   Turn::Held close();
 
  private:
-  class Count;
+  class Wait;
 
   struct Envelope {
     std::int64_t tag;
@@ -115,8 +116,6 @@ class Messages {
   void check_peers(const Message& message, double waited, Patience& patience);
   std::vector<int> awaited(const Message& message) const;
   std::string describe(const Message& message) const;
-  template <typename Hook>
-  void call_hook(Hook hook);
 
   Segment& segment_;
   Peers& peers_;
@@ -128,7 +127,7 @@ class Messages {
   std::deque<Aside> aside_;
   std::deque<std::shared_ptr<Message>> awaiting_;
   std::atomic<bool> under_way_{false};
-  std::atomic<int> waiting_{0};  // threads
+  std::vector<std::thread::id> waiting_;  // a thread for each wait, in no order
   Turn turn_;
 };
 

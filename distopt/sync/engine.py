@@ -109,7 +109,7 @@ class Engine:
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
         Raises:
-            UsageError: `clip` is not positive, or `bucket_elements` is no integer, or negative.
+            UsageError: `clip` is not positive, or `bucket_elements` is not an integer, or is negative.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
         if clip is not None and not clip > 0:
@@ -166,7 +166,7 @@ class Engine:
             version: see `begin`.
 
         Raises:
-            UsageError: inside `join`, or `partition_elements` is no integer, or negative.
+            UsageError: inside `join`, or `partition_elements` is not an integer, or is negative.
             MismatchError: the ranks have different models or rules.
         """
         if self.is_joining:

@@ -56,7 +56,7 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     waited for.
 
     Raises:
-        UsageError: `world_size` is no positive integer, or is more than 32 times the number of cores; `fn` cannot be
+        UsageError: `world_size` is not a positive integer, or is more than 32 times the number of cores; `fn` cannot be
             called with these arguments; or they cannot be sent. No rank has been started.
         RankFailedError: a rank raised, exited with a code other than 0, or was killed by a signal. The others have
             been ended.
