@@ -20,10 +20,22 @@ except ModuleNotFoundError as error:
 
 from .checkpoint.checkpoint import Checkpoint, load
 from .checkpoint.sampler import ResumableSampler
+from .codecs.diloco import DiLoCo
+from .codecs.dist_opt import DistOpt
+from .codecs.hook import hook
 from .ddp.sync_batch_norm import SyncBatchNorm
 from .group.process_group import DistoptProcessGroup
 from .register import register_backend
 
-__all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "SyncBatchNorm", "load"]
+__all__ = [
+    "Checkpoint",
+    "DiLoCo",
+    "DistOpt",
+    "DistoptProcessGroup",
+    "ResumableSampler",
+    "SyncBatchNorm",
+    "hook",
+    "load",
+]
 
 register_backend()

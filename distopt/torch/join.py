@@ -73,6 +73,22 @@ def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout
     return DistoptProcessGroup(store, rank, size, name, communicator, connect_again, _make, timeout, who)
 
 
+def communicator_of_store(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> Communicator:
+    """Collective. A communicator of ranks that share a store.
+
+    Args:
+        store: of these ranks, used for nothing else.
+        rank: of this process among them.
+        ranks: their numbers in the job.
+        seconds: how long an operation waits for a rank.
+
+    Raises:
+        LaunchError: a rank did not come.
+    """
+    refuse_worker()
+    return _communicator(store, rank, ranks, seconds)[0]
+
+
 def _communicator(
     store: dist.Store, rank: int, ranks: Sequence[int], timeout: float
 ) -> tuple[Communicator, list[Process]]:

@@ -1,0 +1,56 @@
+"""The ranks of any process group as a communicator of distopt."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ...errors import DistoptError, UsageError
+from ...settings import Settings
+from ..join import communicator_of_store
+
+if TYPE_CHECKING:
+    from ...comm import Communicator
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def communicator_of(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Collective. A new communicator of the ranks of `group`: shared memory on a host, PyTorch's Gloo between hosts.
+
+    The ranks meet in the group's store; afterwards it depends on the group no more. Its operations have an order of
+    their own, so it does not disturb those that PyTorch calls. An operation waits for a rank for $DISTOPT_TIMEOUT.
+
+    Args:
+        group: a group with this process, over any backend (default: all ranks).
+
+    Raises:
+        UsageError: there is no process group, or this process is not in it.
+        LaunchError: the ranks did not meet.
+    """
+    if not dist.is_initialized():
+        raise UsageError('there is no process group; call torch.distributed.init_process_group("distopt") before')
+    group = group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError("this process is not in the process group; make it on the ranks of the group only")
+    rank, store = dist.get_rank(group), group.get_group_store()
+    # The ranks make the communicators of a group in the same order; each counts its own in the store.
+    number = store.add(f"distopt.codecs/{rank}", 1)
+    store = dist.PrefixStore(f"distopt.codecs/{number}", store.clone())
+    seconds = Settings.from_env().timeout
+    communicator = communicator_of_store(store, rank, dist.get_process_group_ranks(group), seconds)
+    if not _open:
+        atexit.register(_close_at_exit)
+    _open.add(communicator)
+    return communicator
+
+
+def _close_at_exit() -> None:
+    """Local. Close what scripts leave open while Python's threads still run."""
+    for communicator in list(_open):
+        with contextlib.suppress(DistoptError):  # it has failed, which the script knows
+            communicator.close()

@@ -1,0 +1,279 @@
+"""DistOpt for PyTorch: an optimizer whose gradients are averaged over the ranks during the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import compress
+from ...errors import UsageError
+from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ..private import call_after_backward, current_backward_pass
+from .communicator import communicator_of
+from .parameters import OptimizerRule, TrainedParameter, trained_parameters, views_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ...compress import Codec, CommunicationStatistics
+    from ...sync.layout import Layout
+    from ...sync.step import GradientCounter
+
+DEFAULT_CHECK_EVERY = 100
+
+
+class DistOpt(torch.optim.Optimizer):
+    """Wraps an optimizer, for a model without DDP: after `backward`, gradients are the means over the ranks.
+
+    A gradient is sent while the backward pass goes on. When `backward` returns, `.grad` of each parameter is its mean,
+    so clipping, `GradScaler` and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
+    groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
+
+    Each step has one backward pass outside of `no_sync`, and uses the same parameters.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        named_parameters: `model.named_parameters()`; the names are for errors and saved states (default: numbers).
+        group: the ranks, over any backend for CPU tensors (default: all).
+        codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
+        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        partition_elements: if given, steps are partial updates: each rank applies its own gradients, and then one
+            partition of so many elements is averaged over the ranks.
+        non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
+            ranks from `backward`; "skip" the next `step` on all ranks, with a warning; "ignore" it, which only fp32
+            can.
+        clip: limit every element of a gradient to [-clip, clip] before it is sent.
+        clip_grad_norm: limit the l2 norm of the averaged gradient.
+        check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
+            `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never.
+        find_unused_parameters: whether a parameter that the loss does not reach has a gradient of zero, instead of an
+            error.
+
+    Raises:
+        UsageError: an option is wrong, or a parameter is not one that codecs reduce.
+        MismatchError: the ranks train different models.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        codec: Codec | str = "fp32",
+        bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
+        partition_elements: int | None = None,
+        non_finite: NonFinite = "raise",
+        clip: float | None = None,
+        clip_grad_norm: float | None = None,
+        check_every: int = DEFAULT_CHECK_EVERY,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        """Collective."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"DistOpt wraps an optimizer of torch.optim, such as SGD(model.parameters(), 0.1); got {optimizer!r}"
+            )
+        Engine.check_options(non_finite, check_every)
+        self.optimizer = optimizer
+        self.codec = compress.create(codec) if isinstance(codec, str) else codec
+        self.clip, self.clip_grad_norm = clip, clip_grad_norm
+        self._params = trained_parameters(_named(optimizer, named_parameters))
+        self._rule = OptimizerRule(optimizer)
+        self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
+        self._engine.agreement.attach(self._params)
+        order = lambda: [param for param in reversed(self._params) if param.tensor.requires_grad]  # noqa: E731
+        if partition_elements is None:
+            begin = partial(self._engine.begin, self.codec, bucket_elements, clip=clip)
+        else:
+            begin = partial(self._engine.begin_partial, partition_elements)
+        self._begin: Callable[..., GradientCounter] = partial(begin, order=order, rule=self._rule)
+        self._is_partial = partition_elements is not None
+        self._unused = "zero" if find_unused_parameters else "raise"
+        self._trained: tuple[bool, ...] = ()  # which parameters, and a number that changes with it
+        self._version = 0
+        self._layout: Layout | None = None
+        self._views: dict[int, torch.Tensor] = {}  # of the buckets, by id of the parameter
+        self._step: GradientCounter | None = None
+        self._pass = -1  # number of the backward pass of this step
+        self._collects = False  # inside `no_sync`
+        self._skips = False  # the next update
+        for param in self._params:
+            param.tensor.register_post_accumulate_grad_hook(partial(self._take, param))
+        super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
+
+    # -- the interface of optimizers -----------------------------------------------------------------------------------
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of the base class
+        """Local. The groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Local. The states of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Local. The default options of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    def __repr__(self) -> str:
+        return f"DistOpt({self.optimizer!r})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Collective with partial updates, else local. Update the parameters; returns the value of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._skips:
+            self._skips = False
+        else:
+            self._update()
+            if self._is_partial and self._layout is not None:
+                self._engine.partial.average(self._layout)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Local. See `torch.optim.Optimizer.zero_grad`."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+        """Raise a UsageError."""
+        raise UsageError("parameters cannot be added to a DistOpt; add them to the optimizer, then wrap it")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Local. The states of the wrapped optimizer, and the residuals of this rank and more: `engine`."""
+        engine = {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}
+        return self.optimizer.state_dict() | {"engine": engine}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
+
+        Raises:
+            StateError: the states do not fit.
+        """
+        states = dict(state_dict)
+        engine = {name: tensor.numpy() for name, tensor in states.pop("engine", {}).items()}
+        self._engine.check_states(engine)
+        self.optimizer.load_state_dict(states)
+        self._engine.set_states(engine)
+        self._rule.steps = self._engine.statistics.steps - self._engine.statistics.skipped
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Local. In the body of a `with`, backward passes only add to `.grad`; the next one outside sends the sums."""
+        self._collects = True
+        try:
+            yield
+        finally:
+            self._collects = False
+
+    def join(self) -> AbstractContextManager[None]:
+        """Collective. Let ranks take different numbers of steps in the body of a `with`.
+
+        A rank that leaves the body contributes zeros to the steps of the others, and applies the same updates. A step
+        averages over the ranks that still have data. For codecs without error feedback; every rank has a batch.
+
+        Raises:
+            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
+        """
+        return self._engine.join(self._rule, self._update_by)
+
+    def synchronize(self) -> None:
+        """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
+        self._engine.partial.synchronize()
+
+    def stats(self) -> CommunicationStatistics:
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        return self._engine.stats()
+
+    def _take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
+        """Collective, in a backward pass. The gradient of a parameter is final."""
+        if self._collects:
+            return
+        number = current_backward_pass()
+        if self._step is not None and number != self._pass:
+            self._leave()
+        if self._step is None:
+            self._open(number)
+        view, grad = self._views[id(param)], tensor.grad
+        assert self._step is not None and grad is not None
+        with self._step:
+            if grad is not view:
+                view.copy_(grad)
+                tensor.grad = view
+            self._step.final(param)
+
+    def _open(self, number: int) -> None:
+        trained = tuple(param.tensor.requires_grad for param in self._params)
+        if trained != self._trained:
+            self._trained, self._version = trained, self._version + 1
+        self._step, self._pass = self._begin(version=self._version), number
+        if self._step.layout is not self._layout:
+            self._layout = self._step.layout
+            self._views = views_of(self._layout)
+        call_after_backward(self._finish)
+
+    def _leave(self) -> None:
+        """Collective. An exception has ended the backward pass of the open step on this rank."""
+        step, self._step = self._step, None
+        assert step is not None
+        with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
+            raise UsageError("the backward pass was not completed")
+
+    def _finish(self) -> None:
+        """Collective. The end of the backward pass."""
+        step, self._step = self._step, None
+        assert step is not None
+        with step:
+            verdict = step.finish(self._unused)  # type: ignore[arg-type]
+        if verdict is not None:
+            self._skips = True
+            self._engine.refuse(verdict)
+            return
+        self._give(step.layout)
+
+    def _give(self, layout: Layout) -> None:
+        """Local. Make the means the gradients of the parameters."""
+        tensors = []
+        for bucket in layout.buckets:
+            for param in bucket.params:
+                assert isinstance(param, TrainedParameter)
+                param.tensor.grad = self._views[id(param)]
+                tensors.append(param.tensor)
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(tensors, self.clip_grad_norm)
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self._rule.steps += 1
+
+    def _update_by(self, layout: Layout) -> None:
+        """Local. The step of a rank without data."""
+        self._give(layout)
+        self._update()
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of an optimizer with their names."""
+    own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if named is None:
+        return [(f"parameter {place}", tensor) for place, tensor in enumerate(own)]
+    ids = {id(tensor) for tensor in own}
+    found = [(name, tensor) for name, tensor in named if id(tensor) in ids]
+    if len(found) != len(ids):
+        raise UsageError(
+            f"named_parameters has {len(found)} of the {len(ids)} parameters of the optimizer; pass those of the model "
+            "that it was made for"
+        )
+    return found

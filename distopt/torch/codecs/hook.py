@@ -1,0 +1,142 @@
+"""Codecs as a communication hook of DDP."""
+
+# Annotations are no strings here: DDP compares those of a hook with the classes themselves.
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from ... import compress
+from ...compress import Codec, CommunicationStatistics
+from ...errors import UsageError
+from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine
+from ...sync.step import GradientCounter
+from .communicator import communicator_of
+from .parameters import NoRule, trained_parameters, views_of
+
+
+class CodecHook:
+    """The state of a hook: the engine that averages gradients, with its residuals and statistics.
+
+    DDP's buckets only bring gradients. They are copied to buckets of the engine in wire memory, which are encoded and
+    sent as soon as they are full, and the means are copied back when the last gradient is final. So residuals do not
+    depend on the layout of DDP's buckets, which changes after the first step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        codec: Codec,
+        *,
+        group: dist.ProcessGroup | None,
+        bucket_elements: int,
+        non_finite: str,
+    ) -> None:
+        """Collective. See `hook`."""
+        if non_finite == "skip":
+            raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
+        self.codec = codec
+        self.bucket_elements = bucket_elements
+        self._params = trained_parameters(model.named_parameters())
+        self._by_tensor = {id(param.tensor): param for param in self._params}
+        self._rule = NoRule()
+        self._engine = Engine(communicator_of(group), non_finite)  # type: ignore[arg-type] # checked there
+        self._step: GradientCounter | None = None
+        self._views: dict[int, torch.Tensor] = {}  # of the engine's buckets, by id of the parameter
+        self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
+
+    def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """Collective. Take the gradients of a bucket; the future ends with the last bucket of the backward pass."""
+        if bucket.index() == 0:
+            self._begin()
+        step = self._step
+        assert step is not None
+        with step:
+            for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                param = self._by_tensor[id(tensor)]
+                self._views[id(param)].copy_(grad)
+                step.final(param)
+            future: Future[torch.Tensor] = Future()
+            self._taken.append((bucket, future))
+            if bucket.is_last():
+                self._finish(step)
+        return future
+
+    def _begin(self) -> None:
+        self._taken.clear()  # of a backward pass that an exception has ended
+        layout = self._engine.layout
+        self._step = self._engine.begin(self.codec, self.bucket_elements, lambda: self._params[::-1], self._rule)
+        if self._engine.layout is not layout:
+            assert self._engine.layout is not None
+            self._views = views_of(self._engine.layout)
+
+    def _finish(self, step: GradientCounter) -> None:
+        taken, self._taken = self._taken, []
+        verdict = step.finish()
+        if verdict is not None:
+            self._engine.refuse(verdict)
+        self._rule.steps += 1
+        for bucket, future in taken:
+            for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                grad.copy_(self._views[id(self._by_tensor[id(tensor)])])
+            future.set_result(bucket.buffer())
+
+    def stats(self) -> CommunicationStatistics:
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        return self._engine.stats()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
+        return {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}
+
+    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
+
+        Raises:
+            StateError: the states do not fit; nothing was changed.
+        """
+        self._engine.set_states({name: tensor.numpy() for name, tensor in states.items()})
+        self._rule.steps = self._engine.statistics.steps - self._engine.statistics.skipped
+
+
+def distopt_hook(state: CodecHook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """Collective. The function that DDP calls with each bucket."""
+    return state.take(bucket)
+
+
+def hook(
+    model: torch.nn.Module,
+    codec: Codec | str = "fp32",
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
+    non_finite: str = "raise",
+    **options: Any,
+) -> tuple[CodecHook, Any]:
+    """Collective. A hook by which DDP averages its gradients through a codec.
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(*distopt.torch.hook(model, "top-k", ratio=0.01, error_feedback=True))
+
+    Args:
+        model: the model inside of DDP, or DDP itself; its names of parameters name residuals and errors.
+        codec: a codec, or the name of one, see `distopt.compress.create`.
+        group: the ranks, over any backend for CPU tensors (default: all). The group of DDP.
+        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
+            ranks from `backward`, or "ignore" it, which only fp32 can.
+        options: of the codec if it is given by name.
+
+    Returns:
+        The two arguments of `register_comm_hook`: the hook's state, with `stats`, `state_dict` and `load_state_dict`,
+        and the function.
+
+    Raises:
+        UsageError: an option is wrong, or a parameter is not one that codecs reduce.
+    """
+    codec = compress.create(codec, **options) if isinstance(codec, str) else codec
+    state = CodecHook(model, codec, group=group, bucket_elements=bucket_elements, non_finite=non_finite)
+    return state, distopt_hook
