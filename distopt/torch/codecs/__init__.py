@@ -1,4 +1,5 @@
-"""Codecs for PyTorch: a hook of DDP, an optimizer that wraps another one, and local updates, all by the engine of `sync`.
+"""Codecs for PyTorch: a hook of DDP, an optimizer that wraps another one, and local updates.
 
-The ranks are those of any process group for CPU tensors; their gradients travel by a communicator of distopt's.
+All three feed the engine of `sync`. The ranks are those of any process group for CPU tensors; gradients travel by a
+communicator of distopt's.
 """

@@ -1,9 +1,9 @@
 """DiLoCo: ranks train on their own for some steps, then average what has changed.
 
-Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1. The
-model in fragments, which are sent in turn and arrive later: Douillard et al., "Streaming DiLoCo with overlapping
-communication", arXiv 2501.18512, section 2. With a sparse codec and error feedback it is SparseLoCo: Sarfi et al., arXiv
-2508.15706.
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1.
+The model in fragments, which are sent in turn and arrive later: Douillard et al., "Streaming DiLoCo with overlapping
+communication", arXiv 2501.18512, section 2. With a sparse codec and error feedback it is SparseLoCo: Sarfi et al.,
+arXiv 2508.15706.
 """
 
 from __future__ import annotations

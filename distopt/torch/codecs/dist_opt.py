@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -51,8 +52,8 @@ class DistOpt(torch.optim.Optimizer):
         clip_grad_norm: limit the l2 norm of the averaged gradient.
         check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
             `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never.
-        find_unused_parameters: whether a parameter that the loss does not reach has a gradient of zero, instead of an
-            error.
+        find_unused_parameters: whether a parameter that the loss of a rank does not reach adds a gradient of zero,
+            instead of raising an error.
 
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
@@ -103,8 +104,9 @@ class DistOpt(torch.optim.Optimizer):
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
         self._skips = False  # the next update
+        me = weakref.ref(self)  # a DistOpt that a script drops sends nothing any more
         for param in self._params:
-            param.tensor.register_post_accumulate_grad_hook(partial(self._take, param))
+            param.tensor.register_post_accumulate_grad_hook(partial(_take, me, param))
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
     # -- the interface of optimizers -----------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class DistOpt(torch.optim.Optimizer):
         """Local. See `torch.optim.Optimizer.zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise a UsageError."""
         raise UsageError("parameters cannot be added to a DistOpt; add them to the optimizer, then wrap it")
 
@@ -195,8 +197,8 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
-    def _take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
-        """Collective, in a backward pass. The gradient of a parameter is final."""
+    def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
+        """Collective, in a backward pass, for the hooks of parameters. The gradient of a parameter is final."""
         if self._collects:
             return
         number = current_backward_pass()
@@ -205,7 +207,8 @@ class DistOpt(torch.optim.Optimizer):
         if self._step is None:
             self._open(number)
         view, grad = self._views[id(param)], tensor.grad
-        assert self._step is not None and grad is not None
+        assert self._step is not None
+        assert grad is not None
         with self._step:
             if grad is not view:
                 view.copy_(grad)
@@ -216,7 +219,7 @@ class DistOpt(torch.optim.Optimizer):
         trained = tuple(param.tensor.requires_grad for param in self._params)
         if trained != self._trained:
             self._trained, self._version = trained, self._version + 1
-        self._step, self._pass = self._begin(version=self._version), number
+        self._step, self._pass, self._skips = self._begin(version=self._version), number, False
         if self._step.layout is not self._layout:
             self._layout = self._step.layout
             self._views = views_of(self._layout)
@@ -233,8 +236,11 @@ class DistOpt(torch.optim.Optimizer):
         """Collective. The end of the backward pass."""
         step, self._step = self._step, None
         assert step is not None
-        with step:
-            verdict = step.finish(self._unused)  # type: ignore[arg-type]
+        try:
+            with step:
+                verdict = step.finish(self._unused)  # type: ignore[arg-type]
+        except UsageError as error:
+            raise UsageError(f"{error}, or pass find_unused_parameters=True") from None
         if verdict is not None:
             self._skips = True
             self._engine.refuse(verdict)
@@ -260,6 +266,12 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The step of a rank without data."""
         self._give(layout)
         self._update()
+
+
+def _take(owner: weakref.ref[DistOpt], param: TrainedParameter, tensor: torch.Tensor) -> None:
+    """Collective, in a backward pass. The gradient of a parameter is final."""
+    if (optimizer := owner()) is not None:
+        optimizer.take(param, tensor)
 
 
 def _named(

@@ -37,8 +37,8 @@ class TrainedParameter:
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"parameter {name} is of {tensor.dtype}; codecs reduce float32 and float64: keep parameters in float32, "
-                "and compute in 16 bits by torch.autocast"
+                f"parameter {name} is of {tensor.dtype}; codecs reduce float32 and float64: keep parameters in "
+                "float32, and compute in 16 bits by torch.autocast"
             )
         self.name, self.tensor = name, tensor
         self._dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -70,7 +70,7 @@ def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[
     params = []
     for name, tensor in named:
         for wrapper in wrappers:
-            name = name.removeprefix(wrapper)  # noqa: PLW2901
+            name = name.removeprefix(wrapper)
         if tensor.requires_grad:
             params.append(TrainedParameter(name, tensor))
     if not params:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from . import batch_norm, callbacks, collectives, ddp, errors, groups, hosts, memory, messages, sharding, works
+from . import batch_norm, callbacks, codecs, collectives, ddp, errors, groups, hosts, memory, messages, sharding, works
 
-_SUBJECTS = collectives, hosts, messages, works, callbacks, groups, errors, ddp, memory, batch_norm, sharding
+_SUBJECTS = collectives, hosts, messages, works, callbacks, groups, errors, ddp, memory, batch_norm, sharding, codecs
 
 CHECKS = {
     name.removeprefix("check_"): function

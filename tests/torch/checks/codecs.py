@@ -1,0 +1,298 @@
+"""Codecs: hooks of DDP, DistOpt and DiLoCo over groups of distopt and of Gloo, against DDP and one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import distopt.torch
+from distopt import compress
+from distopt.errors import GradientError, MismatchError, UsageError
+
+from ..forked import group_with_gloo
+from .ddp import network
+from .ranks import Ranks, same, same_on_all_ranks
+
+CODECS = {
+    "fp32": {},
+    "fp16": {},
+    "bf16": {},
+    "top-k": {"ratio": 0.05, "error_feedback": True},
+    "threshold": {"bound": 0.01, "error_feedback": True},
+    "power-sgd": {"error_feedback": True},
+}
+SMALL = 200  # elements of a bucket: the network has several
+
+
+def batches(rank: int, count: int, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        yield torch.randn(4, 1, 8, 8, generator=generator), torch.randint(10, (4,), generator=generator)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int = 5, first: int = 0) -> None:
+    for step, (x, y) in enumerate(batches(rank, count, first)):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def params_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in model.parameters()]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def dist_opt(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    options = {"bucket_elements": SMALL, **options}
+    return distopt.torch.DistOpt(optimizer or sgd(model), model.named_parameters(), **options)
+
+
+def hooked(name: str, group: dist.ProcessGroup, **options: Any) -> tuple[Any, Any]:
+    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.005)
+    state, function = distopt.torch.hook(model, name, group=group, bucket_elements=SMALL, **options)
+    model.register_comm_hook(state, function)
+    return model, state
+
+
+def check_codecs_of_hooks(r: Ranks) -> None:
+    """The same bits over groups of distopt and of Gloo, as those of DistOpt, and on all ranks; as many bytes."""
+    gloo = group_with_gloo(r.all)
+    for name, options in CODECS.items():
+        found, sent = [], []
+        for group in (dist.group.WORLD, gloo):
+            model, state = hooked(name, group, **options)
+            train(model, sgd(model), r.rank)
+            found.append(params_of(model))
+            sent.append(state.stats().total.wire_bytes)
+        model = network()
+        optimizer = dist_opt(model, codec=compress.create(name, **options))
+        train(model, optimizer, r.rank)
+        found.append(params_of(model))
+        sent.append(optimizer.stats().total.wire_bytes)
+        assert len(set(sent)) == 1, (name, sent)
+        assert len(optimizer.stats().buckets) > 1
+        for one, two, three in zip(*found, strict=True):
+            same(one, two, name)
+            same(one, three, name)
+            same_on_all_ranks(one, name)
+        assert not torch.equal(found[0][0], params_of(network())[0]), name
+    dist.destroy_process_group(gloo)
+
+
+def check_dist_opt_is_ddp(r: Ranks) -> None:
+    rules: list[Callable[[torch.nn.Module], torch.optim.Optimizer]] = [
+        sgd,
+        lambda model: torch.optim.AdamW(model.parameters(), 0.01, foreach=True),
+        lambda model: torch.optim.AdamW(model.parameters(), 0.01, fused=True),
+    ]
+    for rule in rules:
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+        optimizer = rule(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        own = network()
+        if r.rank:
+            with torch.no_grad():  # replaced by those of rank 0
+                next(own.parameters()).add_(1)
+        ours = dist_opt(own, rule(own), clip_grad_norm=None)
+        our_schedule = torch.optim.lr_scheduler.StepLR(ours, 1, 0.5)
+        for first in range(4):
+            train(model, optimizer, r.rank, 2, first)
+            train(own, ours, r.rank, 2, first)
+            schedule.step()
+            our_schedule.step()
+        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        assert ours.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def check_dist_opt_adds_gradients(r: Ranks) -> None:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    own = network()
+    theirs, ours = sgd(model), dist_opt(own)
+    for first in range(3):
+        for trained, optimizer, pauses in ((model, theirs, model.no_sync), (own, ours, ours.no_sync)):
+            (x, y), (u, v) = batches(r.rank, 2, 2 * first)
+            optimizer.zero_grad()
+            with pauses():
+                torch.nn.functional.cross_entropy(trained(x), y).backward()
+            torch.nn.functional.cross_entropy(trained(u), v).backward()
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+            optimizer.step()
+    r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+
+
+def check_dist_opt_joins(r: Ranks) -> None:
+    """Ranks with different numbers of batches, against one process: a step is the mean over those with data."""
+    own, expected = network(), network()
+    ours, theirs = dist_opt(own), sgd(expected)
+    with ours.join():
+        train(own, ours, r.rank, 2 + r.rank)
+    data = [list(batches(rank, 2 + rank)) for rank in r.all]
+    for step in range(1 + r.size):
+        here = [mine[step] for mine in data if step < len(mine)]
+        grads = []
+        for x, y in here:
+            theirs.zero_grad()
+            torch.nn.functional.cross_entropy(copy.deepcopy(expected)(x), y)
+            loss = torch.nn.functional.cross_entropy(expected(x), y)
+            grads.append(torch.autograd.grad(loss, list(expected.parameters())))
+        for param, *parts in zip(expected.parameters(), *grads, strict=True):
+            param.grad = torch.stack(parts).mean(0)
+        theirs.step()
+    for one, other in zip(params_of(own), params_of(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        same_on_all_ranks(one)
+
+
+def check_dist_opt_updates_partially(r: Ranks) -> None:
+    model = network()
+    optimizer = dist_opt(model, partition_elements=SMALL)
+    train(model, optimizer, r.rank, 2)
+    before = params_of(model)
+    optimizer.synchronize()
+    for one, mine in zip(params_of(model), before, strict=True):
+        same_on_all_ranks(one)
+        every = [torch.empty_like(mine) for _ in r.all]
+        dist.all_gather(every, mine)
+        torch.testing.assert_close(one, torch.stack(every).mean(0))
+    assert any(not torch.equal(one, mine) for one, mine in zip(params_of(model), before, strict=True))
+
+
+def check_dist_opt_of_a_bad_gradient(r: Ranks) -> None:
+    (x, y), (u, v) = batches(r.rank, 2)
+    bad = x * float("nan") if r.rank == r.size - 1 else x
+    for codec in ("fp32", "top-k"):
+        for non_finite in ("raise", "skip"):
+            model = network()
+            optimizer = dist_opt(model, codec=codec if codec == "fp32" else compress.TopK(0.1), non_finite=non_finite)
+            before = params_of(model)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(bad), y)
+            if non_finite == "raise":
+                with pytest.raises(GradientError, match=rf"rank {r.size - 1} .*lower the learning rate"):
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+            for one, other in zip(params_of(model), before, strict=True):
+                same(one, other)
+            model.load_state_dict(network().state_dict())
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(u), v).backward()
+            optimizer.step()
+            same_on_all_ranks(params_of(model)[0])
+            assert not torch.equal(params_of(model)[0], before[0])
+
+
+def check_codec_states_resume(r: Ranks) -> None:
+    """Saved and loaded in the middle, for objects made anew: the bits of the undisturbed run."""
+
+    def of_dist_opt() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        model = network()
+        optimizer = dist_opt(model, codec=compress.create("top-k", ratio=0.05, error_feedback=True))
+        return model, optimizer, {"model": model, "optimizer": optimizer}
+
+    def of_hook() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        model, state = hooked("power-sgd", dist.group.WORLD, error_feedback=True)
+        optimizer = sgd(model)
+        return model, optimizer, {"model": model, "optimizer": optimizer, "hook": state}
+
+    def of_diloco() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        model = network()
+        inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        codec = compress.create("top-k", ratio=0.2, error_feedback=True)
+        local = distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragments=2, codec=codec)
+        return model, inner, {"model": model, "optimizer": inner, "local": local}
+
+    for make in (of_dist_opt, of_hook, of_diloco):
+        model, optimizer, _ = make()
+        train(model, optimizer, r.rank, 10)
+        expected = params_of(model)
+        model, optimizer, things = make()
+        train(model, optimizer, r.rank, 5)
+        file = io.BytesIO()
+        torch.save({name: thing.state_dict() for name, thing in things.items()}, file)
+        train(model, optimizer, r.rank, 2)
+        model, optimizer, things = make()
+        file.seek(0)
+        for name, states in torch.load(file).items():
+            things[name].load_state_dict(states)
+        train(model, optimizer, r.rank, 5, 5)
+        for one, other in zip(params_of(model), expected, strict=True):
+            same(one, other, make.__name__)
+
+
+def check_diloco(r: Ranks) -> None:
+    """Against one process that trains a copy of the model for each rank."""
+    for fragments, delay in ((1, 0), (2, 0), (2, 1)):
+        own = network()
+        inner, outer = sgd(own), torch.optim.SGD(own.parameters(), 0.7, momentum=0.9, nesterov=True)
+        local = distopt.torch.DiLoCo(
+            own, inner, outer, sync_every=4, fragments=fragments, fragment_sync_delay=delay, bucket_elements=SMALL
+        )
+        train(own, inner, r.rank, 9)
+        local.close()
+        for one, other in zip(params_of(own), _diloco(r, fragments, delay), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert local.steps == 9
+
+
+def _diloco(r: Ranks, fragments: int, delay: int) -> list[torch.Tensor]:
+    models = [network() for _ in r.all]
+    inners = [sgd(model) for model in models]
+    average = params_of(models[0])
+    sizes = [param.numel() for param in average]
+    # The first fragment ends nearest to the half of all elements.
+    cut = min(range(1, len(sizes)), key=lambda k: abs(sum(sizes[:k]) - sum(sizes) / 2)) if fragments > 1 else len(sizes)
+    parts = [range(cut), range(cut, len(sizes))][:fragments]
+    outers = [torch.optim.SGD([average[k] for k in part], 0.7, momentum=0.9, nesterov=True) for part in parts]
+    distance = 4 // fragments
+    sent: dict[int, list[torch.Tensor]] = {}
+    for step in range(1, 10):
+        for rank, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            train(model, inner, rank, 1, step - 1)
+        if step % distance == 0:
+            part = parts[(step // distance - 1) % fragments]
+            changes = [[average[k] - params_of(model)[k] for k in part] for model in models]
+            sent[step] = [torch.stack(each).mean(0) for each in zip(*changes, strict=True)]
+        if step > delay and (step - delay) % distance == 0:
+            number = ((step - delay) // distance - 1) % fragments
+            for k, grad in zip(parts[number], sent[step - delay], strict=True):
+                average[k].grad = grad
+            outers[number].step()
+            for model in models:
+                with torch.no_grad():
+                    for k in parts[number]:
+                        list(model.parameters())[k].copy_(average[k])
+    return params_of(models[r.rank])
+
+
+def check_mistakes_with_codecs(r: Ranks) -> None:
+    with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
+        dist_opt(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match="wraps an optimizer"):
+        distopt.torch.DistOpt(network())
+    with pytest.raises(UsageError, match="unknown codec 'topk'"):
+        distopt.torch.hook(network(), "topk")
+    model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
+    with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
+        dist_opt(model)
+    # A parameter that the loss does not reach.
+    pair = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+    optimizer = dist_opt(pair)
+    with pytest.raises(UsageError, match="did not reach .* find_unused_parameters=True"):
+        pair[0](torch.ones(1, 3)).sum().backward()
+    optimizer = dist_opt(pair, find_unused_parameters=True)
+    pair[r.rank % 2](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for parameter in pair.parameters():
+        same_on_all_ranks(parameter)
