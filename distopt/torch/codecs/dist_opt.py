@@ -88,7 +88,7 @@ class DistOpt(torch.optim.Optimizer):
         self._rule = OptimizerRule(optimizer)
         self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
         self._engine.agreement.attach(self._params)
-        order = lambda: [param for param in reversed(self._params) if param.tensor.requires_grad]  # noqa: E731
+        order = partial(_order, self._params)
         if partition_elements is None:
             begin = partial(self._engine.begin, self.codec, bucket_elements, clip=clip)
         else:
@@ -105,8 +105,9 @@ class DistOpt(torch.optim.Optimizer):
         self._collects = False  # inside `no_sync`
         self._skips = False  # the next update
         me = weakref.ref(self)  # a DistOpt that a script drops sends nothing any more
-        for param in self._params:
-            param.tensor.register_post_accumulate_grad_hook(partial(_take, me, param))
+        self._handles = [
+            param.tensor.register_post_accumulate_grad_hook(partial(_take, me, param)) for param in self._params
+        ]
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
     # -- the interface of optimizers -----------------------------------------------------------------------------------
@@ -193,6 +194,11 @@ class DistOpt(torch.optim.Optimizer):
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
         self._engine.partial.synchronize()
 
+    def close(self) -> None:
+        """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
+        for handle in self._handles:
+            handle.remove()
+
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
@@ -266,6 +272,11 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The step of a rank without data."""
         self._give(layout)
         self._update()
+
+
+def _order(params: list[TrainedParameter]) -> list[TrainedParameter]:
+    """The parameters that train, in the order in which their gradients usually become final."""
+    return [param for param in reversed(params) if param.tensor.requires_grad]
 
 
 def _take(owner: weakref.ref[DistOpt], param: TrainedParameter, tensor: torch.Tensor) -> None:

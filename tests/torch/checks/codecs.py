@@ -289,8 +289,9 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     # A parameter that the loss does not reach.
     pair = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
     optimizer = dist_opt(pair)
-    with pytest.raises(UsageError, match="did not reach .* find_unused_parameters=True"):
+    with pytest.raises(UsageError, match=r"did not reach .* find_unused_parameters=True"):
         pair[0](torch.ones(1, 3)).sum().backward()
+    optimizer.close()
     optimizer = dist_opt(pair, find_unused_parameters=True)
     pair[r.rank % 2](torch.ones(1, 3)).sum().backward()
     optimizer.step()
