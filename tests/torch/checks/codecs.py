@@ -293,6 +293,7 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         pair[0](torch.ones(1, 3)).sum().backward()
     optimizer.close()
     optimizer = dist_opt(pair, find_unused_parameters=True)
+    optimizer.zero_grad()
     pair[r.rank % 2](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     for parameter in pair.parameters():
