@@ -60,8 +60,7 @@ def run(
     staging = Staging(device, ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64))
     cnn = cnn or CNN()
     cnn.set_optimizer(sgd)
-    use_graph = device.kind == "cpu" if args.graph is None else args.graph
-    cnn.compile(staging.send()[:1], is_train=True, use_graph=use_graph, sequential=False)
+    cnn.compile(staging.send()[:1], is_train=True, use_graph=args.graph, sequential=False)
 
     sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
     checkpoint = Checkpoint(
@@ -219,9 +218,7 @@ def parse_args(
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, help="replay training steps (default: on CPUs)"
-    )
+    parser.add_argument("--graph", action="store_true", help="on GPUs, replay training steps as CUDA graphs")
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")

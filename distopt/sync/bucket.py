@@ -77,8 +77,8 @@ class BucketMemory:
     """Arrays in wire memory, released all at once: a new layout of buckets reuses the memory of the last but one.
 
     Communicators keep wire memory for as long as they live. So it is divided anew here, and grows only where one needs
-    more than every one before it. The memory of the last layout stays as it is: a recorded training step writes there
-    once more before it is recorded again.
+    more than every one before it. The memory of the last layout stays as it is: a captured training step writes there
+    once more before it is captured again.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -167,12 +167,6 @@ def test_what_checks_cost_under_mpiexec():
     assert ended.stdout.startswith("mpi, 2 ranks: step ")
 
 
-def test_a_profile_without_a_graph(files):
-    ended = run_short("step-profile --no-graph --np 1", files)
-    assert ended.code == 0, ended.stderr
-    assert "layers" in ended.stdout
-
-
 def test_without_a_gpu_the_reason_is_given(files):
     if shutil.which("nvidia-smi"):
         pytest.skip("there is one")

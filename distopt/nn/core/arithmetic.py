@@ -95,8 +95,6 @@ class MatMul(Broadcast):
 class Reshape(Operation):
     """The elements of x with other dimensions."""
 
-    native = True
-
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 

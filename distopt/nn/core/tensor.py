@@ -249,12 +249,7 @@ class Tensor:
 
     # -- overwriting -------------------------------------------------------------------------------------------------
     def changed(self) -> Tensor:
-        """Local. Report that this tensor changes in place; return it.
-
-        The replay of a recorded step would not repeat the change, and a graph may need the old values.
-        """
-        if mode.ran is not None:
-            mode.ran.append("a tensor is changed in place")
+        """Local. Report that this tensor changes in place, as a graph may need the old values; return it."""
         changes.changed(self.array)
         return self
 

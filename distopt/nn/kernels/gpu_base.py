@@ -58,7 +58,7 @@ def code_of(array: Array) -> int:
     try:
         return _CODES[array.dtype]
     except KeyError:
-        raise TypeError(f"kernels compute in float32 and float64, not in {array.dtype}") from None
+        raise TypeError(f"kernels compute in float32 and float64, not in {array.dtype}; convert by to_type") from None
 
 
 def current_stream() -> int:

@@ -68,8 +68,8 @@ class SyncBatchNorm2d(BatchNorm2d):
 
     All values count equally, for any sizes of the ranks' batches. Running statistics are the same on all ranks,
     bit for bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
-    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A recorded step repeats
-    the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
+    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A CUDA graph cannot hold
+    the sums, so such a step runs without one.
 
     Args:
         channels: see `BatchNorm2d`.

@@ -22,8 +22,6 @@ __all__ = [
 class Linear(Weighted):
     """x [N, in] @ w [in, out], plus b [out] if given, optionally with ReLU."""
 
-    native = True
-
     def __init__(self, relu: bool = False) -> None:
         self.relu = relu
 

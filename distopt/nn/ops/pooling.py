@@ -34,7 +34,6 @@ class _Pool2d(Operation):
 class MaxPool2d(_Pool2d):
     """The maximum of each window of x [N, C, H, W]."""
 
-    native = True
     fill = -inf
 
     def forward(self, x: Array) -> Array:
@@ -49,7 +48,6 @@ class MaxPool2d(_Pool2d):
 class AvgPool2d(_Pool2d):
     """The mean of each window of x [N, C, H, W]; padding counts as zeros."""
 
-    native = True
     fill = 0.0
 
     def forward(self, x: Array) -> Array:
