@@ -1,4 +1,4 @@
-"""Optimizer updates: the same bits on every instruction set, near the plain ones, and PyTorch's where rules agree."""
+"""Optimizer updates: the same bits on every instruction set, and near the plain ones."""
 
 import numpy as np
 import pytest
