@@ -137,12 +137,6 @@ def from_dlpack(array: Any) -> ndarray:
     return own
 
 
-def get_array_module(*args: Any) -> Any:
-    import sys
-
-    return sys.modules[__name__] if any(isinstance(a, ndarray) for a in args) else _numpy
-
-
 def shares_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
     return _numpy.shares_memory(a._host, b._host)
 
