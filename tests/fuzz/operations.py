@@ -24,8 +24,6 @@ from distopt.model import Model
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import matrix
 
-__all__ = ["Change", "Program", "Take", "run"]
-
 SHAPE = (2, 3)
 PARAMS = {"p0": SHAPE, "p1": SHAPE, "w0": (3, 3), "v0": (3,), "w1": (3, 3), "v1": (3,)}
 STEP = 1e-30
