@@ -56,7 +56,8 @@ class Reports:
         self._fd, self._pid = fd, os.getpid()
 
     @property
-    def is_heard(self) -> bool:  # noqa: D102
+    def is_heard(self) -> bool:
+        """Local. Whether this process has a supervisor that reads its reports."""
         return self._fd >= 0 and os.getpid() == self._pid
 
     def say(self, what: str, **content: Any) -> None:

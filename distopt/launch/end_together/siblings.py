@@ -99,8 +99,11 @@ class Closable(Protocol):
     """A communicator, for this room."""
 
     @property
-    def closed(self) -> bool: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def closed(self) -> bool:
+        """Local. Whether it has been closed."""
+
+    def close(self) -> None:
+        """Local. Release it; the other ranks' operations then fail."""
 
 
 def speak_last(communicator: Closable) -> None:

@@ -13,7 +13,9 @@ from .torchrun import Torchrun
 _RUN_ID = "DISTOPT_RUN_ID"
 
 
-class DistoptRun(Torchrun):  # noqa: D101
+class DistoptRun(Torchrun):
+    """`distopt run`, by torchrun's variables and DISTOPT_RUN_ID."""
+
     name = "distopt run"
     has_agents = True
 

@@ -9,7 +9,9 @@ from .base import Launcher, LauncherInfo
 from .srun import SRUN
 
 
-class Mpich(Launcher):  # noqa: D101
+class Mpich(Launcher):
+    """mpiexec of MPICH or Intel MPI, by the variables of its process manager, Hydra."""
+
     name = "mpiexec of MPICH or Intel MPI"
     rank, size = "PMI_RANK", "PMI_SIZE"
     local_rank, local_size = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"

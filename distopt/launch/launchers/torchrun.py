@@ -14,7 +14,9 @@ from .base import Launcher, LauncherInfo
 from .srun import in_step
 
 
-class Torchrun(Launcher):  # noqa: D101
+class Torchrun(Launcher):
+    """torchrun, or a script that sets RANK and WORLD_SIZE itself."""
+
     name = "torchrun"
     rank, size = "RANK", "WORLD_SIZE"
     local_rank, local_size = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
