@@ -272,11 +272,11 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
 
     Raises:
-        UsageError: it is no integer, or less than `least`.
+        UsageError: it is not an integer, or is less than `least`.
     """
     number = None
     if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError):  # not an integer
             number = operator.index(value)
     if number is None or (least is not None and number < least):
         limit = "" if least is None else f" of at least {least}"
@@ -285,7 +285,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def number_or_nan(value: Any) -> float:
-    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is no number. Bools are none."""
+    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is a bool or not a number."""
     return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
 
 
@@ -296,7 +296,7 @@ def check_count(name: str, value: Any) -> int:
         StateError: it is not a whole number, is negative, or above 2**53, up to which floats count.
     """
     number = value
-    with contextlib.suppress(AttributeError, ValueError):  # ValueError: several elements
+    with contextlib.suppress(AttributeError, ValueError):  # a number has no `item`; there are several elements
         number = value.item()
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= 2**53 or number % 1:
         raise StateError(f"the states' {name} is {value!r}; expected a whole number from 0; pass what get_states gave")

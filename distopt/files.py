@@ -190,7 +190,7 @@ def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         file = temporary.open("x+b")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file

@@ -352,7 +352,7 @@ def _described(error: Exception, path: Path) -> str:
 def _occupied(lock: Path) -> str:
     """The error's text for a folder that another Checkpoint has locked."""
     said: list[str] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the other Checkpoint has just removed it
         said = lock.read_text().split()[1:]
     if said == [socket.gethostname(), str(os.getpid())]:
         return f"another Checkpoint of this process writes to {lock.parent}; close that first, or choose another folder"

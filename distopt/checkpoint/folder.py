@@ -263,5 +263,5 @@ def remove(folder: Path) -> None:
     names = [entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
     for name in sorted(names, key=lambda name: name != MANIFEST):  # without it, the rest is not a checkpoint
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # other files are in it
         folder.rmdir()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "shm", "mpi", "hierarchical", "nccl")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-_BATCH_SECONDS = 1e-3
+_BATCH_SECONDS = 1e-3  # duration of the calls that are timed together
 _QUIET_LOAD = 0.5  # per core
 
 HEADER = (

@@ -30,7 +30,7 @@ _log = logging.getLogger("distopt")
 
 # Registered memory comes in pages of 2 MiB or more; less is not worth one.
 _REGISTERED_BYTES = 1 << 20
-_ABORT_SECONDS = 10.0  # the longest wait for ncclCommAbort; the error says that it was too short
+_ABORT_SECONDS = 10.0  # then the wait for ncclCommAbort raises an error
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
 

@@ -21,9 +21,10 @@ from typing import TypeVar
 
 from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
 
-CONNECT_SECONDS = 2.0
-# A connected process must prove within them that it belongs to the job: three messages on a slow line.
+CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection, gives up
+# Then a connected process is dropped that has not proved that it belongs to the job: three messages on a slow line.
 _HANDSHAKE_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # a supervisor looks for ended processes and timeouts at least that often
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -32,7 +33,6 @@ _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
 _REASON = struct.Struct("!H")  # after the proof: the length of the reason for a refusal, or 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-_SEND_SECONDS = 2.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
 # A host that is switched off or unplugged does not end its connections. That is noticed 5 to 7 s later.
@@ -175,12 +175,18 @@ def _keep_alive(link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def say(link: socket.socket, line: str) -> None:
+    """Local. Send a line, if the other end is there: its end is noticed when `link` is read."""
+    with contextlib.suppress(OSError):  # it has gone, or reads nothing
+        link.sendall(f"{line}\n".encode())
+
+
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
     """Local. A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
     return hmac.digest(key, role + b"".join(parts), "sha256")
 
 
-def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+def turn(selector: selectors.BaseSelector, seconds: float = _LOOK_SECONDS) -> None:
     """Local. Wait for events, and call the function registered with each; `seconds` at most."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) == key:  # an earlier event of this round may have unregistered it
@@ -275,7 +281,7 @@ class Gate:
         self._links.append(link)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
         try:
-            connection.settimeout(_SEND_SECONDS)
+            connection.settimeout(CONNECT_SECONDS)
             if not of_this_host:
                 _keep_alive(connection)
             connection.sendall(link.nonce)
@@ -306,7 +312,7 @@ class Gate:
             self._lost(link)
 
     def _drop(self, link: Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it has been dropped
+        if link in self._links:
             self._links.remove(link)
             self._selector.unregister(link.socket)
         link.socket.close()
@@ -339,5 +345,4 @@ class Gate:
             self._admitted(link)
 
     def _send(self, link: Link, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            link.socket.sendall(line.encode())
+        say(link.socket, line)

@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +28,8 @@ from .. import _core
 from .processes import children
 
 # On an abort, mpiexec drops output of ranks that it has not read from their pipes yet. MPICH 5.0.2, Open MPI 5.0.11.
-FORWARD_SECONDS = 0.1
-_ABORT_SECONDS = 2
+FORWARD_SECONDS = 0.1  # for mpiexec to read them
+_ABORT_SECONDS = 2  # then this process ends itself, if MPI_Abort has not ended it
 _MAX_TEXT = 1 << 16  # characters
 
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
@@ -103,8 +104,9 @@ def remove_shared_files(pid: int = 0) -> None:
 
 def keep_hangups() -> None:
     """Local. After MPI_Init, give SIGHUP its handler back: UCX in MPICH 5.0.2 takes it for its debugging output."""
-    with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+    handler = signal.getsignal(signal.SIGHUP)  # None: not Python's
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, handler)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

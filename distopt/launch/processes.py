@@ -17,7 +17,7 @@ from ..errors import UsageError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-SAVING_SECONDS = 30.0  # ranks may save their states so long after a signal from outside
+SAVING_SECONDS = 30.0  # then ranks that save their states after a signal are killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 SLICE_SECONDS = 0.1  # the longest sleep of a wait
-
-_EXCUSED_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # ranks wait longer than the one that can report who is missing
+_EXCUSED_SECONDS = 1.0  # after a suspension, while the other processes resume
 
 
 class Stopwatch:

@@ -52,7 +52,7 @@ def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | No
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

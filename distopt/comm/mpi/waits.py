@@ -19,8 +19,8 @@ from .peers import LocalPeers
 
 _log = logging.getLogger("distopt")
 
-_ANSWER_SECONDS = 0.2  # ranks that wait answer each other within it; a silent one is blamed
-_FAREWELL_SECONDS = 1.0  # at exit, a rank stops waiting for the others to close their communicators
+_ANSWER_SECONDS = 0.2  # ranks that wait answer each other within this time; a silent one is blamed
+_FAREWELL_SECONDS = 1.0  # then a rank that exits stops waiting for the others to close their communicators
 
 _closed: list[MpiNotes] = []
 

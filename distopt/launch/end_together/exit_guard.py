@@ -170,8 +170,7 @@ class ExitGuard:
     def abort(self, code: int) -> None:
         """Local. End all ranks of the launcher's job."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
-                stream.flush()
+            _try(stream.flush)
         time.sleep(mpi_quirks.FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
             if self.others is not None:
@@ -180,8 +179,13 @@ class ExitGuard:
 
 
 def _say(text: str) -> None:
+    _try(partial(sys.stderr.write, text))
+
+
+def _try(use: Callable[[], object]) -> None:
+    """Use a standard stream, if that is possible."""
     with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
-        sys.stderr.write(text)
+        use()
 
 
 def finalize_at_exit(mpi: Any) -> None:

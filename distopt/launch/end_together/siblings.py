@@ -29,8 +29,8 @@ from .report import supervisor
 
 _log = logging.getLogger("distopt")
 
-_LEAVE_SECONDS = 10.0
-_LISTEN_SECONDS = 2.0
+_LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
+_LISTEN_SECONDS = 2.0  # then a process that fails does not wait for what its siblings print
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 

@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, say
 from ..mpi_quirks import end_waiting_daemon
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
 _RETRY_SECONDS = 0.01  # pause before the next call of a server that was absent
-# The connection may end that long before MPI_Finalize returns.
+# Then MPI_Finalize has not returned, and the end of the connection is a failure.
 _FINALIZED_SECONDS = 0.3
-
 
 # When a process ends, Linux closes the highest descriptors first. The server must notice the end before other ranks
 # notice it through MPI: that may crash them at once.
@@ -175,8 +174,7 @@ class Watch:
             time.sleep(_RETRY_SECONDS)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            self._link.sendall(f"{line}\n".encode())
+        say(self._link, line)
 
     def _read_line(self) -> str:
         """The server's next message.

@@ -37,9 +37,9 @@ from ..threads import THREAD_VARIABLES
 from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-_FORK_SECONDS = 20.0
-_REST_SECONDS = 0.5  # a spare is replaced that much later: ranks that start have more use for the cores
-_AHEAD_SECONDS = 0.1  # the longest lead of rank 0
+_FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a forked rank
+_REST_SECONDS = 0.5  # delay of a new spare: ranks that start have more use for the cores
+_AHEAD_SECONDS = 0.1  # then another rank no longer waits for rank 0 to listen
 _N_FDS = 5  # the order, and the four for the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -115,7 +115,7 @@ class ForkServer:
     def close(self) -> None:
         """Local. End the process; idempotent."""
         self.ready, self.ended = False, True
-        with contextlib.suppress(KeyError, ValueError):  # closed before
+        if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
         self._link.close()
         self._orders.close()

@@ -13,7 +13,7 @@ from ..end_together.watch import Watch, start_server
 from ..gate import listen
 from .base import Job
 
-_JOIN_SECONDS = 5.0  # short, because the job can do without
+_JOIN_SECONDS = 5.0  # then a rank gives up joining the watch, which the job can do without
 _log = logging.getLogger("distopt")
 
 

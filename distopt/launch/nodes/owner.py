@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...settings import Settings
 from ..addresses import is_own
 from ..gate import Gate, Link
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
-_ANSWER_SECONDS = 5.0  # an agent must report within them that its ranks have been killed
+_ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
-SILENT_SECONDS = 1.2  # an agent without a sign of life for so long counts as cut off
+SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
 _SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
 _MOST_ATTEMPTS = 5  # attempts of healing without a new step
-_WAITING_SECONDS = 10.0  # then the owner prints how many nodes it waits for
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Owner(Gate):
         self._end_by = float("inf")  # on that clock
         self._finished = False
         self._warned = False
-        self._say_at = _WAITING_SECONDS
+        self._say_at = Settings.from_env().stall_warning  # when to print how many nodes are missing, on the clock
         self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
         self._failed_at = 0.0  # on the clock
         self._cause = ""  # the last failure, until a step has been done after it
@@ -217,7 +217,7 @@ class Owner(Gate):
 
     def _admitted(self, link: Link) -> None:
         def send(message: dict[str, Any]) -> None:
-            self._send(link, json.dumps(message) + "\n")
+            self._send(link, json.dumps(message))
 
         # Two hosts may have the same name. Other nodes may not know this host by its own addresses.
         address = self._own.address if is_own(link.address) else link.address

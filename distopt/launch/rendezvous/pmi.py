@@ -13,12 +13,10 @@ from ..end_together.watch import Watch, start_server
 from ..gate import CONNECT_SECONDS, in_slices, listen
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
-from ..stopwatch import Deadline
+from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
 
-# Ranks wait that much longer than the server, because it can report who is missing.
-_GRACE_SECONDS = 5.0
-# The agents of `distopt run` end all ranks within them when one has failed.
+# Then a rank ends itself, if the agents of `distopt run` have not ended it after the failure of another.
 _AGENTS_SECONDS = 3.0
 # Linux gives ports from 32768 on to outgoing connections; services have lower ones than these.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
@@ -52,7 +50,7 @@ class Member(Watch):
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             self._mpi = stack.enter_context(self._connect(b"m", timeout))
-            self._wait_for_all(Deadline(timeout + _GRACE_SECONDS))
+            self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
 
     def environment(self) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-_LOOK_SECONDS = 0.02  # time between two looks: processes may have started others
+_LOOK_SECONDS = 0.02  # between two looks: processes may have started others
 
 
 class Orphans:

@@ -31,8 +31,7 @@ from ..processes import end_of
 from ..stopwatch import Stopwatch
 from .orphans import Orphans
 
-_LOOK_SECONDS = 0.2
-_FREEZER_SECONDS = 0.09  # time between two looks at the control groups: each takes a few files
+_FREEZER_SECONDS = 0.09  # between two looks at the control groups: each takes a few files
 LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
     errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
@@ -139,8 +138,8 @@ class Rank:
             groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
             path = "".join(group[3:] for group in groups if group.startswith("0::"))
             for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
-                with contextlib.suppress(OSError):  # not mounted there
-                    return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+                if (events := Path(f"{root}{path}/cgroup.events")).exists():
+                    return "frozen 1" in events.read_text()
         return False
 
     def release(self) -> None:
@@ -293,7 +292,7 @@ class LocalRanks:
         while self.running:
             if clock.seconds() >= seconds:
                 self.kill()
-            turn(self._selector, _LOOK_SECONDS)
+            turn(self._selector)
             self.look()
 
     def close(self) -> None:
@@ -318,5 +317,5 @@ class LocalRanks:
             self._forget(rank.source)
 
     def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):  # forgotten before
+        if fd in self._selector.get_map():
             self._selector.unregister(fd)

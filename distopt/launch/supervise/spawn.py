@@ -36,8 +36,9 @@ from ..threads import cores, thread_variables
 from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
 
-_GRACE_SECONDS = 2.0
-_LOOK_SECONDS = 0.2
+_END_SECONDS = 2.0  # from SIGTERM to SIGKILL
+_FIRST_SECONDS = 0.2  # lead of rank 0 if all ranks are about to print the same
+_SAME_SECONDS = 1.0  # then a rank that prints the same line prints it again
 _RANKS_PER_CORE = 32  # more are a mistake
 _USER_ERROR = UsageError.exit_code
 
@@ -136,7 +137,7 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         _last_words(text)
         return
     if info.rank > 0:
-        time.sleep(_GRACE_SECONDS / 10)  # rank 0 goes first if it reports the same, and may end the job
+        time.sleep(_FIRST_SECONDS)  # rank 0 goes first if it reports the same, and may end the job
     same = text.replace(info.source, "")  # it has the rank's own numbers
     name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {same}".encode()).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
@@ -145,7 +146,7 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         except OSError:
             return
         _last_words(text)
-        time.sleep(_GRACE_SECONDS / 2)  # slower ranks still find the name taken
+        time.sleep(_SAME_SECONDS)  # slower ranks still find the name taken
 
 
 def _last_words(text: str) -> None:
@@ -181,7 +182,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
             local.look()
             failed = bool(local.failures)  # looked at before this process ends any
             returned = not (failed or local.running)
-            local.end(_GRACE_SECONDS)
+            local.end(_END_SECONDS)
             left = [rank.exit_code or 0 for rank in local.ranks if rank.left]
             local.close()
     if len(left) == world_size:
@@ -213,7 +214,7 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
     passed_on = 0
     while local.running and not local.failures:
-        turn(selector, _LOOK_SECONDS)
+        turn(selector)
         local.look()
         while passed_on < len(caught):
             signum = caught[passed_on]
@@ -231,7 +232,7 @@ def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     local.signal(signal.SIGINT)
     clock = Stopwatch()
     while local.running and clock.seconds() < SAVING_SECONDS:
-        turn(selector, _LOOK_SECONDS)
+        turn(selector)
         local.look()
         if caught.count(signal.SIGINT) > 1:
             local.kill()

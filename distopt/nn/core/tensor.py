@@ -497,7 +497,7 @@ class Tensor:
         check_unmasked(value)
         given = value if hasattr(value, "dtype") else np.asarray(value)
         if given.dtype.kind == "O" and isinstance(value, int):
-            with suppress(OverflowError):
+            with suppress(OverflowError):  # too large for a float: refused below
                 given = np.asarray(float(value))
         if given.dtype.kind not in "biuf":
             raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")

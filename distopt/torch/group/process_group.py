@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("distopt")
 
-# A group that is destroyed completes its operations for so long, and then waits as long for its threads to end.
+# A destroyed group drops operations that are not complete after this time, and leaves threads that run for longer.
 _LEAVE_SECONDS = 2.0
 _DEFAULTS = dist.AllreduceOptions()  # options of other collectives have the same defaults
 _groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # all groups of this process

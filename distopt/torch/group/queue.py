@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from ...comm.work import Work
 
-# The queue's thread leaves an operation for so long to threads that may wait for it: they carry it out without a
-# switch.
+# The queue's thread carries out an operation only after this time: a thread that waits for it saves a switch.
 _GRACE_SECONDS = 2e-3
 _with_operations: set[OperationQueue] = set()  # the queues of this process that are not empty
 

@@ -43,8 +43,8 @@ _MESSAGE = 1 << 30
 _TAG_BITS, _HASH_BITS = 20, 10
 _NEVER_TAG = (1 << 30) - 1  # no message has this tag
 _CAUSE_BYTES = 4096
-_CAUSE_SECONDS = 1.0  # how long a rank that fails waits for other ranks to report the cause
-_NAP_SECONDS = 0.01
+_CAUSE_SECONDS = 1.0  # then a rank that fails raises its own error, if no rank has reported the cause
+_NAP_SECONDS = 0.01  # between two looks for a reported cause
 
 
 class Transfer(NamedTuple):
@@ -282,9 +282,9 @@ class GlooMessage(MessageWork):
 
 def route_to(host: str) -> str:
     """Local. This host's address on the route to `host`; empty if there is no route, or only the loopback."""
-    with suppress(OSError, UnicodeError):
+    with suppress(OSError, UnicodeError):  # no host has this name
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
+            with suppress(OSError), socket.socket(family, kind) as probe:  # there is no route
                 probe.connect(place)
                 address = str(probe.getsockname()[0])
                 if not address.startswith("127.") and address != "::1":
