@@ -55,7 +55,7 @@ class NcclCommunicator {
   Work start(const Arguments& arguments, cudaStream_t caller);
   // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or the
   // only one to all.
-  Work start_ragged(const Arguments& arguments, const std::vector<Piece>& received, cudaStream_t caller);
+  Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclCollective& collective);

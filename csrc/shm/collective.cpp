@@ -38,13 +38,13 @@ void ShmCollective::post(Peers& peers) {
 // Their counts, and their contents if there is room for them.
 void ShmCollective::post_parts(RingEntry& entry) const {
   unsigned char* at = entry.payload;
-  for (const Piece& part : arguments_.parts) {
+  for (const ByteSpan& part : arguments_.parts) {
     const std::uint64_t count = part.bytes / item_bytes(arguments_.dtype);
     std::memcpy(at, &count, sizeof count);
     at += sizeof count;
   }
   if (part_bytes() > static_cast<std::size_t>(entry.payload + inline_bytes - at)) return;
-  for (const Piece& part : arguments_.parts) {
+  for (const ByteSpan& part : arguments_.parts) {
     if (part.bytes != 0) std::memcpy(at, part.data, part.bytes);
     at += part.bytes;
   }
