@@ -212,7 +212,7 @@ def slice(
     return Slice(key)(x)
 
 
-class Part(Slice):
+class SplitPart(Slice):
     """A part of x, as `split` divides it along `axis`."""
 
     axis: int
@@ -237,7 +237,7 @@ def split(
         raise ShapeError(f"parts {parts} do not make up dimension {axis} of shape {x.shape}")
     tensors = []
     for start, end in pairwise([0, *accumulate(parts)]):
-        part = Part([*[_slice(None)] * axis, _slice(start, end)])
+        part = SplitPart([*[_slice(None)] * axis, _slice(start, end)])
         part.axis = axis
         tensors.append(part(x))
     return tuple(tensors)
