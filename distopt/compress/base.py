@@ -5,7 +5,7 @@ a bucket and completes its `CodecState`: wire memory, residual and all that outl
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
-A `Reduction` drives one such generator through one step. The code before the first `yield` runs as soon as the
+A `PendingReduction` drives one such generator through one step. The code before the first `yield` runs as soon as the
 bucket is full, in the middle of the backward pass; so it must not wait for other ranks. The rest may start further
 collectives, which must come in the same order on all ranks: **a generator is resumed only at points that are the same
 on all ranks**, after the last gradient, in rounds, in the order of the buckets (`finish_all`).
@@ -87,7 +87,7 @@ class Codec(ABC):
         self.prepare(state)
         return state
 
-    def start(self, state: CodecState) -> Reduction:
+    def start(self, state: CodecState) -> PendingReduction:
         """Collective. Encode the bucket of `state` and start its reduction; leave the bucket alone until the end.
 
         The options may differ from those of the step before, equally on all ranks; residual and other state stay.
@@ -105,7 +105,7 @@ class Codec(ABC):
                 f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
                 "DistOpt where an exception has ended the step"
             )
-        return Reduction(self, state)
+        return PendingReduction(self, state)
 
     def prepare(self, state: CodecState) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
         """Collective. Make wire memory and state.
@@ -123,7 +123,7 @@ class Codec(ABC):
         """
 
 
-class Reduction:
+class PendingReduction:
     """One step's reduction: a bucket on its way to being the mean over ranks.
 
     Attributes:
@@ -176,7 +176,7 @@ def _failed(error: BaseException) -> Steps:
     raise error
 
 
-def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
+def finish_all(reductions: Sequence[PendingReduction]) -> list[BadGradient | None]:
     """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
 
     If one verdict is bad, the states of all codecs stay as they were.

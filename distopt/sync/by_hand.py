@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..comm.base import Array, Communicator
-from ..compress import Codec, CodecState, Reduction, finish_all
+from ..compress import Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError, check_integer
 from ..kernels import array_module
 
@@ -20,7 +20,7 @@ class _Buffer:
     state: CodecState
     arrays: Sequence[Array]
     residual: Array | None
-    reduction: Reduction
+    reduction: PendingReduction
 
 
 class Fusion:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, Reduction, finish_all
+from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, PendingReduction, finish_all
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 from .agreement import Agreement
 from .bucket import Bucket, Parameter
@@ -40,7 +40,7 @@ class GradientCounter(ABC):
         statistics.steps += 1
         self._ended = False  # whether all collectives of the step have
         self._calling = False  # whether a collective is being started, or waited for where that cannot be repeated
-        self._started: list[Reduction] = []
+        self._started: list[PendingReduction] = []
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
