@@ -2,7 +2,7 @@
 
 The time when a callback runs depends on the rank: at once if its operation has ended, else later and in another thread.
 So the collectives that callbacks call have no fixed place among the collectives that the script calls. They are put in
-a `Lane` of their own, in the order of the callbacks, which run one after the other.
+a `Channel` of their own, in the order of the callbacks, which run one after the other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Origin(NamedTuple):
     """An operation whose callbacks call other operations.
 
     Attributes:
-        lane: the name of the operation's lane, equal on all ranks.
-        number: its place in that lane.
+        channel: the name of the operation's channel, equal on all ranks.
+        number: its place in that channel.
     """
 
-    lane: str
+    channel: str
     number: int
 
 

@@ -25,8 +25,8 @@ from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import reduction_of, refuse_nan
+from .channels import Channel, Channels
 from .collectives import STARTS, Collectives, of_each
-from .lanes import Lane, Lanes
 from .messages import Mail
 from .monitored_barrier import monitored_barrier
 from .queue import PendingWork
@@ -77,7 +77,7 @@ class DistoptProcessGroup(NamedGroup):
         self._store = store
         self._seconds = timeout.total_seconds()
         self._make = make
-        self._lanes = Lanes(Lane(name, communicator, who, self._seconds), connect)
+        self._channels = Channels(Channel(name, communicator, who, self._seconds), connect)
         self._mail = Mail(communicator)
         self._who = who
         self._barriers = 0
@@ -292,7 +292,7 @@ class DistoptProcessGroup(NamedGroup):
     @property
     def count(self) -> int:
         """Local. The collectives that the script has called, the same on all ranks."""
-        return self._lanes.first.count
+        return self._channels.first.count
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Local. Do nothing: the ranks are connected."""
@@ -333,16 +333,16 @@ class DistoptProcessGroup(NamedGroup):
             return
         self._has_left = True
         deadline = time.monotonic() + seconds
-        lanes = self._lanes.all()
-        left = [*(lane.queue.drain(deadline) for lane in lanes), self._mail.drain(deadline)]
-        for lane in lanes:
-            lane.queue.close()
+        channels = self._channels.all()
+        left = [*(channel.queue.drain(deadline) for channel in channels), self._mail.drain(deadline)]
+        for channel in channels:
+            channel.queue.close()
             with contextlib.suppress(DistoptError):  # a thread that waits in it raises the error
-                lane.communicator.close()
+                channel.communicator.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
         self._mail.join(deadline)
-        for lane in lanes:
-            lane.queue.join(deadline)
+        for channel in channels:
+            channel.queue.join(deadline)
         if any(left):
             _log.warning(
                 "%s leaves %d operations and messages that nobody has waited for", self._who[self.rank()], sum(left)
@@ -363,20 +363,20 @@ class DistoptProcessGroup(NamedGroup):
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = self._seconds
-        lane, collectives = self._lanes.of_caller()
-        queue = lane.queue
+        channel, collectives = self._channels.of_caller()
+        queue = channel.queue
         # False in callbacks of a backward pass: DDP waits there for the operations that it starts there.
         in_backward = opts.asyncOp and current_autograd_node() is not None
-        with lane.lock:
-            lane.count += 1
-            if lane.shared_buckets is not None and action is Collectives.all_reduce:
-                lane.shared_buckets.look(args[0], in_backward=in_backward)
+        with channel.lock:
+            channel.count += 1
+            if channel.shared_buckets is not None and action is Collectives.all_reduce:
+                channel.shared_buckets.look(args[0], in_backward=in_backward)
             work = None
             if opts.asyncOp or not queue.enter():
                 start = STARTS.get(action)
                 whole = partial(action, collectives, *args, seconds)
                 start = start and partial(start, collectives, *args)
-                work = PendingWork(queue, start, whole, tensors, seconds, number=lane.count, in_backward=in_backward)
+                work = PendingWork(queue, start, whole, tensors, seconds, number=channel.count, in_backward=in_backward)
                 queue.post(work)
         if work is None:
             try:

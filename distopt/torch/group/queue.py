@@ -1,4 +1,4 @@
-"""The queue of a lane: it carries out operations one at a time, in the order of the calls, from any thread.
+"""The queue of a channel: it carries out operations one at a time, in the order of the calls, from any thread.
 
 The thread that waits for an operation carries it out, after all earlier ones. Operations called in a backward pass are
 carried out by a callback at the end of the pass, in the computing thread. The queue's own thread does the rest:
@@ -40,7 +40,7 @@ _with_operations: set[OperationQueue] = set()  # the queues of this process that
 
 @untraced
 class PendingWork(WaitedWork):
-    """An operation in the queue of its lane.
+    """An operation in the queue of its channel.
 
     Args:
         queue: carries it out.
@@ -49,7 +49,7 @@ class PendingWork(WaitedWork):
         action: carries out the whole operation in its turn, if it has not started.
         tensors: the tensors that the operation writes.
         seconds: how long a started operation waits for other ranks.
-        number: its place in the lane, equal on all ranks.
+        number: its place in the channel, equal on all ranks.
         in_backward: it was called in a backward pass, and a callback at the end of the pass carries it out.
     """
 
@@ -173,12 +173,12 @@ class PendingWork(WaitedWork):
 
 
 class OperationQueue:
-    """The operations of a lane that have been called and not yet carried out.
+    """The operations of a channel that have been called and not yet carried out.
 
     An operation that can start before its turn starts as soon as all earlier ones have.
 
     Args:
-        name: of the lane.
+        name: of the channel.
         by_thread: whether the queue's thread carries out every asynchronous operation, because operations progress only
             while a thread waits for them, and this process is to compute meanwhile.
     """
