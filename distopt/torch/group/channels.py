@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ..ddp.shared_buckets import SharedBuckets
 from ..hosts.communicator import HostsCommunicator
 from .collectives import Collectives
-from .futures import origin
+from .futures import callback_owner
 from .queue import OperationQueue, PendingWork
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Channels:
 
     def of_caller(self) -> tuple[Channel, Collectives]:
         """Local, but collective at the first call in a callback. The channel of the operations of this thread."""
-        whose = origin()
+        whose = callback_owner()
         if whose is None:
             return self.first, self.first.collectives
         channel = self._others.get(whose.channel)

@@ -14,7 +14,7 @@ from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import Received, untraced
 from ..tensors import as_message, dense, give_back
-from .futures import CallbackFuture, Origin
+from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class PendingMessage(Received, WaitedWork):
         """Local. A future of the tensor, or of the error; a thread waits for the message and completes it."""
         with self._lock:
             if self._future is None:
-                self._future = CallbackFuture(Origin("messages", 0), lambda: None)
+                self._future = CallbackFuture(CallbackOwner("messages", 0), lambda: None)
                 self._mail.run(self._complete)
         return self._future
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
-from .futures import CallbackFuture, Origin
+from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class PendingWork(WaitedWork):
         with self._lock:
             future = self._future
             if future is None:
-                future = self._future = CallbackFuture(Origin(self._queue.name, self._number), self._complete)
+                future = self._future = CallbackFuture(CallbackOwner(self._queue.name, self._number), self._complete)
                 if self.told:
                     future.complete(self._tensors, self._error)
         if not (self.told or (by_ddp and self.in_backward)):
