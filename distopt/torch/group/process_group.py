@@ -30,7 +30,7 @@ from .collectives import STARTS, Collectives, of_each
 from .messages import Mail
 from .monitored_barrier import monitored_barrier
 from .queue import PendingWork
-from .work import DoneWork
+from .work import CompletedWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -383,7 +383,7 @@ class DistoptProcessGroup(NamedGroup):
                 action(collectives, *args, seconds)
             finally:
                 queue.leave()
-            return DoneWork(tensors)
+            return CompletedWork(tensors)
         if not opts.asyncOp:
             work.wait()
         elif in_backward:
