@@ -30,7 +30,7 @@ from .nn.core.tensor import Tensor
 from .nn.devices.device import Device, get_default_device
 from .nn.devices.discovery import find_gpu
 from .nn.notices import tell_once
-from .nn.optim.accumulation import Accumulation
+from .nn.optim.accumulation import GradientAccumulation
 from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
 from .nn.singa.views import CurrentValue
@@ -119,7 +119,7 @@ class DistOpt:
         self._engine = Engine(communicator, non_finite, check_every)
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
-        self._accumulation = Accumulation()
+        self._accumulation = GradientAccumulation()
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""

@@ -1,4 +1,4 @@
-"""Accumulation: the gradients of several losses, added up for one update."""
+"""GradientAccumulation: the gradients of several losses, added up for one update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.array import Array
 from ..core.tensor import Tensor
 
 
-class Accumulation:
+class GradientAccumulation:
     """The sums of gradients that an optimizer has collected inside `no_sync`. All methods are local.
 
     Attributes:

@@ -20,7 +20,7 @@ from ..core.numbers import number_of
 from ..core.tensor import Tensor
 from ..devices.device import get_default_device
 from ..singa.views import CurrentValue
-from .accumulation import Accumulation
+from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler
 
@@ -72,7 +72,7 @@ class Optimizer:
         self._slots: dict[Tensor, dict[str, Array]] = {}
         self._updated: dict[Tensor, int] = {}  # when, by `changes.clock`
         self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
-        self._accumulation = Accumulation()
+        self._accumulation = GradientAccumulation()
         self.lr = lr
 
     if not TYPE_CHECKING:  # with it, type checkers accept every name
