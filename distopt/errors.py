@@ -233,7 +233,7 @@ def absent_name(
         otherwise: the cure where no name is near (default: to list all names).
     """
     # Without name and obj, Python appends a second suggestion.
-    return AttributeError(_Absence(module, name, names, reasons or {}, otherwise), name=None, obj=None)
+    return AttributeError(_AbsentName(module, name, names, reasons or {}, otherwise), name=None, obj=None)
 
 
 def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
@@ -249,7 +249,7 @@ def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mappin
 
 
 @dataclass(frozen=True)
-class _Absence:
+class _AbsentName:
     """A message that is composed when it is read: `hasattr` never does, and to find the nearest name takes long."""
 
     module: str
