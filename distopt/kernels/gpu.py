@@ -14,7 +14,7 @@ from .base import FINDINGS, Accumulation, Array, Lists
 _SMALLEST = 2.0**-149  # of the float32 above zero
 
 
-class _Lists(Lists):
+class _DeviceLists(Lists):
     def __init__(self, capacity: int) -> None:
         super().__init__(cupy, capacity)
         self._workspace: Array = cupy.empty(0, np.uint8)
@@ -28,7 +28,7 @@ class _Lists(Lists):
 
 
 empty = cupy.empty
-new_lists = _Lists
+new_lists = _DeviceLists
 
 
 def to_host(array: Array) -> Array:
@@ -104,7 +104,7 @@ def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Arr
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     """See `Kernels.top_k`; `lists` must come from `new_lists`."""
-    assert isinstance(lists, _Lists)
+    assert isinstance(lists, _DeviceLists)
     lists.reserve(k)
     workspace = lists.workspace(x.size, _cuda.candidate_capacity(x.size, k))
     outputs = _at(lists.indices), _at(lists.values), workspace
@@ -113,7 +113,7 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     """See `Kernels.threshold`; `lists` must come from `new_lists`, and do not grow."""
-    assert isinstance(lists, _Lists)
+    assert isinstance(lists, _DeviceLists)
     capacity = lists.values.size
     outputs = _at(lists.indices), _at(lists.values), capacity, lists.workspace(x.size, capacity)
     _cuda.threshold(_source(x, accumulation), x.size, bound, *outputs, _at(findings), _stream())
@@ -121,7 +121,7 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
     """See `Kernels.nonzero`; a selection with the smallest float32 above zero as threshold."""
-    lists, findings = _Lists(x.size), cupy.empty(FINDINGS, np.int64)
+    lists, findings = _DeviceLists(x.size), cupy.empty(FINDINGS, np.int64)
     threshold(x, _SMALLEST, Accumulation(), lists, findings)
     count = int(findings[0].item())
     return lists.indices[:count], lists.values[:count]
