@@ -197,7 +197,9 @@ def _merged(
     folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
-    merges = {name: _Stream(rank, name in common) if adapter.random else _Mean() for name, adapter in adapters.items()}
+    merges = {
+        name: _Stream(rank, name in common) if adapter.random else _MeanOfRanks() for name, adapter in adapters.items()
+    }
     for old in range(manifest.world_size):
         for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
             with _named(name):
@@ -206,7 +208,7 @@ def _merged(
     return {name: state for name, state in results.items() if state is not None}
 
 
-class _Mean:
+class _MeanOfRanks:
     """The mean of the states of one object over the ranks, added up in float64 and rounded once.
 
     Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
