@@ -198,7 +198,8 @@ def _merged(
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
     merges = {
-        name: _Stream(rank, name in common) if adapter.random else _MeanOfRanks() for name, adapter in adapters.items()
+        name: _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
+        for name, adapter in adapters.items()
     }
     for old in range(manifest.world_size):
         for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
@@ -254,7 +255,7 @@ class _MeanOfRanks:
         )
 
 
-class _Stream:
+class _GeneratorState:
     """The state that a random generator gets on one rank.
 
     A rank resumes from its own state. If it had none, its generator stays as the script has seeded it.
