@@ -132,8 +132,8 @@ class Winograd {
     const Index y = tile_y * kEdge, x = tile_x * kEdge;
     for (Index c = 0; c < channels; c += kTile)
       f(c,
-        Block{rows * columns, columns, smaller(kTile, channels - c), smaller(edge, rows - y),
-              smaller(edge, columns - x)},
+        PlaneBlock{rows * columns, columns, smaller(kTile, channels - c), smaller(edge, rows - y),
+                   smaller(edge, columns - x)},
         (c * rows + y) * columns + x);
   }
 
@@ -149,14 +149,14 @@ class Winograd {
 
   void expand_input(const float* x, Index tile, float* out) const {
     x += tile / per_image_ * s_.c * s_.h * s_.w;
-    for_input(tile % per_image_, [&](Index c, const Block& block, Index at) {
+    for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       expand_block<kInput, kTile>(block, x + at, out + c, c_slice());
     });
   }
 
   void contract_input(const float* in, Index tile, float* dx) const {
     dx += tile / per_image_ * s_.c * s_.h * s_.w;
-    for_input(tile % per_image_, [&](Index c, const Block& block, Index at) {
+    for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       contract_block<kInput, kTile>(block, in + c, c_slice(), false, [&](Index plane, Index row, Eight v) {
         float* const to = dx + at + plane * block.plane + row * block.row;
         store_eight(to, load_eight(to, block.columns) + v, block.columns);
@@ -165,7 +165,7 @@ class Winograd {
   }
 
   void expand_slope(const float* slope, Index tile, float* out) const {
-    for_output(tile, [&](Index m, const Block& block, Index at) {
+    for_output(tile, [&](Index m, const PlaneBlock& block, Index at) {
       expand_block<kOutput<kEdge>, kEdge>(block, slope + at, out + m, m_slice());
     });
   }
@@ -173,7 +173,7 @@ class Winograd {
   void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
     // The frequency of point 1 reaches all outputs equally.
     for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
-    for_output(tile, [&](Index m, const Block& block, Index at) {
+    for_output(tile, [&](Index m, const PlaneBlock& block, Index at) {
       contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {
         store_eight(y + at + plane * block.plane + row * block.row, v, block.columns);
       });

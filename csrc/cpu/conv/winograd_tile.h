@@ -185,14 +185,14 @@ template <Index K>
 constexpr Index kRows = K == kTile / 2 ? 2 : 1;
 
 // Up to 8 planes of an array, and the part of a block of K x K that exists.
-struct Block {
+struct PlaneBlock {
   Index plane, row;  // steps, in elements
   Index planes, rows, columns;
 };
 
 // out[frequency] = m (the block) m^T, of 8 planes; missing elements count as 0.
 template <const auto& m, Index K>
-void expand_block(const Block& b, const float* from, float* out, Index slice) {
+void expand_block(const PlaneBlock& b, const float* from, float* out, Index slice) {
   Eight half[kTile][K], all[kTile];
   {
     Eight pixels[K][K];
@@ -221,7 +221,7 @@ void expand_block(const Block& b, const float* from, float* out, Index slice) {
 // The block m^T in[frequency] m of 8 planes: calls f(plane, row, its K elements, the rest of the lanes being
 // undefined).
 template <const auto& m, Index K, class F>
-void contract_block(const Block& b, const float* in, Index slice, bool relu, F f) {
+void contract_block(const PlaneBlock& b, const float* in, Index slice, bool relu, F f) {
   Eight half[K][kTile];
   for (Index j = 0; j < kTile; ++j) {
     Eight column[kTile];
