@@ -17,24 +17,24 @@ typedef float EightAnywhere __attribute__((vector_size(32), aligned(4), may_alia
 // Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next in nothing
 // but the signs of odd columns.
 template <Index K>
-struct Matrix {
+struct Transform {
   float at[kTile][K];
 };
 
-constexpr Matrix<8> kInput = {{{1, 0, -5.25f, 0, 5.25f, 0, -1, 0},
-                               {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
-                               {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},
-                               {0, 0.5f, 0.25f, -2.5f, -1.25f, 2, 1, 0},
-                               {0, -0.5f, 0.25f, 2.5f, -1.25f, -2, 1, 0},
-                               {0, 2, 4, -2.5f, -5, 0.5f, 1, 0},
-                               {0, -2, 4, 2.5f, -5, -0.5f, 1, 0},
-                               {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}}};  // B^T
+constexpr Transform<8> kInput = {{{1, 0, -5.25f, 0, 5.25f, 0, -1, 0},
+                                  {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
+                                  {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},
+                                  {0, 0.5f, 0.25f, -2.5f, -1.25f, 2, 1, 0},
+                                  {0, -0.5f, 0.25f, 2.5f, -1.25f, -2, 1, 0},
+                                  {0, 2, 4, -2.5f, -5, 0.5f, 1, 0},
+                                  {0, -2, 4, 2.5f, -5, -0.5f, 1, 0},
+                                  {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}}};  // B^T
 
 // The powers 0 ... K - 1 of each point, times a factor.
 template <Index K>
-constexpr Matrix<K> powers(const float (&factor)[kTile]) {
+constexpr Transform<K> powers(const float (&factor)[kTile]) {
   constexpr float points[kTile - 1] = {0, 1, -1, 2, -2, 0.5f, -0.5f};
-  Matrix<K> m = {};
+  Transform<K> m = {};
   for (Index i = 0; i < kTile - 1; ++i) {
     float power = factor[i];
     for (Index k = 0; k < K; ++k, power *= points[i]) m.at[i][k] = power;
@@ -44,9 +44,9 @@ constexpr Matrix<K> powers(const float (&factor)[kTile]) {
 }
 
 template <Index K>
-constexpr Matrix<K> kWeight = powers<K>({1, -2.f / 9, -2.f / 9, 1.f / 90, 1.f / 90, 32.f / 45, 32.f / 45, 1});  // G
+constexpr Transform<K> kWeight = powers<K>({1, -2.f / 9, -2.f / 9, 1.f / 90, 1.f / 90, 32.f / 45, 32.f / 45, 1});  // G
 template <Index K>
-constexpr Matrix<K> kOutput = powers<K>({1, 1, 1, 1, 1, 1, 1, 1});  // A
+constexpr Transform<K> kOutput = powers<K>({1, 1, 1, 1, 1, 1, 1, 1});  // A
 
 // A sum of multiples; the factors are constants once the loops below are unrolled, and zeros vanish.
 struct Accumulator {
