@@ -173,7 +173,7 @@ class _Conv(NamedTuple):
     pooling: tuple[Array, Pair, Pair, Pair] | None  # where the maxima were; kernel, stride, padding
 
 
-class _Pool(NamedTuple):
+class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     kernel: Pair
     stride: Pair
@@ -243,7 +243,7 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     shape = pool_out(x.shape, kernel, stride, padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     noted(_core.max_pool2d, x, y, taken, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, taken)
+    return y, _SavedPool(x.shape, kernel, stride, padding, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
@@ -261,7 +261,7 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     """
     y = empty(pool_out(x.shape, kernel, stride, padding), x.dtype)
     noted(_core.avg_pool2d, x, y, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, None)
+    return y, _SavedPool(x.shape, kernel, stride, padding, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:

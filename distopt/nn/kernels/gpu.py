@@ -157,7 +157,7 @@ class _Conv(NamedTuple):
     pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
 
 
-class _Pool(NamedTuple):
+class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     window: Sizes
     taken: Array | None  # of max pooling
@@ -330,7 +330,7 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     addresses = y.data.ptr, taken.data.ptr
     native.max_pool(code_of(x), shape[:2], window, address, False, 0, False, *addresses, current_stream())
-    return y, _Pool(x.shape, window, taken)
+    return y, _SavedPool(x.shape, window, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
@@ -346,7 +346,7 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     address, shape, window = _pooling(x, kernel, stride, padding)
     y = cupy.empty(shape, x.dtype)
     native.avg_pool(code_of(x), shape[:2], window, address, y.data.ptr, current_stream())
-    return y, _Pool(x.shape, window, None)
+    return y, _SavedPool(x.shape, window, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
