@@ -197,10 +197,9 @@ def _merged(
     folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
-    merges = {
-        name: _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
-        for name, adapter in adapters.items()
-    }
+    merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
+    for name, adapter in adapters.items():
+        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
     for old in range(manifest.world_size):
         for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
             with _named(name):

@@ -1,4 +1,4 @@
-"""GradientAccumulation: the gradients of several losses, added up for one update."""
+"""Accumulation: the gradients of several losses, added up for one update."""
 
 from __future__ import annotations
 
