@@ -136,7 +136,7 @@ class DistOpt:
         """
         self._engine.agreement.attach(list(params))
 
-    if TYPE_CHECKING:  # of every wrapped optimizer; those of one kind, such as `momentum`, are read as `opt.momentum`
+    if TYPE_CHECKING:  # of every wrapped optimizer; others, such as `momentum`, are read as `opt.momentum`
         lr = Hyperparameter()
         lr_value = CurrentValue("lr")
         clip_grad_norm: float | None
@@ -164,7 +164,7 @@ class DistOpt:
 
     @property
     def codec(self) -> Codec:
-        """Local. What `opt(loss)` sends. Another one, or its name, may be assigned between two steps, on all ranks."""
+        """Local. The codec of `opt(loss)`. Another, or its name, may be assigned between two steps, on all ranks."""
         return self._codec
 
     @codec.setter
@@ -237,7 +237,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not that of the first step, or `clip` is not positive.
+            UsageError: the set of parameters under `loss` is not the same as in the first step, or `clip` is not positive.
         """
         self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip))
 
@@ -253,7 +253,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not that of the first step.
+            UsageError: the set of parameters under `loss` is not the same as in the first step.
         """
         if layout := self._step(loss, partial(self._engine.begin_partial, partition_elements)):
             self._engine.partial.average(layout)
@@ -287,7 +287,7 @@ class DistOpt:
         it leaves at once, and the others get an error as soon as the rank closes or ends.
 
         Raises:
-            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
+            UsageError: a rank has no batch, or a step is of a kind that needs all ranks.
             MismatchError: the ranks took different kinds of steps.
         """
         return self._engine.join(self.opt, self._update)

@@ -109,7 +109,7 @@ class Call:
         count: elements.
         dtype: wire type.
         reduction: such as "sum"; empty where nothing is reduced.
-        root: from which rank a broadcast comes.
+        root: the rank that a broadcast comes from.
         label: its label, cut to 31 bytes.
     """
 
@@ -293,7 +293,7 @@ def check_count(name: str, value: Any) -> int:
     """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
-        StateError: it is not a whole number, is negative, or above 2**53, up to which floats count.
+        StateError: it is not a whole number, is negative, or above 2**53: a float does not hold every integer from there.
     """
     number = value
     with contextlib.suppress(AttributeError, ValueError):  # a number has no `item`; there are several elements
@@ -317,7 +317,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
     Args:
         owner: the object.
         name: the attribute.
-        wrapped: an inner object, to which `owner` passes assignments to names of its class.
+        wrapped: an inner object; `owner` passes it assignments to names of its class.
 
     Raises:
         UsageError: the assignment would have no effect; the message has the nearest name, or all.

@@ -16,7 +16,7 @@ struct Selection {
 // Room that the lists of top_k need.
 std::size_t top_k_capacity(std::size_t n, std::size_t k);
 
-// Lists the k <= n elements of largest magnitude, among equals the ones with the lowest index; indices ascending. The
+// Lists the k <= n elements of largest magnitude, among equals those with the lowest index; indices ascending. The
 // lists have room for top_k_capacity(n, k).
 //
 // A sample of the source estimates a bound that somewhat more than k elements exceed; one pass collects those, and a

@@ -121,7 +121,7 @@ __device__ T block_sum(T value) {
   return total;
 }
 
-// Sum of the values of the threads before this one; `total` is that of all. All threads must call it.
+// Sum of the values of the threads before this one; `total` is the sum over all. All threads must call it.
 template <unsigned threads, class T>
 __device__ T block_scan(T value, T& total) {
   __shared__ T of_warp[threads / 32];

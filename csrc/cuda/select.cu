@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(sampling_threads)
   if (threadIdx.x == 0) state->floor = max((prefix << 9) - 1, 0);
 }
 
-// Where the boundary is looked for: among the candidates, or in all of x if they are too few or had no room.
+// The elements to search for the boundary: the candidates, or all of x if they are too few or had no room.
 struct View {
   const float* x;
   const std::int32_t* indices;  // null: 0, 1, 2 ...
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(block_threads)
     unsigned bits = 0;
 #pragma unroll
     for (unsigned c = 0; c < 4; ++c) bits |= unsigned(c < available && key_of(x[row].e[c]) > floor) << c;
-    // Also where the list has no room: the findings are complete all the same.
+    // Also where the list has no room: the findings are complete in any case.
     report_nonfinite(x[row], at, n, findings);
     wanted |= bits << 4 * row;
     counts |= static_cast<unsigned long long>(__popc(bits)) << 16 * row;

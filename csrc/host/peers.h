@@ -1,4 +1,4 @@
-// The counters through which ranks see each other, and the one way to wait for them.
+// The counters through which ranks see each other, and the wait for them.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Blocker {
   int peer;
 };
 
-// Sleeps while the word's lower half is `seen`, at most so long; returns whether it was woken by a change, or not at
-// all.
+// Sleeps while the word's lower half is `seen`, for at most `seconds`; returns whether it was woken by a change, or did
+// not sleep.
 bool futex_wait(std::atomic<std::uint64_t>& word, std::uint64_t seen, double seconds);
 void futex_wake(std::atomic<std::uint64_t>& word);
 
@@ -70,13 +70,13 @@ class Peers {
   bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; returns whether the blocker is gone.
   bool spin(const Blocker& blocker);
-  // Sleeps until the blocker's word changes, but at most so long, or until a signal arrives.
-  // Whether it was woken by a change.
+  // Sleeps until the blocker's word changes or a signal arrives, for at most `seconds`; returns whether it was woken by
+  // a change.
   bool sleep(const Blocker& blocker, double seconds) const;
 
   bool cores_shared() const { return cores_shared_; }
-  // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores, in
-  // which case polling takes the core from the rank polled for.
+  // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores:
+  // then polling takes the core from the rank that this rank waits for.
   void count_cores();
 
  private:

@@ -29,7 +29,7 @@ class Announcement {
   // CommunicatorError (mismatch) with the name of the first rank that does not agree.
   bool advance();
   bool complete() const { return complete_; }
-  // Ranks from which nothing has arrived, in any way.
+  // Ranks that have sent nothing.
   std::vector<int> unheard() const;
 
   // The announcement of `rank`, once all are complete.

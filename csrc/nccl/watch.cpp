@@ -11,7 +11,7 @@ namespace {
 
 using nccl::Result;
 
-// Collectives of a peer that is gone fail after so long: it may have given all its data before it left.
+// Collectives with a peer that has left fail after this time: it may have sent all its data before.
 constexpr double grace_seconds = 1.0;
 // The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;

@@ -192,7 +192,7 @@ class Checkpoint:
         reached any rank, all save after the same step, wait until it is written, and leave.
 
         Args:
-            epoch: to which the step belongs (default: the last one given).
+            epoch: the epoch of the step (default: the last one given).
 
         Raises:
             Preempted: to end this process, as all others.
@@ -213,7 +213,7 @@ class Checkpoint:
         and earlier checkpoints stay. See `close`.
 
         Args:
-            epoch: in which the job resumes from here (default: the last one given).
+            epoch: the epoch in which the job resumes from this checkpoint (default: the last one given).
 
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.

@@ -1,7 +1,7 @@
 """Checkpoints as files. See docs/checkpoint.md for the format.
 
 Every rank writes its own file, atomically, and without waiting for others. A checkpoint is complete when all files
-that its manifest stands for exist and are of the same save, which each file names.
+of its manifest exist and name the same save.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def name_of(step: int, last: str = "") -> str:
-    """Name of the folder of a checkpoint after so many steps; it differs from `last`. Names sort by age."""
+    """Name of the folder of a checkpoint after `step` steps; it differs from `last`. Names sort by age."""
     name = f"step-{step:010d}"
     if not last.startswith(name):
         return name
@@ -211,7 +211,7 @@ def survey(folder: Path) -> Survey:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Local. The folders of checkpoints, whole or not, by step. Other files and folders are left alone.
+    """Local. The folders of checkpoints, complete or not, by step; other files and folders are ignored.
 
     Raises:
         OSError: `root` cannot be read. A folder that does not exist has no checkpoints.

@@ -96,7 +96,7 @@ class Memory:
     """The slots of this rank, and of the other ranks of its agent.
 
     Args:
-        place: number of this rank among those of the agent.
+        place: number of this rank among the ranks of the agent.
         n_ranks: number of these.
         fds: of their slots.
         ranks: all ranks of the job.
@@ -133,7 +133,7 @@ class Memory:
         return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
-        """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
+        """Collective. Step and epoch of the newest states that exist for every rank; None without such states.
 
         This rank's states of later steps are dropped: those steps will be repeated.
         """
@@ -245,7 +245,7 @@ class Memory:
 
 
 class _StateSlot:
-    """One slot of an agent, in which this rank keeps its states; see `distopt.launch.heal.slots`."""
+    """The slot of an agent that keeps the states of this rank; see `distopt.launch.heal.slots`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -66,7 +66,7 @@ class _Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports invalid arguments in one line, and names the subcommand to which they were given."""
+    """A parser that reports invalid arguments in one line, and names the subcommand that they were given to."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         """As argparse's, but unknown arguments are an error of the subcommand."""

@@ -91,7 +91,7 @@ class NcclCommunicator(Communicator):
     and `min` of floats may pass over NaN.
 
     A time-out, a lost rank of this host or an error of NCCL aborts the communicator; the next call or `wait` raises it,
-    on all ranks of the host. Results that the device had not finished by then are invalid.
+    on all ranks of the host. Results that the device has not finished are then invalid.
 
     Attributes:
         device_id: number of this rank's GPU among those that the process sees; it is the current one.

@@ -20,7 +20,7 @@ class Work(ABC):
 
     @property
     def nonfinite(self) -> tuple[int, int] | None:
-        """Local, after `wait`. What `find_nonfinite` of `Communicator.all_reduce` has found, else None."""
+        """Local, after `wait`. The result of `find_nonfinite` of `Communicator.all_reduce`; None without it."""
         return None
 
     @abstractmethod

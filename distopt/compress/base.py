@@ -128,7 +128,7 @@ class PendingReduction:
 
     Attributes:
         state: the `CodecState` of the bucket.
-        finished: whether the bucket holds the mean, or there is none.
+        finished: whether the codec has finished: the bucket holds the mean, unless the verdict is a bad gradient.
         verdict: the result of `Codec.reduce`, when it has finished.
     """
 
@@ -167,7 +167,7 @@ class PendingReduction:
             self.verdict, self.finished, self.state.pending = end.value, True, None
             self.state.statistics.reductions += 1
         except BaseException as error:
-            self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
+            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
             raise
 
 

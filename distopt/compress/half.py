@@ -48,7 +48,7 @@ class _Half(Codec):
         scale = float(dynamic[0][0]) if dynamic else float(self.scale)
         limit = _core.cast_limit(self.wire, state.topology.world_size)
         bits, factor = on_wire.view(np.uint16), scale / state.topology.world_size
-        # Without a residual infinity is saturated and counted; a residual would keep it for ever.
+        # Without a residual infinity is saturated and counted; a residual would keep it forever.
         residuals = state.renew_residual()
         state.kernels.encode16(state.bucket, residuals, bits, self.wire, factor, limit, state.findings)
         sent = state.send_header()

@@ -56,7 +56,7 @@ class PowerSGD(Codec):
 
     @cached_property
     def kind(self) -> str:
-        """Name of the codec with its rank, on which memory and state depend."""
+        """Name of the codec with its rank, because memory and state depend on the rank."""
         return f"PowerSGD({self.rank})"
 
     def prepare(self, state: CodecState) -> None:
@@ -68,7 +68,7 @@ class PowerSGD(Codec):
         others = state.size - sum(part.size for part in sides)
         ps = state.memory["p"] = state.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
         qs = state.memory["q"] = state.empty(columns, dtype, xp=xp)
-        # Sums of up to so many products, over the ranks, stay finite below it.
+        # The longest sum of products, over the ranks; with factors below the limit, it stays finite.
         longest = 4 * max([1, *map(max, sides.values())]) * state.topology.world_size
         state.memory["limit"] = float(np.finfo(dtype).max) / longest
         state.memory["matrices"], state.memory["vectors"] = [], []

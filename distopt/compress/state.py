@@ -292,5 +292,5 @@ class CodecState:
     def read(array: Array, work: Work) -> list[Any]:
         """Local. The numbers of an array that `work` has filled. `work` has been waited for."""
         numbers: list[Any] = array.tolist()
-        work.done()  # only here the host waits for a GPU; a communicator that failed meanwhile leaves garbage
+        work.done()  # only here the host waits for a GPU; if the communicator has failed, the values are garbage
         return numbers

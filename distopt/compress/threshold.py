@@ -49,7 +49,7 @@ class Threshold(SparseCodec):
         lists = state.memory["lists"]
         if count <= lists.values.size:
             return
-        # A GPU does not wait for the host to make room. What was accumulated is in the source by now.
+        # A GPU does not wait for the host to make room. The accumulated values are in the source by now.
         lists.reserve(count + count // 4)
         scratch = state.kernels.empty(FINDINGS, "int64")
         state.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)

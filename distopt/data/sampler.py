@@ -134,7 +134,7 @@ class ShardedSampler:
         return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
 
     def _batches(self, samples: int) -> int:
-        """Number of batches that so many samples of a rank make."""
+        """Number of batches that `samples` samples of a rank make."""
         full, rest = divmod(samples, self.batch_size)
         return full + (self.partial_batch and rest > 0)
 

@@ -55,7 +55,7 @@ class SilentError(TimeoutError):
 
 
 def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
-    """Local. The result of an operation on `link`, which is tried again and again until the deadline.
+    """Local. The result of an operation on `link`, repeated until it succeeds or the deadline has passed.
 
     Raises:
         TimeoutError: it has passed.

@@ -1,4 +1,4 @@
-"""Quirks of MPI libraries and their mpiexec, each with the version in which it was seen.
+"""Quirks of MPI libraries and their mpiexec, each with the version that has it.
 
 Quirks that have their code here say so at their function. These shape code elsewhere:
 
@@ -35,7 +35,7 @@ _MAX_TEXT = 1 << 16  # characters
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h
 
-# How many SIGTERM end the processes of Open MPI's mpiexec, and with which time between them.
+# How many SIGTERM, half a second apart, end the processes of Open MPI's mpiexec.
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
 _TERMINATE = """
 import os, sys, time
@@ -49,12 +49,12 @@ _log = logging.getLogger("distopt")
 
 # -- which library it is -----------------------------------------------------------------------------------------------
 def is_open_mpi(library: str) -> bool:
-    """Local. Whether a description of a version is Open MPI's."""
+    """Local. Whether a library describes its version as Open MPI's."""
     return "Open MPI" in library
 
 
 def is_mpich(library: str) -> bool:
-    """Local. Whether a description of a version is MPICH's; Cray's library, built on MPICH, ignores `PMI_FD`."""
+    """Local. Whether a library describes its version as MPICH's, and not Cray's: that ignores `PMI_FD`."""
     return "MPICH Version" in library and "CRAY" not in library
 
 
@@ -153,7 +153,7 @@ def end_waiting_daemon() -> None:
     first one ends this process, too.
     """
     parent = os.getppid()
-    with contextlib.suppress(OSError):  # it has ended; no process can be had, and this one must end all the same
+    with contextlib.suppress(OSError):  # it has ended, or no process can be started: this one must end in any case
         n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
         if n_signals:
             program = [sys.executable, "-I", "-S", "-c", _TERMINATE, str(parent), str(n_signals)]

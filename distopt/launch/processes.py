@@ -82,8 +82,8 @@ def ignore(signum: int) -> None:
 def waitable_children() -> Iterator[None]:
     """Local. In the block, children keep their exit codes until they are asked for, also if SIGCHLD was ignored.
 
-    A process inherits that from the one that started it. The kernel then forgets children at their ends, and
-    multiprocessing takes them for running forever.
+    A process inherits an ignored SIGCHLD. The kernel then forgets children at their ends, and multiprocessing believes
+    that they run forever.
 
     Raises:
         UsageError: it is ignored, and this is not the main thread, which alone can change that.

@@ -49,7 +49,7 @@ class Bucket:
         Args:
             index: see above.
             params: see above.
-            names: those of `params`, unique in the model.
+            names: names of `params`, unique in the model.
             memory: the memory of the bucket.
             prefix: of the label.
         """
@@ -77,7 +77,7 @@ class BucketMemory:
     """Arrays in wire memory, released all at once: a new layout of buckets reuses the memory of the last but one.
 
     Communicators keep wire memory for as long as they live. So it is divided anew here, and grows only where one needs
-    more than every one before it. The memory of the last layout stays as it is: a recorded training step writes there
+    more than every one before it. The memory of the last layout stays: a recorded training step writes there
     once more before it is recorded again.
     """
 

@@ -76,7 +76,7 @@ class Fusion:
             residual: flat; with a codec with error feedback, added before the selection, and left over after it.
 
         Raises:
-            UsageError: there are no arrays, `codec` does not reduce their type, or the residual is of another type or
+            UsageError: `arrays` is empty, `codec` does not reduce their type, or the residual is of another type or
                 size than they are together.
         """
         _check_types(arrays, codec)

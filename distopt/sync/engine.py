@@ -2,7 +2,7 @@
 
 It works on parameters and their gradients as arrays, from any source. A front end opens a step with
 `begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), calls `Step.final`, and ends with
-`Step.finish`, after which the views hold the means, which its optimizer applies. A full bucket is encoded and
+`Step.finish`. Then the views hold the means, and its optimizer applies them. A full bucket is encoded and
 sent while later gradients are still being computed. Buckets start in the order of their indices, and are finished in
 rounds in the same order, so that all ranks make the same calls for any order of gradients.
 """

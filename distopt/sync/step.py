@@ -145,7 +145,7 @@ class GradientCounter(ABC):
         except BaseException as second:
             if isinstance(second, CommunicatorError):
                 return
-        # A collective that no other rank calls: they find that out at once, and wait for nothing.
+        # No other rank calls this collective: they find a mismatch at once, and do not wait.
         topology = self._communicator.topology
         with contextlib.suppress(CommunicatorError):  # this collective is meant to fail
             self._communicator.all_gather(

@@ -14,8 +14,8 @@ typedef std::int32_t EightIntegers __attribute__((vector_size(32)));
 // In memory; GCC 12 copies 32 bytes by halves, which a load of the whole then has to wait for.
 typedef float EightAnywhere __attribute__((vector_size(32), aligned(4), may_alias));
 
-// Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next in nothing
-// but the signs of odd columns.
+// Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next row only
+// in the signs of odd columns.
 template <Index K>
 struct Transform {
   float at[kTile][K];

@@ -57,10 +57,10 @@ class MpiCommunicator(NativeCommunicator):
         """Collective.
 
         Args:
-            job: that of mpiexec.
+            job: the job of mpiexec.
             inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
-            chunk_bytes: size of the messages in which larger ones travel.
+            chunk_bytes: the largest size of a message; larger data are sent in several.
         """
         if inline_bytes is None:
             size = job.topology.world_size

@@ -125,7 +125,7 @@ class Waits:
             check: raises an error if it can end no more.
             describe: the wait as text, and the ranks that have not arrived.
             timeout: in seconds (default: `Settings.timeout`).
-            quiet: after so many seconds, for how long nothing has moved.
+            quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
         watch = Stopwatch()

@@ -6,7 +6,7 @@ one rank:
 - An uncaught exception prints its traceback and calls MPI_Abort(1). The code of an error of distopt is the error's own,
   Ctrl-C gives 130.
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before. MPICH's
-  mpiexec ends with 9 instead of n where it had to kill another rank.
+  mpiexec ends with 9 instead of n if it has to kill another rank.
 - `os._exit(0)` and C's `exit(0)` print a line, and end this process with code 1. After the job was closed,
   `os._exit(0)` calls MPI_Finalize first.
 

@@ -61,7 +61,7 @@ class Reports:
         return self._fd >= 0 and os.getpid() == self._pid
 
     def say(self, what: str, **content: Any) -> None:
-        """Local. Send a message, if there is anybody to hear it."""
+        """Local. Send a message, if there is a supervisor."""
         if self.is_heard:
             line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
             with contextlib.suppress(OSError):  # the supervisor has ended
@@ -72,7 +72,7 @@ class Reports:
         """Local. Say why this rank fails, once; later failures follow from it.
 
         Args:
-            code: the exit code with which it is about to end.
+            code: the exit code of its end.
             text: why.
             error: the exception, if that is why; it records whether it is a consequence of another rank's end.
             is_consequence: whether this end is known to be one.

@@ -52,7 +52,7 @@ class Server(Gate):
         listener: a listening TCP socket.
         key: the job's key.
         size: number of ranks.
-        timeout: seconds within which all ranks must join.
+        timeout: seconds that the ranks have to join.
         parent: process id of rank 0, the parent of this process.
     """
 

@@ -55,7 +55,7 @@ class Absence:
             who: clause that names the missing ranks.
             absent: number of missing ranks.
             present: process ids of the ranks that have joined.
-            patience: seconds for which there must be too few processes before ranks count as lost.
+            patience: ranks count as lost after this number of seconds with too few processes.
 
         Raises:
             LaunchError: siblings have ended, and fewer are left than ranks are missing.

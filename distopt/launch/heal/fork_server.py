@@ -2,7 +2,7 @@
 
 `ForkServer` is the agent's side. This file is also the program of that process. Spare processes, forked in advance,
 take the orders. An order is a JSON object in a memory file, sent together with the descriptors that the rank gets. A
-spare is forked twice, so that the agent, to which the kernel gives orphans of its descendants, becomes its parent. With
+spare is forked twice, so that the agent becomes its parent: the kernel gives it the orphans of its descendants. With
 an order, it runs the script as the main module of an ordinary interpreter, with exit handlers.
 
 A fork of a process with several threads may hang, since locks of the others stay taken. OpenMP and BLAS libraries
@@ -45,7 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkServer:
-    """The process from which this one has its ranks forked.
+    """The process that forks the ranks of this one.
 
     Args:
         modules: names of the modules to import, in this order; failing imports are left out.

@@ -170,7 +170,7 @@ class Owner(Gate):
                 self._lost(link)
 
     def look(self) -> None:
-        """Local. Act on the passing of time."""
+        """Local. Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()
         if self._attempt < 0:
@@ -357,7 +357,7 @@ class Owner(Gate):
             self._start(f"{first.text}; {again}")
 
     def _heal(self, first: Failure) -> None:
-        """Start all ranks again, unless that has been in vain, or is bound to be."""
+        """Start all ranks again, unless they keep failing at the same step."""
         steps = [
             step for node in self._nodes for step in node.steps or [0] * node.ranks
         ]  # an agent without --heal reports none

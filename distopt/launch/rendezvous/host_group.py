@@ -213,7 +213,7 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
     if kind == _ERROR:
         received = LaunchError(payload.decode(errors="replace"))
         received.is_consequence = True
-        with contextlib.suppress(OSError):  # the sender fails for this reason, and should be the first to say so
+        with contextlib.suppress(OSError):  # the sender, which fails for this reason, should report it first
             in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
         raise received
     return payload

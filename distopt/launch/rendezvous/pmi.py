@@ -30,7 +30,7 @@ class Member(Watch):
     Args:
         info: the launcher's view of this process.
         place: how the ranks meet.
-        timeout: seconds within which all ranks must join.
+        timeout: seconds that the ranks have to join.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.

@@ -42,7 +42,7 @@ class Orphans:
     def add(self, pid: int) -> None:
         """Local. A rank has been started: its session is the job's."""
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # either has ended
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # the rank or this helper has ended
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:

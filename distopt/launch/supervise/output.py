@@ -74,7 +74,7 @@ def mark_output(rank: int) -> None:
 class Output:
     """A stream of this process, written without waiting for its reader.
 
-    While the reader stands still, nothing is read from `sources` beyond `room`. Lines that cannot be written, as on a
+    While the reader takes nothing, `sources` are read only up to `room`. Lines that cannot be written, as on a
     full disk, are dropped and counted.
 
     Args:
@@ -169,7 +169,7 @@ class Relay:
         copy: file that gets the lines without marks.
 
     Attributes:
-        source: non-blocking descriptor from which the lines are read; closed at the end of the stream.
+        source: non-blocking descriptor to read the lines from; closed at the end of the stream.
         sink: the descriptor to write to, for the process.
         error: the last line of the last Python traceback that has passed, which names the exception.
     """

@@ -48,13 +48,12 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
 
     The children are started with multiprocessing's "spawn" method, so they import the script: it must be a file, and
     call this function under `if __name__ == "__main__":`. `fn` must be a function of a module's or the script's top
-    level, and `args` picklable. The children write to this process's stdout and stderr, end with this process however
-    it ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
+    level, and `args` picklable. The children write to this process's stdout and stderr, end when this process
+    ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
     above 0 begin with "[rank 1] " and so on. On SIGINT, `fn` gets a KeyboardInterrupt on every rank, and has 30 s to
-    end; a second SIGINT kills the ranks. On SIGTERM, all ranks are ended; so they are on SIGUSR1 and SIGUSR2, if the
-    script has no handler for them. Then the signal takes its previous effect (KeyboardInterrupt, end of the process),
-    unless `fn` has returned on all ranks. Ranks that leave by themselves, see `Checkpoint(preemptible=True)`, are
-    waited for.
+    end; a second SIGINT kills the ranks. SIGTERM ends all ranks, as do SIGUSR1 and SIGUSR2 if the script has no handler
+    for them. Then the signal has its previous effect (KeyboardInterrupt, end of the process), unless `fn` has returned
+    on all ranks. The call waits for ranks that leave by themselves; see `Checkpoint(preemptible=True)`.
 
     Raises:
         UsageError: `world_size` is not a positive integer, or is more than 32 times the number of cores; `fn` cannot be
@@ -79,7 +78,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
 
     The exit code comes from the first rank that failed. Its traceback is the last output on stderr. A usage error
     prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143. So
-    do SIGUSR1 and SIGUSR2. After a signal that has had the job queued again, the exit code is 0.
+    do SIGUSR1 and SIGUSR2. If a signal has queued the job again, the exit code is 0.
 
     Raises:
         SystemExit: a rank failed, or a signal arrived.
@@ -111,7 +110,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         info = launcher()
         if info is None or not launcher_of(info).has_agents:
             raise
-        sys.stdout.flush()  # the agent reports this, once for all ranks
+        sys.stdout.flush()  # the agent reports this once, for all ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
@@ -211,7 +210,7 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
 
 
 def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSelector) -> None:
-    """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
+    """Return when all ranks have ended, one has failed, or a signal has arrived that ends ranks."""
     passed_on = 0
     while local.running and not local.failures:
         turn(selector)

@@ -77,7 +77,7 @@ class Tensor:
         self.name = name
 
     def _allocate(self, shape: Sequence[int], device: Device | None, dtype: DTypeLike | None, data: Any) -> None:
-        """Set `array` and `device`; the arguments are those of the constructor."""
+        """Set `array` and `device`; the arguments are as in the constructor."""
         if device is not None and not isinstance(device, Device):
             raise UsageError(f"{device!r} is no device; device.get_default_device() is one")
         try:

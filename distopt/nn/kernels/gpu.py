@@ -1,4 +1,4 @@
-"""Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
+"""Kernels for CuPy arrays: from `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. Nothing
 waits for the device, so an invalid label is found late: the loss and its gradients are then NaN, and
@@ -182,7 +182,7 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
 def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
     """First image, number of images, their convolution, and whether that is rows [M, images * places].
 
-    Else it is [N, M, oh, ow] for all images at once, and stands in `y`, if given.
+    Else it is [N, M, oh, ow] for all images at once, in `y` if given.
     """
     if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
         y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y

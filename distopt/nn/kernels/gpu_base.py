@@ -54,7 +54,7 @@ def address_or_null(array: Array | None, shape: tuple[int, ...], dtype: Any) -> 
 
 
 def code_of(array: Array) -> int:
-    """Local. What kernels call the type of `array`."""
+    """Local. The code of the type of `array` in kernels."""
     try:
         return _CODES[array.dtype]
     except KeyError:

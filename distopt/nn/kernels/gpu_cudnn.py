@@ -30,7 +30,7 @@ from .gpu_base import Array, code_of, current_stream
 ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines
 WORKSPACE_BYTES = 1 << 28  # an engine that needs more is not used
 
-# The method of the graph, its arguments, and its result; y stands for its gradient, too.
+# The method of the graph, its arguments, and its result; y is also the name of its gradient.
 OPERATIONS = {
     "fprop": ("conv_fprop", {"image": "x", "weight": "w"}, "y"),
     "dgrad": ("conv_dgrad", {"loss": "y", "filter": "w"}, "x"),
@@ -81,7 +81,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_kept: list[_CudnnLibrary] = []  # those of threads that have ended, too
+_kept: list[_CudnnLibrary] = []  # of all threads, even if they have ended
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def build_graph(
 
 
 def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
-    """The numerical notes for which an engine is excluded."""
+    """The numerical notes that exclude an engine."""
     note = cudnn.numerical_note
     refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":

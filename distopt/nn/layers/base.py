@@ -202,7 +202,7 @@ class Layer:
             raise type(error)(f"{self._label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
-        """The number of channels: `given`, or that of the first input `x`."""
+        """The number of channels: `given`, or the channels of the first input `x`."""
         if len(x.shape) != 4:
             raise ShapeError(f"{self._label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given

@@ -188,7 +188,7 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[float] | ArrayLike) -> Tensor:
-    """A tensor of float32 with a dimension more, in which only the elements at positions `indices` are "on".
+    """A tensor of float32 with a dimension more, where only the elements at positions `indices` are "on".
 
     Args:
         axis: the new dimension of the result.

@@ -136,7 +136,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
+    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps the dimension of x."""
     sizes = [check_integer("a size of the shape", n) for n in several(shape)]
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
     try:
@@ -218,7 +218,7 @@ class SplitPart(Slice):
     axis: int
 
     def backward(self, dy: Array = None, *others: Array) -> Any:
-        """As `Operation.backward`; given the gradients of all parts, in their order, that of x."""
+        """As `Operation.backward`; given the gradients of all parts, in their order, the gradient of x."""
         if not others:
             return super().backward(dy)
         return raw(array_module(dy).concatenate((dy, *others), self.axis))

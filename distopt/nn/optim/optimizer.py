@@ -120,7 +120,7 @@ class Optimizer:
 
     @property
     def clip_grad_norm(self) -> float | None:
-        """The norm to which `clip_gradients` limits a gradient; None for no limit, `math.inf` to measure only."""
+        """The largest norm that `clip_gradients` leaves; None for no limit, `math.inf` to measure only."""
         return self._clip_grad_norm
 
     @clip_grad_norm.setter
@@ -152,7 +152,7 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        training, mode.training = mode.training, False  # a rule that computes with tensors is not a forward pass
+        training, mode.training = mode.training, False  # a rule may compute with tensors, which must not record a graph
         if self._device is not param.device:
             self._device = param.device
         try:
@@ -183,7 +183,7 @@ class Optimizer:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Local. Everything that decides the next update besides parameters, gradients and slots, by name.
+        """Local. By name, the state that decides the next update, except parameters, gradients and slots.
 
         The values are numbers, booleans and strings. `DistOpt` checks in every step that all ranks have the same. A
         subclass with more constants adds them to this dict.

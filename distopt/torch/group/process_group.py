@@ -171,7 +171,7 @@ class DistoptProcessGroup(NamedGroup):
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
         """Collective. Write tensor i of rank r to `outs[r][i]`."""
-        # PyTorch passes one list a rank, with one tensor for each tensor of that rank.
+        # PyTorch passes one list for each rank, with one tensor for each tensor of that rank.
         _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]

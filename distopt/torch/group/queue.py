@@ -141,7 +141,7 @@ class PendingWork(WaitedWork):
 
         Raises:
             DistBackendError: the operation has failed, and the message names the rank at fault; or it has not ended in
-                time, and goes on.
+                time, and continues.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not self.ended and seconds <= 0:
@@ -179,8 +179,8 @@ class OperationQueue:
 
     Args:
         name: of the channel.
-        by_thread: whether the queue's thread carries out every asynchronous operation, because operations progress only
-            while a thread waits for them, and this process is to compute meanwhile.
+        by_thread: whether the queue's thread carries out every asynchronous operation. Operations that progress only
+            while a thread waits for them need this to overlap with the computation of this process.
     """
 
     def __init__(self, name: str, *, by_thread: bool) -> None:
@@ -188,9 +188,9 @@ class OperationQueue:
         self._by_thread = by_thread
         self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
-        self._begun = 0  # so many operations at the front of the queue have started
+        self._begun = 0  # number of operations at the front of the queue that have started
         self._busy = False  # a thread uses the communicator
-        self._untold: deque[PendingWork] = deque()  # ended, with callbacks to run
+        self._untold: deque[PendingWork] = deque()  # operations that have ended, with callbacks to run
         self._teller = 0  # the thread that runs callbacks
         self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # a weak reference: the last backward pass
         self._thread: threading.Thread | None = None
@@ -243,7 +243,7 @@ class OperationQueue:
             self._condition.wait_for(lambda: work.told)
 
     def tell_within_callback(self, work: PendingWork) -> None:
-        """Local. If this thread runs a callback, run all later ones up to those of `work`, which it waits for.
+        """Local. If this thread waits for `work` in a callback, run all later callbacks up to those of `work`.
 
         Raises:
             RuntimeError: they are of the same operation, or of one whose callback waits for this one.

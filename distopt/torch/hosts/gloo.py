@@ -94,7 +94,7 @@ class Gloo:
                 f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
-        self._keeps = self._notices  # keeps the connections open on which other ranks may report a cause
+        self._keeps = self._notices  # keeps connections open, so that other ranks can report a cause
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
         self._received: list[Any] = []
         self._waiting = 0  # number of threads in `wait`
@@ -281,7 +281,7 @@ class GlooMessage(MessageWork):
 
 
 def route_to(host: str) -> str:
-    """Local. This host's address on the route to `host`; empty if there is no route, or only the loopback."""
+    """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
     with suppress(OSError, UnicodeError):  # no host has this name
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:  # there is no route
