@@ -237,7 +237,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not the same as in the first step, or `clip` is not positive.
+            UsageError: the parameters under `loss` are not those of the first step, or `clip` is not positive.
         """
         self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip))
 
@@ -253,7 +253,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not the same as in the first step.
+            UsageError: the parameters under `loss` are not those of the first step.
         """
         if layout := self._step(loss, partial(self._engine.begin_partial, partition_elements)):
             self._engine.partial.average(layout)
@@ -321,7 +321,7 @@ class DistOpt:
     def _adopt(self, layout: Layout) -> None:
         """Let autograd write into the views of other buckets."""
         for param, _ in self._pairs:
-            param.grad = None  # should it be frozen by now, its old bucket can go
+            param.grad = None  # if it has been frozen, its old bucket can be freed
         self._layout = layout
         self._pairs = [
             (param, Tensor.of(grad, param.device, requires_grad=False))

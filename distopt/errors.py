@@ -293,7 +293,7 @@ def check_count(name: str, value: Any) -> int:
     """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
-        StateError: it is not a whole number, is negative, or above 2**53: a float does not hold every integer from there.
+        StateError: it is not a whole number from 0 to 2**53; a float does not hold every integer beyond that.
     """
     number = value
     with contextlib.suppress(AttributeError, ValueError):  # a number has no `item`; there are several elements

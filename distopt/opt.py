@@ -140,8 +140,8 @@ class DistOpt(dist_opt.DistOpt):
     def fused_all_reduce(self, tensor: Sequence[Tensor | Array], send: bool = True) -> None:
         """Collective. Sum small tensors over the ranks as one message.
 
-        With `send=False` they are only staged. With `send=True` members of the list `tensor` that are not staged yet join
-        them, and all are summed, in place; valid after `wait`.
+        With `send=False` they are only staged. With `send=True`, tensors of the list `tensor` that are not staged yet
+        join them, and all are summed, in place; valid after `wait`.
         """
         self._fuse(tensor, Fp32(), send)
 

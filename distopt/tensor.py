@@ -116,7 +116,7 @@ def copy_from_numpy(raw: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, src_offset: int = 0) -> None:
-    """Copy `size` elements, from number `src_offset` of `src` on, over the elements of `dst` from number `dst_offset` on.
+    """Copy `size` elements of `src`, from number `src_offset` on, to `dst`, from number `dst_offset` on.
 
     Raises:
         UsageError: there are fewer elements.

@@ -42,7 +42,7 @@ constexpr double slice_seconds = 0.05;
 constexpr double helping_seconds = 1e-3;
 // Time between two looks at its peers, of a rank that nothing wakes.
 constexpr std::chrono::milliseconds look_period{20};
-// A rank that nothing wakes yields its core after each look at first, as a sleep in the middle of a transfer leaves
+// At first, a rank that nothing wakes yields its core after each look: a sleep in the middle of a transfer would leave
 // the network idle. Then sleeps grow while nothing moves: a late peer costs no processor time.
 constexpr double yield_seconds = 0.01;
 constexpr double longest_sleep_seconds = 1e-3;

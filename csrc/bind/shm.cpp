@@ -27,8 +27,8 @@ struct ShmWork {
   std::shared_ptr<ShmCollective> collective;
 };
 
-// Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
-// within microseconds keeps it.
+// To release Python's lock and to take it again costs as much as a small collective. So an operation that ends within
+// microseconds keeps it.
 ShmWork start(ShmCommunicator& communicator, std::shared_ptr<ShmCollective> collective) {
   if (!communicator.start(collective)) {
     nb::gil_scoped_release release;

@@ -15,7 +15,8 @@ constexpr Index kTileRegisters = 24, kTileVectors = 4;  // registers, of 32, tha
 constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16 registers
 #endif
 
-// Rows of a tile that is V vectors wide. Each number of rows is a function of its own, hence the limit.
+// Rows of a tile that is V vectors wide. The limit is for the size of the code: each number of rows has its own
+// function.
 template <Index V>
 constexpr Index kTileRows = kTileRegisters / V < 8 ? kTileRegisters / V : 8;
 

@@ -2,8 +2,7 @@
 
 #include "cpu/half.h"
 
-// Each step loads one vector of every input before it stores any output, so that outputs may be inputs, which a plain
-// loop would have to check or fear.
+// Each step loads one vector of every input before it stores any output, so that an output may also be an input.
 namespace distopt::DISTOPT_ISA {
 namespace {
 

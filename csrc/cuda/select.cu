@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(block_threads)
     w.tiles[blockIdx.x] = {list_begin, total};
   }
   __syncthreads();
-  // Candidates that find no room are counted: the count says that the list is of no use.
+  // Candidates that find no room are counted: the count then shows that the list is incomplete.
   if (!total || list_begin > w.capacity || total > w.capacity - list_begin) return;
   unsigned out = list_begin;
 #pragma unroll

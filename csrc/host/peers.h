@@ -53,7 +53,7 @@ class Peers {
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
   // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
   CommunicatorError fail(const ErrorFields& failure);
-  // Records that a rank has gone, `waiting` being this rank's wait for it as text.
+  // Records that a rank has ended; `waiting` describes this rank's wait for it.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;
   CommunicatorError lost(int rank, Presence presence, const std::string& waiting);
@@ -65,8 +65,8 @@ class Peers {
   // One element for each rank, as scratch memory.
   std::vector<const void*>& scratch() { return scratch_; }
 
-  // Polls a few times, and counts each against `polls`; returns whether the blocker is gone. Not worth a try if ranks
-  // share cores.
+  // Polls a few times, and counts each against `polls`; returns whether the blocker is gone. Useless if ranks share
+  // cores.
   bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; returns whether the blocker is gone.
   bool spin(const Blocker& blocker);

@@ -1,5 +1,5 @@
 // Data that the ranks of one host share beside NCCL, which neither notices a dead peer nor compares what the ranks
-// call: which ranks live, the last collective of each, and the first failure. In a segment as of the shared-memory
+// call: which ranks live, the last collective of each, and the first failure. In a segment as in the shared-memory
 // communicator, without its data.
 #pragma once
 

@@ -54,7 +54,7 @@ class NcclCommunicator {
   // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
   Work start(const Arguments& arguments, cudaStream_t caller);
   // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or
-  // parts[0] to all if there is no other.
+  // parts[0] to all if it is the only one.
   Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
@@ -83,7 +83,7 @@ class NcclCommunicator {
   // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
-  // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
+  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.
   bool check_host(std::uint64_t sequence, const std::string& text);
   void fail(const ErrorFields& failure);
   [[noreturn]] void fail_and_throw(const ErrorFields& failure);

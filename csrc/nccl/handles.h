@@ -14,7 +14,7 @@ namespace distopt {
 
 class Stream {
  public:
-  // Does not wait for the default stream, nor that for it. Of the highest priority, as the next layers wait for it.
+  // Not synchronized with the default stream. Of the highest priority, because the next layers wait for it.
   Stream() {
     int least = 0, greatest = 0;
     DISTOPT_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));

@@ -1,4 +1,4 @@
-// How a communicator ends: failures, the thread that detects them, and close().
+// The end of a communicator: failures, the thread that detects them, and close().
 #include <algorithm>
 #include <exception>
 #include <future>

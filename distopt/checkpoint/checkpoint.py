@@ -180,7 +180,7 @@ class Checkpoint:
         try:
             self._held.enter_context(file_lock(path, wait=False))
         except OSError as error:
-            # A file system without locks has to do without.
+            # The file system has no locks.
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
 

@@ -176,7 +176,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _check_script(script: str, *, module: bool) -> None:
-    """All ranks would say the same, and those of other nodes would wait for them."""
+    """Refuse it here: all ranks would report the same, and ranks of other nodes would wait for them."""
     path = Path(script)
     if not module and re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
         raise UsageError(f"the ranks are Python processes already; leave out `{script}`")

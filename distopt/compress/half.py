@@ -85,7 +85,7 @@ class BFloat16(_Half):
     """bfloat16: 8 significant bits, the range of float32.
 
     Args:
-        scale: as for `Fp16`, and hardly ever needed.
+        scale: as for `Fp16`; rarely needed.
     """
 
     wire: ClassVar[str] = "bfloat16"

@@ -39,7 +39,7 @@ class Threshold(SparseCodec):
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         super().prepare(state)
-        state.memory["lists"].reserve(state.bucket.size // 32)  # more than any threshold that is worth it selects
+        state.memory["lists"].reserve(state.bucket.size // 32)  # more than a useful threshold selects
 
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         lists = state.memory["lists"]

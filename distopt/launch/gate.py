@@ -70,7 +70,7 @@ def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> byte
     """Local. The next `count` bytes.
 
     Raises:
-        OSError: the other end has gone, or sent less in time.
+        OSError: the other end has closed the link, or sent less in time.
     """
     parts = bytearray()
     while len(parts) < count:
@@ -177,7 +177,7 @@ def _keep_alive(link: socket.socket) -> None:
 
 def say(link: socket.socket, line: str) -> None:
     """Local. Send a line, if the other end is there: its end is noticed when `link` is read."""
-    with contextlib.suppress(OSError):  # it has gone, or reads nothing
+    with contextlib.suppress(OSError):  # it has ended, or reads nothing
         link.sendall(f"{line}\n".encode())
 
 

@@ -60,7 +60,7 @@ def is_mpich(library: str) -> bool:
 
 # -- MPI_Init ----------------------------------------------------------------------------------------------------------
 def spare_reads(local_rank: int | None, local_size: int | None) -> None:
-    """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once a host.
+    """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once per host.
 
     MPICH 5.0.2 lets the ranks of a host read each other's memory (CMA). The kernel refuses that between user namespaces
     and between process namespaces, such as containers of their own, and where a filter of system calls (seccomp)
@@ -80,7 +80,7 @@ def _refusal() -> str:
     if ctypes.CDLL(None).process_vm_readv(os.getpid(), vector, one, vector, one, ctypes.c_ulong(0)) != 1:
         return "this system refuses process_vm_readv"
     parent = os.getppid()
-    # The launcher is not to be seen from a process namespace that a rank has for itself.
+    # A rank in its own process namespace cannot see its launcher.
     if parent <= 1 and len(children(parent)) < 2 and str(Path("/proc/self/ns/pid").readlink()) != _FIRST_NAMESPACE:
         return "this rank runs in a process namespace of its own"
     try:
@@ -111,7 +111,7 @@ def keep_hangups() -> None:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 def shortened(text: str) -> str:
-    """Local. A text of 65,536 characters at most; a longer one, as of an exception with an array, loses its middle.
+    """Local. A text of 65,536 characters at most; a longer one, such as an exception with an array, loses its middle.
 
     A launcher may not survive much more on stderr: mpiexec of Open MPI 5.0.11 needs minutes for 50 MB, and the job does
     not end before.

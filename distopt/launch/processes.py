@@ -26,7 +26,7 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
     """Local. The exit code that a shell would see, and a clause that says how the process ended.
 
     Args:
-        exit_code: as of `multiprocessing` and `subprocess`: -n if signal n ended the process.
+        exit_code: as in `multiprocessing` and `subprocess`: -n if signal n ended the process.
     """
     if exit_code >= 0:
         return exit_code, f"left with exit code {exit_code}"

@@ -121,7 +121,7 @@ def unrecorded(start: Callable[..., Any], *args: Any) -> Any:
 def untraced(kind: _Kind) -> _Kind:
     """Local. Have compiled code call the methods of class `kind` without tracing them, as it calls a group of C++.
 
-    `torch.compiler.disable` does that, too, but wraps every method, which costs 2.5 microseconds a call.
+    `torch.compiler.disable` does that, too, but wraps every method, which costs 2.5 microseconds per call.
     """
     for method in vars(kind).values():
         if isinstance(method, FunctionType):

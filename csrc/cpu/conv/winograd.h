@@ -2,11 +2,11 @@
 // pixels (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016, sections 4.1 and 4.2). A tile
 // d gives
 //
-//   y = A^T ((G g G^T) * (B^T d B)) A    where * multiplies the 64 "frequencies" of a tile, each for itself,
+//   y = A^T ((G g G^T) * (B^T d B)) A    where * multiplies the 64 "frequencies" of a tile one by one,
 //
-// and the sum over channels makes a product of matrices of each frequency. A tile takes 64 multiplications for 400 of
-// the direct sum with 5 x 5, 324 with 3 x 3. Backward is the adjoint of each step. For float32 only: the results are
-// wrong by about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv.cpp.
+// and the sum over channels is a matrix product for each frequency. A tile takes 64 multiplications; the direct sum
+// takes 400 with 5 x 5, and 324 with 3 x 3. The backward pass is the adjoint of each step. For float32 only: the error
+// is about 2e-6 standard deviations of the results, and 1e-7 by the direct sum. Included by conv.cpp.
 #pragma once
 
 #include "cpu/conv.h"
@@ -111,7 +111,7 @@ class Winograd {
   Index most_of_tile() const { return round_up(s_.c, kMostLanes<float>) + round_up(s_.m, kMostLanes<float>); }
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
-  // transposed [m][c]. An odd number of lines of the cache keeps frequencies from competing for a few sets of it.
+  // transposed [m][c]. An odd number of cache lines keeps frequencies from competing for a few sets of the cache.
   static Index slice(Index elements) { return ((elements + kLine - 1) / kLine | 1) * kLine; }
   Index c_slice() const { return slice(chunk_ * c_row_); }
   Index m_slice() const { return slice(chunk_ * m_row_); }

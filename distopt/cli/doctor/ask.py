@@ -1,4 +1,4 @@
-"""Questions to child processes with a timeout, so that a library that crashes or hangs does so there."""
+"""Questions to child processes with a timeout: there, a library may crash or hang."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Waits:
         self.answer()
 
     def answer(self, *, asks: bool = False) -> None:
-        """Local. If others have said that they wait, say that this rank waits or polls, too; in any case if it `asks`.
+        """Local. If others note that they wait, note that this rank waits or polls, too; in any case if it `asks`.
 
         A silent rank is blamed. A rank answers once in a short time only: answers to answers would never end.
         """

@@ -86,7 +86,7 @@ class ExitGuard:
             end_with_parent(launched=True)
 
     def watch(self, job: object) -> None:
-        """Local. A job has been joined."""
+        """Local. Watch this process, which has joined a job."""
         self._jobs.add(id(job))
         self._left = False
 
@@ -184,7 +184,7 @@ def _say(text: str) -> None:
 
 def _try(use: Callable[[], object]) -> None:
     """Use a standard stream, if that is possible."""
-    with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
+    with contextlib.suppress(OSError, ValueError):  # its reader has ended; the script has closed it
         use()
 
 

@@ -4,11 +4,11 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
 
 - `begun`: the script and the function have been imported;
 - `leaves`: whether, from now on, the rank ends by itself after a signal ("does");
-- `left`: it does so now, because of one, together with all other ranks;
+- `left`: it ends now, because of a signal, together with all other ranks;
 - `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
   processes of a host have), and whether as a consequence of another rank's end ("is_consequence").
 
-A program that does not run distopt says nothing; of its end, only the exit status is known.
+A program that does not run distopt sends no messages; only the exit status of its end is known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reports:
     def find(self) -> None:
         """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
         agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
-        if agent == str(os.getppid()):  # else the variable belongs to a process further up
+        if agent == str(os.getppid()):  # else the variable belongs to an ancestor
             with contextlib.suppress(OSError):  # the program has closed it
                 if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
                     self.open(int(fd))

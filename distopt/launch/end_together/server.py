@@ -136,7 +136,7 @@ class Server(Gate):
             self._ended = True
             others = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
-                with contextlib.suppress(OSError):  # its reader has gone
+                with contextlib.suppress(OSError):  # its reader has ended
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(others, default=-1)
             for rank in others:

@@ -6,7 +6,7 @@ spare is forked twice, so that the agent becomes its parent: the kernel gives it
 an order, it runs the script as the main module of an ordinary interpreter, with exit handlers.
 
 A fork of a process with several threads may hang, since locks of the others stay taken. OpenMP and BLAS libraries
-therefore get one thread here, and their numbers in the rank.
+therefore get one thread here, and their usual number in the rank.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .topology import Topology
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16
-_SEEN_SECONDS = 2.0  # then a process ends that stays for siblings which start later to see it
+_SEEN_SECONDS = 2.0  # how long a process stays after its message, for siblings that start later to see it
 
 
 def is_importing() -> bool:

@@ -26,7 +26,7 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
     """
     topology, offer, server = job.topology, b"", None
     if topology.rank == 0:
-        # There may be no free port, or no process.
+        # All ports or processes may be in use.
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(32)
             server = start_server(listener, key, topology.world_size, timeout)

@@ -25,7 +25,7 @@ class Torchrun(Launcher):
     address = "MASTER_ADDR"
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. As of every launcher; WORLD_SIZE alone, and RANK alone in a step of srun, are a job script's."""
+        """Local. See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
         is_alone = self.size not in env and in_step(env)
         return super().read(env) if self.rank in env and not is_alone else None
 

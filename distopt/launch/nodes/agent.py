@@ -245,7 +245,7 @@ class _Agent:
         elif do == "end" and self._ranks is not None:
             self._make_room()
             if message["patience"]:
-                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # the ranks have got it, too
+                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
             else:

@@ -40,5 +40,5 @@ class RunOptions:
 
     @property
     def endpoint(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"{self.host}:{self.port}"

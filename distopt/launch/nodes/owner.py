@@ -51,7 +51,7 @@ class Node:
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
-        steps: the newest that each of its ranks has done; 0: none, as of an agent in the place of another.
+        steps: the newest that each of its ranks has done; 0: none, for example if the agent has replaced another.
         away: whether it is cut off or lost, and the others wait for it, or for another in its place.
         heard: since the last sign of life.
     """
@@ -72,7 +72,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"{self.host} (pid {self.pid})"
 
 
@@ -151,9 +151,8 @@ class Owner(Gate):
             node.signals = [int(signum) for signum in message["signals"]]
             for one in message["failures"]:
                 failure = Failure(**one)
-                self._failures.setdefault(
-                    failure.rank, failure
-                )  # a rank that cannot start may be reported as ended, too
+                # A rank that cannot start may be reported as ended, too.
+                self._failures.setdefault(failure.rank, failure)
             self._killed |= say == "kill"
             node.ended |= say == "ended"
             if self._failures or say == "kill":
@@ -196,10 +195,8 @@ class Owner(Gate):
         who = f"{link.host} (pid {link.pid})"
         if self._options.heal and self._attempt >= 0:
             for old, node in list(self._by_link.items()):
-                if (node.host, node.pid) == (
-                    link.host,
-                    link.pid,
-                ):  # the agent itself has noticed first that it was cut off
+                # The agent has noticed before this one that it was cut off.
+                if (node.host, node.pid) == (link.host, link.pid):
                     self._drop(old)
                     self._lost(old)
             if self._place_of(link) is not None:
@@ -268,7 +265,7 @@ class Owner(Gate):
         return ", ".join(node.name for node in self._nodes)
 
     def _number(self) -> None:
-        """Numbers that the command lines give count; others follow the owner in the order of their names."""
+        """Number the nodes as their command lines say, and the others after the owner, in the order of their names."""
         free = [number for number in range(self._size) if number not in [node.wanted for node in self._nodes]]
         for node in sorted(self._nodes, key=lambda node: (node is not self._own, node.host, node.pid)):
             node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
@@ -358,9 +355,8 @@ class Owner(Gate):
 
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless they keep failing at the same step."""
-        steps = [
-            step for node in self._nodes for step in node.steps or [0] * node.ranks
-        ]  # an agent without --heal reports none
+        # An agent without --heal reports no steps.
+        steps = [step for node in self._nodes for step in node.steps or [0] * node.ranks]
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()

@@ -44,7 +44,7 @@ _FD = struct.Struct("i")
 _HEADER = struct.Struct("!BI")  # kind and length of a message
 _DATA, _ERROR = 0, 1
 MAX_BYTES = 16 << 20
-_SENDER_SECONDS = 0.5  # then a rank that gives up does not wait for the end of the sender of the reason
+_SENDER_SECONDS = 0.5  # then a rank that gives up no longer waits for the sender of the reason to end
 _LOOK_SECONDS = 0.1  # between two looks of rank 0 for absent ranks
 
 
@@ -185,7 +185,7 @@ def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _
 
     Raises:
         LaunchError: it is too long.
-        OSError: the other end has gone, or did not read it in time.
+        OSError: the other end has closed the link, or did not read it in time.
     """
     check_length(payload)
     left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
@@ -204,7 +204,7 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
 
     Raises:
         LaunchError: it is a reason to give up, or no message.
-        OSError: the other end has gone, or sent nothing in time.
+        OSError: the other end has closed the link, or sent nothing in time.
     """
     kind, length = _HEADER.unpack(receive_exactly(link, _HEADER.size, deadline))
     if length > 2 * MAX_BYTES or kind not in (_DATA, _ERROR):
@@ -382,7 +382,7 @@ class _Listener(Gate):
         self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
 
     def _serve(self, link: Link, line: str) -> None:
-        """A rank that has joined says nothing until all have."""
+        """Nothing: a rank that has joined sends no lines until all have."""
 
     def _absent(self) -> str:
         absent = [str(q) for q in range(1, self._size) if q not in self._peers]

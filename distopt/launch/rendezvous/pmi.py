@@ -18,7 +18,7 @@ from .meeting import Meeting
 
 # Then a rank ends itself, if the agents of `distopt run` have not ended it after the failure of another.
 _AGENTS_SECONDS = 3.0
-# Linux gives ports from 32768 on to outgoing connections; services have lower ones than these.
+# Linux gives ports from 32768 on to outgoing connections; services use lower ports than these.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
@@ -43,7 +43,7 @@ class Member(Watch):
             self._serve(info, place, timeout)
             address = "localhost"
         places = [(address, port) for port in ports(place.key)]
-        # The agents of `distopt run` know which rank was the first, and end the others.
+        # The agents of `distopt run` know which rank failed first, and end the others.
         speaks = not self._has_agents and not info.local_rank
         super().__init__(info.rank, info.size, place.key, places, timeout, source=place.source, speaks=speaks)
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0

@@ -98,7 +98,7 @@ def _check_part(name: str, part: Any, cure: str) -> None:
 
 
 def check_script(fn: object) -> None:
-    """Local. Check that child processes can import the script with `fn`, and that this is not one of them, doing so.
+    """Local. Check that child processes can import the script with `fn`, and that this process is not one that does.
 
     Raises:
         UsageError: `fn` is defined in a script from stdin, or in a notebook; or this process imports the script, but

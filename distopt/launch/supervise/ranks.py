@@ -133,7 +133,7 @@ class Rank:
 
     @property
     def frozen(self) -> bool:
-        """Whether cgroup version 2 has frozen the process. (A process that version 1 has frozen cannot be killed.)"""
+        """Whether cgroup version 2 has frozen the process. A process that version 1 has frozen could not be killed."""
         with contextlib.suppress(OSError):  # it has ended
             groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
             path = "".join(group[3:] for group in groups if group.startswith("0::"))

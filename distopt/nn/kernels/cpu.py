@@ -3,7 +3,7 @@
 Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
 images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
 `saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. A function changes
-an argument only if its docstring says so. Equal inputs give equal bits on all processors.
+an argument only as its docstring describes. Equal inputs give equal bits on all processors.
 
 Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
 or layout does not fit.

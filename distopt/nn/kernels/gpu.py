@@ -28,7 +28,7 @@ from .gpu_base import Array, address_of, address_or_null, code_of, current_strea
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/layers.h
 
-SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
+SCRATCH_BYTES = 1 << 28  # for the lowered images of a chunk; one image may take more
 
 empty = cupy.empty
 

@@ -217,7 +217,7 @@ def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
     note = cudnn.numerical_note
     refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":
-        refused.append(note.TENSOR_CORE)  # these compute float32 in TF32; the switch is that of CuPy's products
+        refused.append(note.TENSOR_CORE)  # these compute float32 in TF32; CuPy's products have the same switch
     return refused
 
 

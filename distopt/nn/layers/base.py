@@ -103,7 +103,7 @@ class Layer:
         """Whether a parameter of this layer or its sub-layers trains. Assigning freezes or unfreezes all of them.
 
         The layer must be initialized, as all are by `Model.compile`; see `Tensor.requires_grad`. Frozen parameters
-        remain in states. In training mode, a frozen layer computes as ever: batch normalization uses the batch and
+        remain in states. In training mode, a frozen layer computes as before: batch normalization uses the batch and
         moves its running statistics, as in PyTorch, and dropout drops.
 
         Raises:

@@ -136,7 +136,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps the dimension of x."""
+    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps x's dimension."""
     sizes = [check_integer("a size of the shape", n) for n in several(shape)]
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
     try:
@@ -198,7 +198,7 @@ def slice(
     Args:
         x: any tensor.
         starts: for each axis, an index; a negative one counts from the end.
-        ends: likewise; beyond the dimension, it means its end.
+        ends: the same; a number beyond the dimension means its end.
         axes: by default, the first dimensions.
         steps: by default 1; not 0. A negative one goes backwards.
     """

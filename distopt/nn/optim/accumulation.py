@@ -33,7 +33,7 @@ class GradientAccumulation:
 
     def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add the gradients that a backward pass yields."""
-        for param, grad in list(pairs):  # the whole pass first: one that fails adds nothing
+        for param, grad in list(pairs):  # the whole pass first: a pass that fails adds nothing
             if param in self.sums:
                 self.sums[param] += grad.array
             else:

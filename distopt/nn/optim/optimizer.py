@@ -196,7 +196,7 @@ class Optimizer:
         }
 
     def step(self) -> None:
-        """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
+        """Local. Count a finished step, and set the hyperparameters of the next one; do nothing inside `no_sync`."""
         if not self._accumulation.active:
             changes.updated(self, self._updated)
             self._go_to(self._steps + 1)

@@ -107,7 +107,7 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
     def under(key: object, inner: Any) -> Any:
         return encode(inner, f"{path}/{key}" if path else str(key), arrays)
 
-    kind: type = type(value)  # exactly: an object of a derived class would come back as one of its base
+    kind: type = type(value)  # exactly: an object of a derived class would become one of its base
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:

@@ -81,7 +81,7 @@ class HostsCommunicator(Communicator):
         self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
         self.begins_at_once = len(hosts) == len(topology.hosts) == 2
-        # So many ranks of every host carry a slice. The carriers of this rank's slice are empty if it carries none.
+        # Number of ranks of every host that carry a slice. The carriers of this rank's slice are empty if it has none.
         self._n_slices = min(len(ranks) for ranks in hosts)
         self._between = Between(gloo, len(hosts), self._n_slices)
         place = topology.local_rank

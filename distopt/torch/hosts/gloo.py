@@ -214,7 +214,7 @@ class Gloo:
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
         for rank, process in enumerate(self.processes):
             if process is not self.me and notices is not None:
-                with suppress(RuntimeError):  # it has gone
+                with suppress(RuntimeError):  # it has ended
                     notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self, number: int) -> CommunicatorError | None:
@@ -284,7 +284,7 @@ def route_to(host: str) -> str:
     """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
     with suppress(OSError, UnicodeError):  # no host has this name
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:  # there is no route
+            with suppress(OSError), socket.socket(family, kind) as probe:  # without a route
                 probe.connect(place)
                 address = str(probe.getsockname()[0])
                 if not address.startswith("127.") and address != "::1":
