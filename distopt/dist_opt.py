@@ -339,7 +339,7 @@ class DistOpt:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        """Local. The cost of communication since the first step; subtract an earlier result for the cost since then."""
         return self._engine.stats()
 
     def get_states(self) -> States:

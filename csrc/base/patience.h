@@ -1,4 +1,4 @@
-// Waits for other ranks, the same over every transport: how long they last, and their messages. Transports say who has
+// Waits for other ranks: their limits and messages, the same over every transport. Transports name the ranks that have
 // not arrived.
 #pragma once
 

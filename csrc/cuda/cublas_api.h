@@ -1,5 +1,6 @@
-// cuBLAS as far as it is used: own declarations of its C interface, which CUDA 12 and 13 share; loaded at run time, as
-// building needs none. CuPy refuses to call cuBLAS while a stream is captured in a graph, so products go this way.
+// The part of cuBLAS that is used: own declarations of its C interface, which CUDA 12 and 13 share. It is loaded at run
+// time, so that building needs no cuBLAS. CuPy refuses to call cuBLAS while a stream is captured in a graph, so
+// products go this way.
 #pragma once
 
 #include <cuda_runtime.h>

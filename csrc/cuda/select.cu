@@ -6,9 +6,9 @@
 #include "cuda/select.h"
 #include "cuda/source.h"
 
-// How a selection goes: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
+// The steps of a selection: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
 // radix select finds the boundary among the candidates; those above it are counted per tile, and a scan over the tiles
-// says where each one's share goes. The list of candidates is short, so this is one read of the array. CUB's select
+// gives the place of each tile's share. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
 namespace distopt::cuda {

@@ -187,8 +187,8 @@ std::vector<int> Peers::absent(const Blocker& blocker) const {
   return ranks;
 }
 
-// The peers write these counters at each collective: every look takes the line away from them, and they have to fetch
-// it back. As counters only grow, one look in `ring_size` collectives is enough.
+// The peers write these counters at each collective: every look takes the cache line from them. Counters only
+// grow, so one look in `ring_size` collectives is enough.
 bool Peers::all_finished(std::uint64_t sequence) {
   if (sequence <= finished_seen_) return true;
   std::uint64_t least = UINT64_MAX;

@@ -32,7 +32,7 @@ class Transport {
   virtual bool poll() = 0;
 };
 
-// Throws CommunicatorError where the library cannot be used.
+// Throws CommunicatorError if the library cannot be used.
 std::unique_ptr<Transport> make_transport(const Library& library);
 
 }  // namespace distopt::mpi

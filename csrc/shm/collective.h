@@ -97,8 +97,9 @@ class ShmCollective {
   Arguments arguments_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
-  std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the collective
-  int checked_ = 0;                    // peers whose descriptor has been compared
+  std::atomic<bool> finished_{
+      false};        // read by one thread while another, which waits for a message, moves the collective
+  int checked_ = 0;  // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
   std::size_t longest_bytes_ = 0;  // ragged: of all that any rank sends to another

@@ -224,7 +224,7 @@ class Memory:
         return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
 
     def _exchange(self, mine: bytes) -> Arrays:
-        """Collective. The copies for the node before; none from then on if a rank has much of its own."""
+        """Collective. The copies for the node before; no more of them if a rank has large states of its own."""
         gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"")
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}

@@ -65,7 +65,7 @@ class NcclRaggedWork(RaggedWork):
     """
 
     def __init__(self, counts: Work, table: Array, post: Post, timeout: float, on_host: bool) -> None:
-        """Local. `table` is where the counts arrive; `post` starts the data's way, given them on the host."""
+        """Local. The counts arrive in `table`; `post`, given them on the host, starts to move the data."""
         super().__init__(counts, [])
         self._table = table
         self._post: Post | None = post
@@ -105,7 +105,7 @@ class NcclCommunicator(Communicator):
     ordered_sums: ClassVar[bool] = False
 
     def __init__(self, job: Job, stack: GpuStack, places: Sequence[Place], settings: Settings | None = None) -> None:
-        """Collective. Take the GPU that falls to this rank, and connect it with the others'."""
+        """Collective. Take this rank's GPU, and connect it with the GPUs of the other ranks."""
         settings = settings or Settings.from_env()
         if settings.sum_order == "rank":
             raise UsageError("NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER or choose another backend")
@@ -210,7 +210,7 @@ class NcclCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
-        # One element of any value: when it has been reduced, every rank has come.
+        # One element of any value: when it has been reduced, every rank has called.
         self._start(Request("barrier", "int32", ""), self._scratch, self._scratch).wait(self._timeout)
 
     # -- life cycle --------------------------------------------------------------------------------------------------

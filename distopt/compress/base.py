@@ -88,7 +88,7 @@ class Codec(ABC):
         return state
 
     def start(self, state: CodecState) -> PendingReduction:
-        """Collective. Encode the bucket of `state` and start its reduction; leave the bucket alone until the end.
+        """Collective. Encode the bucket of `state` and start its reduction; do not touch the bucket until the end.
 
         The options may differ from those of the step before, equally on all ranks; residual and other state stay.
 

@@ -24,8 +24,8 @@ _LARGEST_SCALE = 2.0**24
 class _Half(Codec):
     """The base of both 16-bit codecs.
 
-    Every rank divides by the world size *before* the cast, and values beyond the largest one that all ranks can add up
-    without leaving the range become that one: the sum is never infinite. The sum itself is accumulated in float32 by
+    Every rank divides by the world size *before* the cast, and clamps values so that the sum over all ranks stays
+    in range: it is never infinite. The sum itself is accumulated in float32 by
     the communicator and rounded once. Values that were too large, and those that became zero, are counted in the
     statistics; NaN raises `GradientError`.
     """

@@ -26,7 +26,7 @@ class SparseCodec(Codec):
     """A codec that sends a list of selected elements.
 
     Where a dense float32 reduction moves fewer bytes than the lists of all ranks (4-byte index and 4-byte value each),
-    the whole bucket is reduced densely instead, residual included; the log reports it once per bucket and the statistics
+    the whole bucket is reduced densely instead, residual included; the log reports it once per bucket, and statistics
     count it.
 
     Args:

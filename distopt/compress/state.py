@@ -186,7 +186,7 @@ class CodecState:
                 kernels_of(view).copy_into(view, given)
 
     def reset(self) -> None:
-        """Local. Go back to the state of a new one."""
+        """Local. Return to the initial state."""
         self._loaded.clear()
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]

@@ -242,19 +242,19 @@ class Gate:
         raise NotImplementedError
 
     def _admitted(self, link: Link) -> None:
-        """`link` has come in."""
+        """Act on a peer that has been admitted."""
         raise NotImplementedError
 
     def _lost(self, link: Link) -> None:
-        """A connection that had come in has ended, from the other side."""
+        """Act on the end of an admitted peer's connection, from the other side."""
         raise NotImplementedError
 
     def _serve(self, link: Link, line: str) -> None:
-        """A line has come."""
+        """Act on a line from an admitted peer."""
         raise NotImplementedError
 
     def _turned_away(self, link: Link) -> None:
-        """A peer does not know the key."""
+        """Act on a peer that does not know the key."""
 
     def _drop_slow_strangers(self) -> None:
         for link in self._strangers():
@@ -269,7 +269,7 @@ class Gate:
             return
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it has hung up already
+        except OSError:  # the other end has closed it
             return
         of_this_host = connection.family == socket.AF_UNIX
         if of_this_host and peer_of(connection)[1] != os.geteuid():

@@ -104,7 +104,7 @@ class BucketMemory:
         for index, block in enumerate(self._blocks):
             if self._used[index] + room <= block.size:
                 break
-        else:  # at once half as much as there is, so that sizes which grow slowly take few blocks
+        else:  # half as much as there is at a time, so that slowly growing sizes take few blocks
             index = len(self._blocks)
             spare = sum(block.size for block in self._blocks) // 2 if self._cut_anew else 0
             # of a type that every communicator moves

@@ -175,10 +175,10 @@ class Layout:
 
 
 def check_names(saved: States, names: Sequence[str]) -> None:
-    """Local. Check that saved states belong to these parameters, and each array of a kind of codec to all or none.
+    """Local. Check that saved states belong to these parameters.
 
     Raises:
-        StateError: they are not.
+        StateError: a parameter is unknown, or an array of a kind of codec exists for some parameters only.
     """
     params: dict[str, set[str]] = {}
     for key in saved:

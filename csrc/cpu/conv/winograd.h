@@ -104,7 +104,7 @@ class Winograd {
   // Input and output channels of all tiles of a chunk, 1 MiB over all frequencies: each chunk reads and writes the
   // whole gradient of the weight, which costs more than leaving the second cache.
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
-  // Weights whose frequencies, twice as many as these times 64, take 32 MiB.
+  // Elements of the largest weight: its frequencies, 64 for each and in two layouts, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
 
   // The chunks decide about the order of sums, so they have one size on every set.

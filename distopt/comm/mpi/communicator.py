@@ -132,7 +132,7 @@ class MpiCommunicator(NativeCommunicator):
         try:
             self.core.progress()  # refuses a communicator that is closed or has failed
             self._messages.start(message)
-        except CommunicatorError:  # recorded: `done` and `wait` raise it, whichever call meets it first
+        except CommunicatorError:  # recorded: the next `done` or `wait` raises it
             if self.closed:
                 raise
         return message

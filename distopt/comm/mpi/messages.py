@@ -97,7 +97,7 @@ class MpiMessages:
         self._comm = comm
         self.waits = waits
         self._awaiting: list[MpiMessage] = []
-        self._aside: list[MpiMessage] = []  # has come, or comes, before its receive
+        self._aside: list[MpiMessage] = []  # has arrived, or arrives, before its receive
         self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
         self._has_refused = False
 

@@ -91,7 +91,7 @@ class ExitGuard:
         self._left = False
 
     def forget(self, job: object) -> None:
-        """Local. A job has been closed. If it was the last, this process leaves no peer behind."""
+        """Local. Stop watching for a job that has been closed. After the last one, this process may end early."""
         if id(job) in self._jobs:
             self._jobs.remove(id(job))
             self._left = not self._jobs

@@ -182,7 +182,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.end_together.watch.start_server`, which started this program, specified."""
+    """Serve with the arguments that `distopt.launch.end_together.watch.start_server` has passed to this program."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -35,7 +35,7 @@ _seen: set[int] = set()  # siblings seen running at any time since this process 
 
 
 class Absence:
-    """Ranks of this host that have not joined: warns about them, and notices when they cannot join any more.
+    """Watches for ranks of this host that have not joined: warns, and notices when they cannot join any more.
 
     Args:
         stall_warning: seconds before the warning.

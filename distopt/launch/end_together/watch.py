@@ -139,7 +139,7 @@ class Watch:
         self._say("left")
 
     def end_others(self, code: int) -> None:
-        """Local. This rank has failed, and has said so: end the others with this exit code."""
+        """Local. End the other ranks with this exit code, after this rank has reported its failure."""
         self._say(f"end {code}")
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 
 def _let_listen(env: Mapping[str, str]) -> None:
-    """Let rank 0 be ahead: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
+    """Wait until rank 0 listens: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
     end = time.monotonic() + _AHEAD_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # not yet

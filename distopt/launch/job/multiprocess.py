@@ -184,7 +184,7 @@ class MultiprocessJob(Job):
 
 @contextlib.contextmanager
 def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
-    """Hold a name that only one process at a time can have. Without it, two of rank 1 would wait for a rank 0."""
+    """Hold a name that only one process at a time can have. Without it, two ranks 1 would wait for rank 0."""
     name = "\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as holder:
         try:

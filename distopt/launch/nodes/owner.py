@@ -227,7 +227,7 @@ class Owner(Gate):
         self._by_link[link] = node
 
     def _place_of(self, link: Link) -> Node | None:
-        """The node that is away, and that the agent at the other end is, or takes the place of."""
+        """The absent node that the agent at the other end is, or replaces."""
         away = [node for node in self._nodes if node.away and node not in self._by_link.values()]
         away = [node for node in away if link.rank in {NO_RANK, node.number}]
         away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
@@ -329,7 +329,7 @@ class Owner(Gate):
         return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
-        """All ranks have ended, and each node is ready to start its ranks again, except those that are away."""
+        """Finish the job or start it again: all ranks have ended, and each node that is not away can start them."""
         if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:

@@ -208,7 +208,7 @@ def _import_on_demand(main: str) -> None:
 def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for _ in range(3):  # frames of multiprocessing
         trace = trace.tb_next if trace else None
-    if trace:  # unpickling has called code of the user's
+    if trace:  # unpickling has called the user's code
         _fail(1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)), error)
     cure = "pass args that pickle can restore"
     if isinstance(error, (AttributeError, ImportError)):

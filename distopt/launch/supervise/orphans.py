@@ -46,7 +46,7 @@ class Orphans:
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:
-        """Local. The ranks have ended, and this process continues; idempotent."""
+        """Local. End the process: the ranks have ended, and this process continues. Idempotent."""
         if self._process is not None:
             with self._process:
                 self._process.kill()

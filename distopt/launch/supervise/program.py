@@ -107,7 +107,7 @@ class Program(Rank):
             quoted = reported or (self._relays[1].error if exit_code > 0 else "")
             text = f"{text}: {quoted}" if quoted else text
         else:
-            text = f"failed: {reported}"  # a signal has come while it ended
+            text = f"failed: {reported}"  # a signal has arrived while it ended
         if self._folder is not None:
             text = f"{text}; see {self._folder}"
         return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"

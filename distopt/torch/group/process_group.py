@@ -446,7 +446,7 @@ def _list(tensors: Any) -> list[Tensor]:
 
 
 def _leave_at_exit() -> None:
-    """Leave all groups before the interpreter finalizes: it would end a thread in C++ that returns to it by SIGABRT."""
+    """Leave all groups before the interpreter finalizes: a thread that returns to it from C++ later would abort."""
     has_failed = hasattr(sys, "last_type")  # an uncaught exception
     for group in list(_groups):
         group._leave(0.0 if has_failed else _LEAVE_SECONDS)

@@ -167,7 +167,7 @@ class PendingWork(WaitedWork):
         if not (self.told or (by_ddp and self.in_backward)):
             self._queue.attend(at_once=True)
         if by_ddp:
-            # DDP waits in C++, which takes only the error of a callback for an error.
+            # DDP waits in C++, where only the error of a callback counts.
             return torch.futures.Future.then(future, lambda _: self.result())
         return future
 
@@ -200,7 +200,7 @@ class OperationQueue:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
-        """Local. Take the communicator if the queue is empty; whether it was. Then call `leave` after the operation."""
+        """Local. Take the communicator if the queue is empty; return whether it was. Call `leave` after the operation."""
         self._let_others_go_on()
         with self._condition:
             if self._busy or self._queue:
