@@ -80,7 +80,7 @@ class NcclCommunicator {
   using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
 
   Work enqueue(const Arguments& arguments, cudaStream_t caller, const Enqueue& call);
-  // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
+  // Calls, and polls until the call has taken effect, because the communicator is non-blocking.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
   // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.

@@ -39,8 +39,7 @@ class ShmCollective {
   // all_gather_ragged and all_to_all_ragged, once it has finished: elements that came from each rank.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
 
-  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
-  // others may be large.
+  // Whether this rank only copies and reduces data that fit into a ring entry. The parts of others may be large.
   bool brief(int world_size) const { return !ragged() && arguments_.input_bytes(world_size) <= inline_bytes; }
 
  protected:

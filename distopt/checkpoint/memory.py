@@ -1,8 +1,8 @@
 """States in the memory of the agents of `distopt run --heal`, which outlives the ranks.
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
-among the ranks of its agent. So every node has all shared arrays. Now and then, copies of a rank's own go to the next
-node, too, in case that its node is lost; that slot stays until newer ones have gone there. See
+among the ranks of its agent. So every node has all shared arrays. From time to time, a rank also sends copies of its
+own states to the next node, in case its node is lost; that slot stays until newer copies have arrived. See
 `distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the order of writing needs no fence.
 """
 
@@ -207,7 +207,7 @@ class Memory:
             self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     def _pace(self) -> None:
-        """Collective. Agree on how often copies cost little enough; half of them were made since the last time."""
+        """Collective. Agree on the interval of copies from the cost of the last half of them."""
         step = (time.perf_counter() - self._since) / max(1, self._steps)
         gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds / (self._n_copies // 2), step]).encode())
         copies, steps = zip(*map(json.loads, gathered), strict=True)
@@ -215,7 +215,7 @@ class Memory:
 
     # -- between nodes -------------------------------------------------------------------------------------------------
     def _neighbours(self) -> list[int]:
-        """The ranks of the node before that this one keeps copies for."""
+        """The ranks of the previous node that this rank keeps copies for."""
         order = sorted(set(self._nodes))
         before = order[order.index(self._node) - 1]
         here, there = (

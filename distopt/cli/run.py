@@ -147,7 +147,7 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     option, host, port = f"--rdzv-endpoint {text}", text, str(default)
     if "://" in text:
         raise UsageError(f"{option}: leave out {text.partition('://')[0]}://; give HOST:PORT")
-    if ":" in text and not text.endswith("]"):  # that of an IPv6 address without a port
+    if ":" in text and not text.endswith("]"):  # the colons of an IPv6 address without a port
         host, _, port = text.rpartition(":")
     if _is_ipv6(text) or _is_ipv6(host):
         given = [f"[{host}]:{port}"] * _is_ipv6(host) + [f"[{text}] or [{text}]:PORT"] * _is_ipv6(text)

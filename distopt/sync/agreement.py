@@ -107,7 +107,7 @@ class Agreement:
     def reach(
         self, params: Sequence[Parameter], constants: Mapping[str, Any], updates: int, *, equal: bool = True
     ) -> None:
-        """Collective. Before a first step with these parameters: compare them, and the rule of their updates.
+        """Collective. Compare these parameters, and the rule of their updates, before their first step.
 
         With `equal`, parameters that were never attached and differ become equal to rank 0's, with a warning.
 

@@ -14,11 +14,11 @@ from ..comm.base import Array, storage_of
 from ..compress import Part
 from ..kernels import array_module
 
-ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: as cuDNN and vector loads of GPUs require
+ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; cuDNN and vector loads of GPUs need it
 
 
 class Parameter(Protocol):
-    """A parameter, as the engine needs it.
+    """A parameter, with the attributes that the engine needs.
 
     Attributes:
         name: unique in its model.

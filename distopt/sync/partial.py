@@ -27,7 +27,7 @@ _NOTHING = -1  # in place of a bucket: no gradient is unusable
 
 
 class UpdateRule(Protocol):
-    """The rule of the updates, as an optimizer has it: states such as momentum, and constants, by name."""
+    """The rule of an optimizer's updates: states such as momentum, and constants, by name."""
 
     def get_states(self) -> States:
         """Return copies of the states."""

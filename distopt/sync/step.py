@@ -64,7 +64,7 @@ class GradientCounter(ABC):
         """Collective. Wait for the end of all that has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
-        """Collective. The gradient of `param` is in its place, and will not change any more.
+        """Collective. Count the gradient of `param` as final: it is in its place, and will not change any more.
 
         Starts the buckets that are full, or moves the bytes of those under way.
 

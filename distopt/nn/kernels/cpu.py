@@ -313,7 +313,7 @@ def batch_norm2d(
 def _channel_statistics(
     x: Array, running: tuple[Array, Array], momentum: float | None, eps: float, mean: Array, inverse_deviation: Array
 ) -> None:
-    """Compute mean and inverse deviation of x, and update the running ones; without momentum, take the running ones."""
+    """Compute mean and inverse deviation of x, and update the running ones; without momentum, copy the running ones."""
     running_mean, running_var = running
     np.copyto(mean, running_mean)
     var = running_var.copy()

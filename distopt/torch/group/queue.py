@@ -200,7 +200,7 @@ class OperationQueue:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
-        """Local. Take the communicator if the queue is empty; return whether it was. Call `leave` after the operation."""
+        """Local. Take the communicator, and return True, if the queue is empty. Call `leave` after the operation."""
         self._let_others_go_on()
         with self._condition:
             if self._busy or self._queue:
