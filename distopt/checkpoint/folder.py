@@ -228,8 +228,7 @@ def _folders(root: Path) -> list[Path]:
 def prune(root: Path, keep: int, known: set[str], refused: set[str], before: str) -> None:
     """Local. Remove all but the last `keep` whole checkpoints.
 
-    An incomplete one goes if a newer one is whole, or if it is older than that named `before`: no rank writes to it any
-    more.
+    An incomplete one is removed if a newer one is whole, or if it is older than `before`: no rank writes to it now.
 
     Args:
         root: folder of the checkpoints.

@@ -115,7 +115,7 @@ class Memory:
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks whose states this one keeps copies of
         self._sends = False  # whether there are such copies
-        self._spread: _StateSlot | None = None  # which has the newest
+        self._spread: _StateSlot | None = None  # the slot with the newest states
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since

@@ -267,7 +267,7 @@ class Communicator(ABC):
             wire: see `all_reduce`.
 
         Raises:
-            UsageError: the array cannot be sent, or there is no such other rank.
+            UsageError: the array cannot be sent, or `to` is not another rank.
         """
         return self._start_message(
             True, array, self.check_array(array, wire), self._other(to), check_integer("tag", tag)

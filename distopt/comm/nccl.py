@@ -154,7 +154,7 @@ class NcclCommunicator(Communicator):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        """Local here. On this rank's GPU, registered with NCCL where that is possible."""
+        """Local here. Memory on this rank's GPU, registered with NCCL if possible."""
         kind = storage_of(dtype)
         n_bytes = count * kind.itemsize
         try:
@@ -174,11 +174,11 @@ class NcclCommunicator(Communicator):
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         """Through device memory where the arrays are NumPy's."""
         kind, dtype, label, op, root, _ = request
-        # A part stays a part of its whole only in the values, which is enough for those.
+        # Copies of a part and of its whole have equal values, which is enough for these operations.
         x = self.xp.asarray(array)
         y = x if out is array else self.xp.asarray(out)
         count = min(x.size, y.size)
-        # Without an element, a rank takes part by one that is of no account.
+        # Without elements, a rank takes part with a scratch element.
         pointers = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
         given = *pointers, count, DTYPES[dtype], OPS.get(op, 0), root, label
         work = self._enqueue(lambda stream: self._core.start(kind, *given, stream), x, y)

@@ -153,7 +153,7 @@ class World:
 
         Args:
             obj: on rank `root`, None, a bool, int, float, str, bytes, NumPy array or NumPy scalar, or a list, tuple or
-                dict of such, nested at will. The other ranks' is not looked at.
+                dict of such, nested at will. The other ranks' value is ignored.
             root: whose data all ranks get.
 
         Returns:

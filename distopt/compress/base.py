@@ -100,7 +100,7 @@ class Codec(ABC):
         if state.kind != self.kind:
             raise UsageError(f"a state of {state.kind} cannot continue as {self.kind}; attach the new codec instead")
         if state.pending is not None:
-            state.pending.done()  # raises where the communicator has failed, with a better error
+            state.pending.done()  # raises a better error if the communicator has failed
             raise UsageError(
                 f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
                 "DistOpt where an exception has ended the step"
@@ -124,7 +124,7 @@ class Codec(ABC):
 
 
 class PendingReduction:
-    """One step's reduction: a bucket on its way to being the mean over ranks.
+    """One step's reduction of a bucket to its mean over the ranks.
 
     Attributes:
         state: the `CodecState` of the bucket.

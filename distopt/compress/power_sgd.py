@@ -152,10 +152,8 @@ def _orthogonalise(p: Array) -> None:
         column = p[:, k]
         column[...] = xp.ldexp(column, -xp.frexp(abs(column).max())[1])  # exact; denormal numbers have too few bits
         noise = eps * xp.sqrt(dot(column, column))
-        for j in (
-            *range(k),
-            *range(k),
-        ):  # twice: after the first time, rounding errors may be all that is left of the column
+        # Twice: after the first time, rounding errors may be all that is left of the column.
+        for j in (*range(k), *range(k)):
             column -= (dot(p[:, j], column) * p[:, j]).astype(p.dtype)
         norm = xp.sqrt(dot(column, column))
         column /= xp.where(norm > noise, norm, np.inf).astype(p.dtype)

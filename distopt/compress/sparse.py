@@ -81,7 +81,7 @@ class SparseCodec(Codec):
         else:
             self._select(state, accumulation, count)
         sent = state.send_header()
-        # Lists of known lengths set out with the header, others follow it.
+        # Lists of known lengths are sent with the header, others after it.
         payload = None if counts is None else self._send(state, counts, accumulation)
         under_way = [] if payload is None else [next(payload)]
         yield sent

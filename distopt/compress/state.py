@@ -258,7 +258,7 @@ class CodecState:
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
         gathered = _FIELDS * self.topology.world_size
-        # Everyone's headers and then the own findings, so that the host reads both at once.
+        # The headers of all ranks and then the own findings, so that the host reads both at once.
         self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
         self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]

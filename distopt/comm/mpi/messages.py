@@ -65,7 +65,7 @@ class MpiMessage(MessageWork):
         return self.ended()
 
     def ended(self) -> bool:
-        """Local. Whether it has, as far as is known."""
+        """Local. Whether it has ended, as far as is known."""
         if self.early is not None and self.early.ended():
             self.data[:], self.requests, self.early = self.early.data, [], None
         return self.requests is not None and all(request.Test() for request in self.requests)
@@ -98,7 +98,7 @@ class MpiMessages:
         self.waits = waits
         self._awaiting: list[MpiMessage] = []
         self._aside: list[MpiMessage] = []  # has arrived, or arrives, before its receive
-        self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
+        self._moving: list[MpiMessage] = []  # keeps them and their arrays alive
         self._has_refused = False
 
     def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:

@@ -49,7 +49,7 @@ class Waits:
         self._mpi = mpi
         self._rank = job.topology.rank
         self.settings = Settings.from_env()
-        # First, because it does not wait without end for a rank that will not come, as Dup does.
+        # First, because it has a timeout: Dup would wait forever for an absent rank.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
         self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
