@@ -135,7 +135,7 @@ template <class T, Index R, Index V, class B>
       }
     }
   }
-  // Each question is asked once, not for each vector.
+  // Each condition is tested once, not for each vector.
   const bool whole = columns >= V * lanes;
   const auto at = [&](Index i, Index j) { return c + i * c_row + j * lanes; };
   const auto some = [&](Index j) { return smaller(columns - j * lanes, lanes); };
@@ -152,8 +152,8 @@ template <class T, Index R, Index V, class B>
     for_vectors<R, V>([&](Index i, Index j) { store_some(at(i, j), sum[i][j], some(j)); });
 }
 
-// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee. Shorter ones
-// come from matrices that the first cache holds.
+// Prefetches the rows of A that the next tile will read: each is too short for the processor to do so. Shorter rows
+// come from matrices in the L1 cache.
 template <class T>
 inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
   constexpr Index line = 64 / sizeof(T);

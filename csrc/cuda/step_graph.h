@@ -32,7 +32,7 @@ void begin_capture(cudaStream_t stream);
 // The work since `begin_capture`. Throws if the recording has failed; the stream is as before it either way.
 std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
 
-// Ends a recording that is of no use, in any state. Nothing of it was run.
+// Drops a recording in any state. None of its work was run.
 void abort_capture(cudaStream_t stream) noexcept;
 
 // Allows a call that is safe within a recording but that "thread local" forbids, such as cudaMalloc.

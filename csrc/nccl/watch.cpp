@@ -63,7 +63,7 @@ Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequ
 
 bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
   if (board_->peers().failed()) {
-    fail({ErrorKind::other, ""});  // gives the recorded one
+    fail({ErrorKind::other, ""});  // keeps the failure that a peer has recorded
     return true;
   }
   bool any_gone = false;

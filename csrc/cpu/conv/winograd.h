@@ -102,7 +102,7 @@ class Winograd {
   static constexpr Index kLine = 64 / sizeof(float);
   static constexpr Index kWidth = kLanes<float> > kTile ? kLanes<float> : kTile;
   // Input and output channels of all tiles of a chunk, 1 MiB over all frequencies: each chunk reads and writes the
-  // whole gradient of the weight, which costs more than leaving the second cache.
+  // whole gradient of the weight, which costs more than exceeding the L2 cache.
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
   // Elements of the largest weight: its frequencies, 64 for each and in two layouts, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
