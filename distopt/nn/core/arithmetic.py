@@ -27,7 +27,7 @@ class Broadcast(Operation):
     slopes: ClassVar[tuple[Slope, ...]] = ()
 
     def value(self, *operands: Array) -> Array:
-        """The result, in NumPy's type for it. A `ValueError` says that the shapes do not fit."""
+        """The result, in NumPy's type for it. A `ValueError` means that the shapes do not fit."""
         raise NotImplementedError
 
     def forward(self, *operands: Array) -> Array:

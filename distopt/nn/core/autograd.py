@@ -61,7 +61,7 @@ def backward(
         dy: gradient of `loss`, of its shape, or a number for all elements (default: 1).
         pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
             graph ends at each of them, and the gradients in between are yielded only then.
-        retain_graph: whether the graph can be used again, with the values that the parameters have by then.
+        retain_graph: whether the graph can be used again, with the parameters' values at that time.
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient

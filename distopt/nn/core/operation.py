@@ -74,7 +74,7 @@ class Operation:
         """`gradients`, in half precision where the forward pass was.
 
         Raises:
-            UsageError: values that it needs were changed in place meanwhile.
+            UsageError: values that it needs have been changed in place since.
         """
         changes.check(self)
         return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
@@ -84,7 +84,7 @@ class Operation:
         raise NotImplementedError
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        """The gradients of the inputs, given that of the result; None where `needs` is False.
+        """The gradients of the inputs, given the gradient of the result; None where `needs` is False.
 
         Args:
             dy: gradient of the result, which this call may overwrite or return.

@@ -3,7 +3,7 @@
 Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
 images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
 `saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. A function changes
-an argument only if its docstring says so. Equal inputs give equal bits on all processors.
+an argument only as its docstring describes. Equal inputs give equal bits on all processors.
 
 Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
 or layout does not fit.
@@ -162,7 +162,7 @@ class _Conv(NamedTuple):
     pooling: tuple[Array, Pair, Pair, Pair] | None  # where the maxima were; kernel, stride, padding
 
 
-class _Pool(NamedTuple):
+class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     kernel: Pair
     stride: Pair
@@ -215,7 +215,7 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed.
 
     With pooling, and up to 4 channels, dw and db are sums over pooled pixels only if dx is not needed
-    (csrc/cpu/conv/direct.h). Their last bits may differ from those of convolution and pooling apart.
+    (csrc/cpu/conv/direct.h). Their last bits may differ from separate convolution and pooling.
     """
     x, w, stride, padding, y, pooling = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
@@ -232,7 +232,7 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     shape = pool_out(x.shape, kernel, stride, padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     _core.max_pool2d(x, y, taken, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, taken)
+    return y, _SavedPool(x.shape, kernel, stride, padding, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
@@ -250,7 +250,7 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     """
     y = empty(pool_out(x.shape, kernel, stride, padding), x.dtype)
     _core.avg_pool2d(x, y, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, None)
+    return y, _SavedPool(x.shape, kernel, stride, padding, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:

@@ -52,7 +52,7 @@ def pool_out(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Paddi
 
 @lru_cache(maxsize=1024)
 def same_padding(images: tuple[int, ...], kernel: Pair, stride: Pair, upper: bool) -> Padding:
-    """The padding with which results have the size of the images, divided by the stride and rounded up.
+    """The padding that gives results the size of the images, divided by the stride and rounded up.
 
     This is ONNX's `auto_pad`: of an odd number of rows or columns, one more is below and right (SAME_UPPER, also
     TensorFlow's SAME), or above and left (SAME_LOWER).

@@ -90,7 +90,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         self.reduce, self._is_given = reduce, reduce is not None
 
     def take(self, reduce: normalization.Reduce | None) -> None:
-        """Local. Use `reduce`, that of the model's optimizer, unless the constructor was given another."""
+        """Local. Use `reduce`, from the model's optimizer, unless the constructor was given another."""
         if not self._is_given:
             self.reduce = reduce
 

@@ -503,7 +503,7 @@ def logical_or(a: Tensor, b: Tensor) -> Tensor:
 
 
 def logical_xor(a: Tensor, b: Tensor) -> Tensor:
-    """1.0 where one, and only one, is not 0, else 0.0."""
+    """1.0 where exactly one is not 0, else 0.0."""
     return Truth("logical_xor")(a, b)
 
 

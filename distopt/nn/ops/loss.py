@@ -70,6 +70,7 @@ class _Loss(Operation):
     own_type = True
 
     def terms(self, x: Array, t: Array) -> Array:
+        """The term of each element, of the shape of x."""
         raise NotImplementedError
 
     def slope(self, x: Array, t: Array) -> Array:

@@ -16,7 +16,7 @@ class BatchNorm2d(Weighted):
 
     Args:
         running_mean: [C]; updated in place during training, used otherwise.
-        running_var: [C]; likewise.
+        running_var: [C]; the same.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class _Pool2d(Operation):
-    fill: float  # of a border: a value without effect
+    fill: float  # of the border: a value without effect on the result
 
     def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
