@@ -66,7 +66,7 @@ def job(rank: int, world_size: int, args: argparse.Namespace) -> tuple[Checkpoin
     staging = Staging(optimizer.device, ((BATCH, *data.train_x.shape[1:]), np.float32), ((BATCH,), np.int64))
     cnn = train_cnn.CNN()
     cnn.set_optimizer(optimizer)
-    cnn.compile(staging.send()[:1], is_train=True, use_graph=optimizer.device.kind == "cpu")
+    cnn.compile(staging.send()[:1], is_train=True)
     stream = itertools.chain.from_iterable(itertools.repeat(sampler))
 
     def step() -> None:

@@ -56,7 +56,7 @@ def measure(backend: str, rounds: int) -> None:
     communicator = comm.create(launch.join(), os.environ.get("DISTOPT_BACKEND", backend))
     topology = communicator.topology
     optimizer = opt.DistOpt(sgd(), communicator=communicator)
-    model, x, y = compiled(optimizer, 64, use_graph=False)
+    model, x, y = compiled(optimizer, 64)
     collectives = count_collectives(communicator, lambda: model(x, y))
     assert collectives, "a step starts no collective"
     agreement, statistics = optimizer._engine.agreement, optimizer._engine.statistics

@@ -42,7 +42,9 @@ def sgd(momentum: float = 0.9) -> opt.SGD:
     return opt.SGD(lr=0.005, momentum=momentum, weight_decay=1e-5)
 
 
-def compiled(optimizer: opt.DistOpt, batch: int | tuple, *, use_graph: bool, net: model.Model | None = None) -> Any:
+def compiled(
+    optimizer: opt.DistOpt, batch: int | tuple, *, use_graph: bool = False, net: model.Model | None = None
+) -> Any:
     """Collective. A network with that optimizer, and images and labels, given or so many of this rank."""
     arrays = synthetic_batch({"batch_size": batch}, optimizer.global_rank) if isinstance(batch, int) else batch
     x, y = (tensor.from_numpy(array, optimizer.device) for array in arrays)

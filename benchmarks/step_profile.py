@@ -1,8 +1,7 @@
 """Where one training step of the reference CNN spends its time, by part of the package.
 
-Steps are replayed, as in the examples, unless --no-graph is given. Every part's own time is taken, without that of the
-parts it calls. The two columns are the median over steps and the lower decile, which the load of other processes hardly
-touches. Rank 0; the recorder's own 0.2 us a call are inside.
+Every part's own time is taken, without that of the parts it calls. The two columns are the median over steps and the
+lower decile, which the load of other processes hardly touches. Rank 0; the recorder's own 0.2 us a call are inside.
 
     python -m benchmarks step-profile --np 2 --batch-size 64
 """
@@ -19,7 +18,6 @@ import numpy as np
 from distopt import _core, device, launch, opt
 from distopt.cli.values import at_least
 from distopt.nn.core import autograd
-from distopt.nn.replay import replayed as replay
 
 from .models import compiled, sgd
 
@@ -105,7 +103,7 @@ class RecordedCalls:
 def profile_rank(_rank: int, world_size: int, args: argparse.Namespace) -> None:
     device.get_default_device().SetRandSeed(0)
     optimizer = opt.DistOpt(sgd())
-    net, x, y = compiled(optimizer, args.batch_size, use_graph=not args.no_graph)
+    net, x, y = compiled(optimizer, args.batch_size)
     net.train()
     net(x, y)  # sets up the buckets
 
@@ -119,7 +117,6 @@ def profile_rank(_rank: int, world_size: int, args: argparse.Namespace) -> None:
     optimizer.opt.update = recorder.wrap("optimizer", optimizer.opt.update)
     opt.DistOpt.step_by = recorder.wrap("DistOpt", opt.DistOpt.step_by)
     net.forward = recorder.wrap("layers", net.forward)
-    replay.ReplayedStep.replay = recorder.wrap("replay", replay.ReplayedStep.replay)
     for _ in range(WARM_UP_STEPS + args.steps):
         recorder.next_step()
         net(x, y)
@@ -141,7 +138,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="samples per rank (64)")
     parser.add_argument("--steps", type=at_least(1), default=300, metavar="N", help="(300)")
-    parser.add_argument("--no-graph", action="store_true", help="run the Python code of every step")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ from .nn.core.tensor import Tensor
 from .nn.devices.device import Device, get_default_device
 from .nn.devices.discovery import find_gpu
 from .nn.notices import tell_once
-from .nn.optim.accumulation import Accumulation
+from .nn.optim.accumulation import GradientAccumulation
 from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
 from .nn.singa.views import CurrentValue
@@ -119,7 +119,7 @@ class DistOpt:
         self._engine = Engine(communicator, non_finite, check_every)
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
-        self._accumulation = Accumulation()
+        self._accumulation = GradientAccumulation()
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""
@@ -136,7 +136,7 @@ class DistOpt:
         """
         self._engine.agreement.attach(list(params))
 
-    if TYPE_CHECKING:  # of every wrapped optimizer; those of one kind, such as `momentum`, are read as `opt.momentum`
+    if TYPE_CHECKING:  # of every wrapped optimizer; others, such as `momentum`, are read as `opt.momentum`
         lr = Hyperparameter()
         lr_value = CurrentValue("lr")
         clip_grad_norm: float | None
@@ -164,7 +164,7 @@ class DistOpt:
 
     @property
     def codec(self) -> Codec:
-        """Local. What `opt(loss)` sends. Another one, or its name, may be assigned between two steps, on all ranks."""
+        """Local. The codec of `opt(loss)`. Another, or its name, may be assigned between two steps, on all ranks."""
         return self._codec
 
     @codec.setter
@@ -237,7 +237,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not that of the first step, or `clip` is not positive.
+            UsageError: the parameters under `loss` are not those of the first step, or `clip` is not positive.
         """
         self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip))
 
@@ -253,7 +253,7 @@ class DistOpt:
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
-            UsageError: the set of parameters under `loss` is not that of the first step.
+            UsageError: the parameters under `loss` are not those of the first step.
         """
         if layout := self._step(loss, partial(self._engine.begin_partial, partition_elements)):
             self._engine.partial.average(layout)
@@ -287,7 +287,7 @@ class DistOpt:
         it leaves at once, and the others get an error as soon as the rank closes or ends.
 
         Raises:
-            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
+            UsageError: a rank has no batch, or a step is of a kind that needs all ranks.
             MismatchError: the ranks took different kinds of steps.
         """
         return self._engine.join(self.opt, self._update)
@@ -321,7 +321,7 @@ class DistOpt:
     def _adopt(self, layout: Layout) -> None:
         """Let autograd write into the views of other buckets."""
         for param, _ in self._pairs:
-            param.grad = None  # should it be frozen by now, its old bucket can go
+            param.grad = None  # if it has been frozen, its old bucket can be freed
         self._layout = layout
         self._pairs = [
             (param, Tensor.of(grad, param.device, requires_grad=False))
@@ -339,7 +339,7 @@ class DistOpt:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        """Local. The cost of communication since the first step; subtract an earlier result for the cost since then."""
         return self._engine.stats()
 
     def get_states(self) -> States:

@@ -109,7 +109,7 @@ class Call:
         count: elements.
         dtype: wire type.
         reduction: such as "sum"; empty where nothing is reduced.
-        root: from which rank a broadcast comes.
+        root: the rank that a broadcast comes from.
         label: its label, cut to 31 bytes.
     """
 
@@ -233,7 +233,7 @@ def absent_name(
         otherwise: the cure where no name is near (default: to list all names).
     """
     # Without name and obj, Python appends a second suggestion.
-    return AttributeError(_Absence(module, name, names, reasons or {}, otherwise), name=None, obj=None)
+    return AttributeError(_AbsentName(module, name, names, reasons or {}, otherwise), name=None, obj=None)
 
 
 def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
@@ -249,7 +249,7 @@ def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mappin
 
 
 @dataclass(frozen=True)
-class _Absence:
+class _AbsentName:
     """A message that is composed when it is read: `hasattr` never does, and to find the nearest name takes long."""
 
     module: str
@@ -272,11 +272,11 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
 
     Raises:
-        UsageError: it is no integer, or less than `least`.
+        UsageError: it is not an integer, or is less than `least`.
     """
     number = None
     if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError):  # not an integer
             number = operator.index(value)
     if number is None or (least is not None and number < least):
         limit = "" if least is None else f" of at least {least}"
@@ -285,7 +285,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def number_or_nan(value: Any) -> float:
-    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is no number. Bools are none."""
+    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is a bool or not a number."""
     return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
 
 
@@ -293,10 +293,10 @@ def check_count(name: str, value: Any) -> int:
     """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
-        StateError: it is not a whole number, is negative, or above 2**53, up to which floats count.
+        StateError: it is not a whole number from 0 to 2**53; a float does not hold every integer beyond that.
     """
     number = value
-    with contextlib.suppress(AttributeError, ValueError):  # ValueError: several elements
+    with contextlib.suppress(AttributeError, ValueError):  # a number has no `item`; there are several elements
         number = value.item()
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= 2**53 or number % 1:
         raise StateError(f"the states' {name} is {value!r}; expected a whole number from 0; pass what get_states gave")
@@ -317,7 +317,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
     Args:
         owner: the object.
         name: the attribute.
-        wrapped: an inner object, to which `owner` passes assignments to names of its class.
+        wrapped: an inner object; `owner` passes it assignments to names of its class.
 
     Raises:
         UsageError: the assignment would have no effect; the message has the nearest name, or all.

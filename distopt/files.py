@@ -170,7 +170,7 @@ def load_arrays(
 def _checksums(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:
     """CRC-32 of each array, and of the notes, as JSON.
 
-    They are against damage, not against forgery, for which a digest would cost five times as much.
+    They detect damage, not forgery: a digest against that would cost five times as much.
     """
     checksums = {"": zlib.crc32(notes.encode())}
     for key, array in arrays.items():
@@ -190,7 +190,7 @@ def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         file = temporary.open("x+b")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
@@ -203,7 +203,7 @@ def _remove_orphans(target: Path) -> None:
     for entry in target.parent.iterdir():
         if not pattern.fullmatch(entry.name):
             continue
-        # Locked, finished meanwhile, or on a file system without locks: none of them is this writer's business.
+        # It is locked, has been finished since, or the file system has no locks: then it stays.
         with contextlib.suppress(OSError), entry.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             entry.unlink()

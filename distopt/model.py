@@ -18,7 +18,7 @@ class Model(model.Model):  # noqa: D101 - its documentation is that of its base
         super()._attach()
         if self._compiled and isinstance(self._optimizer, Optimizer):
             rank, world_size = launch.place()
-            if rank == 1:  # one line is enough; and if rank 0 alone trains, that may well be meant
+            if rank == 1:  # one line is enough; rank 0 alone may train on purpose
                 tell_once(
                     f"{world_size} ranks train a {type(self).__name__} without DistOpt, each for itself; average their "
                     "gradients by set_optimizer(opt.DistOpt(optimizer))"

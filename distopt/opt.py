@@ -140,8 +140,8 @@ class DistOpt(dist_opt.DistOpt):
     def fused_all_reduce(self, tensor: Sequence[Tensor | Array], send: bool = True) -> None:
         """Collective. Sum small tensors over the ranks as one message.
 
-        With `send=False` they are only staged. With `send=True` those of the list `tensor` that are not staged yet join
-        them, and all are summed, in place; valid after `wait`.
+        With `send=False` they are only staged. With `send=True`, tensors of the list `tensor` that are not staged yet
+        join them, and all are summed, in place; valid after `wait`.
         """
         self._fuse(tensor, Fp32(), send)
 
@@ -162,7 +162,7 @@ class DistOpt(dist_opt.DistOpt):
             tensor: float32.
             accumulation: the residual, of the same size and type: it is added before the selection, and receives what
                 was not sent. None drops that.
-            spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
+            spars: with topK the share of elements to send, otherwise the least magnitude that is sent.
             topK: which of the two.
         """
         self.fused_sparsification([tensor], accumulation, spars, topK)
@@ -219,7 +219,7 @@ class DistOpt(dist_opt.DistOpt):
         self.reduce_and_update(loss, Fp16(), threshold, clip=clip_Value if clipping else None)
 
     def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_BUCKET_ELEMENTS) -> None:
-        """Collective. One step of local updates, after which one partition of the parameters is averaged."""
+        """Collective. One step of local updates; then one partition of the parameters is averaged."""
         self.update_partially(loss, threshold)
 
     def backward_and_sparse_update(
@@ -235,9 +235,9 @@ class DistOpt(dist_opt.DistOpt):
         Args:
             loss: the loss to differentiate.
             threshold: bucket size in elements.
-            spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
+            spars: with topK the share of elements to send, otherwise the least magnitude that is sent.
             topK: which of the two.
-            corr: add unsent gradients to those of the next step (error feedback).
+            corr: add unsent gradients to the gradients of the next step (error feedback).
         """
         self.reduce_and_update(loss, _sparse_codec(spars, topK, corr), threshold)
 

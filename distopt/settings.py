@@ -3,7 +3,7 @@
 | variable | default | meaning |
 | --- | --- | --- |
 | `DISTOPT_TIMEOUT` | 120 | seconds after which a collective with an absent peer raises |
-| `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective warns |
+| `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective, or `distopt run` without all nodes, warns |
 | `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |

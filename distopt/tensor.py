@@ -116,10 +116,10 @@ def copy_from_numpy(raw: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, src_offset: int = 0) -> None:
-    """Copy `size` elements, from number `src_offset` of `src` on, over those of `dst` from number `dst_offset` on.
+    """Copy `size` elements of `src`, from number `src_offset` on, to `dst`, from number `dst_offset` on.
 
     Raises:
-        UsageError: there are not so many elements.
+        UsageError: there are fewer elements.
     """
     if min(size, dst_offset, src_offset) < 0 or dst_offset + size > dst.size() or src_offset + size > src.size():
         raise UsageError(
@@ -252,7 +252,7 @@ def sum(t: Tensor, axis: int | tuple[int, ...] | None = None, out: Tensor | None
 
 
 def average(t: Tensor, axis: int | None = None) -> Any:
-    """Mean over `axis`, a tensor; without `axis` that of all elements, a number."""
+    """Mean over `axis`, a tensor; without `axis` the mean of all elements, a number."""
     mean = t.compute("mean", t, axis=axis)
     return mean.item() if axis is None else mean
 

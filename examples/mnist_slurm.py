@@ -33,7 +33,7 @@ def train_mnist(args) -> None:
     cnn = train_cnn.CNN()
     cnn.set_optimizer(sgd)
     sample = tensor.from_numpy(normalize(data.train_x[: args.batch_size]), sgd.device)
-    cnn.compile([sample], is_train=True, use_graph=sgd.device.kind == "cpu", sequential=False)
+    cnn.compile([sample], is_train=True, use_graph=False, sequential=False)
 
     checkpoint = Checkpoint(
         args.checkpoint,

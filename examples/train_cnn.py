@@ -50,81 +50,106 @@ def run(
     sgd: opt.DistOpt, args: argparse.Namespace, data: mnist.Digits | None = None, cnn: model.Model | None = None
 ) -> None:
     """Train and evaluate `cnn` (default: the CNN) on `data` (default: MNIST) on every rank; rank 0 prints."""
-    rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
-    data = data or mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
-    sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
-    noise = np.random.default_rng((args.seed, rank))
-    device = sgd.device
-    device.SetRandSeed(args.seed)
+    data = data or mnist.load(args.data_dir, rank=sgd.global_rank, exchange=sgd.communicator.all_gather_bytes)
+    training = Training(sgd, args, data, cnn or CNN())
+    for epoch in range(training.checkpoint.epoch, args.max_epoch):
+        training.run_epoch(epoch)
+    training.checkpoint.save(args.max_epoch)
+    training.checkpoint.close()
 
-    staging = Staging(device, ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64))
-    cnn = cnn or CNN()
-    cnn.set_optimizer(sgd)
-    use_graph = device.kind == "cpu" if args.graph is None else args.graph
-    cnn.compile(staging.send()[:1], is_train=True, use_graph=use_graph, sequential=False)
 
-    sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
-    checkpoint = Checkpoint(
-        args.checkpoint,
-        every=args.checkpoint_every,
-        preemptible=True,
-        model=cnn,
-        optimizer=sgd,
-        sampler=sampler,
-        noise=noise,
-        sums=sums,
-    )
-    if resumed := checkpoint.resume(reset=args.reset):
-        report(rank, f"Resuming from {resumed}")
-        sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up below
+class Training:
+    """The training of a model on this rank's part of the data, resumed from a checkpoint if there is one."""
 
-    board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
-    pace, stats, on_terminal = Pace(sgd, sampler), sgd.stats(), rank == 0 and sys.stderr.isatty()
-    for epoch in range(checkpoint.epoch, args.max_epoch):
+    def __init__(self, sgd: opt.DistOpt, args: argparse.Namespace, data: mnist.Digits, cnn: model.Model) -> None:
+        self.sgd, self.args, self.data, self.cnn = sgd, args, data, cnn
+        self.rank, world_size = sgd.global_rank, sgd.world_size
+        self.sampler = ShardedSampler(len(data.train_x), world_size, self.rank, args.batch_size, seed=args.seed)
+        self.noise = np.random.default_rng((args.seed, self.rank))
+        device = sgd.device
+        device.SetRandSeed(args.seed)
+
+        images, labels = ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64)
+        self.staging = Staging(device, images, labels)
+        cnn.set_optimizer(sgd)
+        cnn.compile(self.staging.send()[:1], is_train=True, use_graph=args.graph, sequential=False)
+
+        # Loss and correct predictions; read once per epoch, because reading waits for the GPU.
+        self.sums = device.xp.zeros(2)
+        self.checkpoint = Checkpoint(
+            args.checkpoint,
+            every=args.checkpoint_every,
+            preemptible=True,
+            model=cnn,
+            optimizer=sgd,
+            sampler=self.sampler,
+            noise=self.noise,
+            sums=self.sums,
+        )
+        if resumed := self.checkpoint.resume(reset=args.reset):
+            report(self.rank, f"Resuming from {resumed}")
+            self.sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up at the end
+
+        self.board = Board(args.tensorboard if self.rank == 0 else None, self.checkpoint.steps)
+        self.on_terminal = self.rank == 0 and sys.stderr.isatty()
+        self.pace, self.stats = Pace(sgd, self.sampler), sgd.stats()
+
+    def run_epoch(self, epoch: int) -> None:
+        """Train for one epoch, evaluate, and report."""
+        sgd, sampler, rank, caveat = self.sgd, self.sampler, self.rank, self.data.caveat
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
-        cnn.train()
         sampler.set_epoch(epoch)
         before = sampler.consumed
-        pace.start()
-        for chosen in sampler:
-            images, labels = staging.fill()
-            random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
-            labels[:] = data.train_y[chosen]
-            x, y = staging.send()
-            out, loss = cnn(x, y, args.dist_option, args.spars)
-            sums[0] += loss.array[0]
-            sums[1] += (out.array.argmax(axis=1) == y.array).sum()
-            if (checkpoint.steps + 1) % 10 == 0 and (board.writer or on_terminal):
-                figures = pace.figures(loss)
-                done, speed = f"{sampler.consumed}/{sampler.size}", figures["speed/images per s"]
-                show(f"Epoch {epoch} [{done}], {speed:.0f} images/s, loss={loss.item():.4f}")
-                board.add(checkpoint.steps + 1, figures)
-            checkpoint.step(epoch)
-        if on_terminal:
-            show("")
-        totals = device.host(sums)
-        communicator.all_reduce(totals).wait()
+        loss, correct = self.train(epoch)
         seconds = time.perf_counter() - start
-        accuracy = totals[1] / sampler.consumed
-        report(rank, f"Training loss = {totals[0]:.6f}, training accuracy = {accuracy:.6f}{data.caveat}")
-        board.add(checkpoint.steps, {"train set/accuracy": accuracy})
-        sums[:] = 0
+        accuracy = correct / sampler.consumed
+        report(rank, f"Training loss = {loss:.6f}, training accuracy = {accuracy:.6f}{caveat}")
+        self.board.add(self.checkpoint.steps, {"train set/accuracy": accuracy})
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
-        _, accuracy = evaluate(cnn, data, sgd, args.evaluation_batch_size)
+        _, accuracy = evaluate(self.cnn, self.data, sgd, self.args.evaluation_batch_size)
         elapsed = time.perf_counter() - start
         report(
             rank,
-            f"Evaluation accuracy = {accuracy:.6f}{data.caveat}, Elapsed Time = {elapsed:.3f}s, "
+            f"Evaluation accuracy = {accuracy:.6f}{caveat}, Elapsed Time = {elapsed:.3f}s, "
             f"{(sampler.consumed - before) / seconds:.0f} images/s",
         )
-        board.add(checkpoint.steps, {"test set/accuracy": accuracy})
-        if world_size > 1:
-            earlier, stats = stats, sgd.stats()
-            report(rank, (stats - earlier).summary())
-    checkpoint.save(args.max_epoch)
-    checkpoint.close()
+        self.board.add(self.checkpoint.steps, {"test set/accuracy": accuracy})
+        if sgd.world_size > 1:
+            earlier, self.stats = self.stats, sgd.stats()
+            report(rank, (self.stats - earlier).summary())
+
+    def train(self, epoch: int) -> tuple[float, float]:
+        """Train on the rest of the epoch; return loss and correct predictions, summed over all ranks."""
+        data, sums, checkpoint = self.data, self.sums, self.checkpoint
+        self.cnn.train()
+        self.pace.start()
+        for chosen in self.sampler:
+            images, labels = self.staging.fill()
+            random_shift(data.train_x[chosen], images, self.noise, 0 if self.args.no_augment else 2)
+            labels[:] = data.train_y[chosen]
+            x, y = self.staging.send()
+            out, loss = self.cnn(x, y, self.args.dist_option, self.args.spars)
+            sums[0] += loss.array[0]
+            sums[1] += (out.array.argmax(axis=1) == y.array).sum()
+            if (checkpoint.steps + 1) % 10 == 0 and (self.board.writer or self.on_terminal):
+                self.show(epoch, loss)
+            checkpoint.step(epoch)
+        if self.on_terminal:
+            show("")
+        totals = self.sgd.device.host(sums)
+        self.sgd.communicator.all_reduce(totals).wait()
+        loss_sum, correct = totals.tolist()
+        sums[:] = 0
+        return loss_sum, correct
+
+    def show(self, epoch: int, loss: Tensor) -> None:
+        """Show the progress on the terminal, and write it for TensorBoard."""
+        figures = self.pace.figures(loss)
+        done, speed = f"{self.sampler.consumed}/{self.sampler.size}", figures["speed/images per s"]
+        show(f"Epoch {epoch} [{done}], {speed:.0f} images/s, loss={loss.item():.4f}")
+        self.board.add(self.checkpoint.steps + 1, figures)
 
 
 def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> tuple[float, float]:
@@ -219,9 +244,7 @@ def parse_args(
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, help="replay training steps (default: on CPUs)"
-    )
+    parser.add_argument("--graph", action="store_true", help="on GPUs, replay training steps as CUDA graphs")
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")

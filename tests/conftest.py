@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from threadpoolctl import threadpool_limits
 
-from distopt import autograd
+from distopt import _core, autograd
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
 from tests.processes import free_port, heed_signals
 
@@ -56,6 +56,15 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return results[name]
 
     return result
+
+
+@pytest.fixture(params=_core.supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine, one after the other."""
+    before = _core.isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
 
 
 @pytest.fixture

@@ -23,31 +23,6 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Pair = tuple[int, int]
 
-__all__ = [
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "batch_norm2d",
-    "batch_norm2d_backward",
-    "channel_sums",
-    "conv2d",
-    "conv2d_backward",
-    "empty",
-    "from_half",
-    "linear",
-    "linear_backward",
-    "max_pool2d",
-    "max_pool2d_backward",
-    "relu",
-    "relu_backward",
-    "sigmoid",
-    "sigmoid_backward",
-    "softmax",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-    "to_half",
-    "update",
-]
-
 
 def functions_of(module: ModuleType) -> set[str]:
     """The names of the functions that a module of kernels defines and shows."""

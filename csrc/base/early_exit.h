@@ -5,8 +5,8 @@
 
 namespace distopt {
 
-// From now on, exit(0) in this process writes `text` to stderr and ends it with code 1. An empty text takes that back.
-// Codes other than 0, and forked children, are left alone. Not for two threads at a time.
+// From now on, exit(0) in this process writes `text` to stderr and ends it with code 1. An empty text cancels this.
+// It does not change codes other than 0, and has no effect in forked children. Not thread-safe.
 void refuse_early_exit(std::string text);
 
 }  // namespace distopt

@@ -9,7 +9,7 @@
 
 namespace distopt {
 
-// Tells the process that made it from its forked children.
+// Distinguishes the process that made it from forked children.
 class ForkGuard {
  public:
   // Whether this process is a forked child.

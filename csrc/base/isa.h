@@ -1,4 +1,4 @@
-// Which instruction set the kernels run on: detected once, overridable by tests.
+// The instruction set of the kernels: detected once; tests can override it.
 #pragma once
 
 #include <string>
@@ -29,7 +29,7 @@ struct Both {
 // A kernel family declares `struct FooKernels { function pointers };` and DISTOPT_DECLARE_KERNELS(FooKernels,
 // foo_kernels) in its header, which gives distopt::foo_kernels(), the table of the current set. A source that
 // CMakeLists.txt compiles once per set defines `const FooKernels& foo_kernels()` inside namespace distopt::DISTOPT_ISA.
-// Static, because of an inline function the linker keeps one copy, and it could be the one with instructions that the
+// Static: the linker keeps one copy of an inline function, perhaps with instructions that the
 // processor lacks.
 #if defined(__x86_64__)
 #define DISTOPT_DECLARE_KERNELS(Table, name)                   \

@@ -1,4 +1,4 @@
-// Waits for other ranks, the same over every transport: how long they last, and their messages. Transports say who has
+// Waits for other ranks: their limits and messages, the same over every transport. Transports name the ranks that have
 // not arrived.
 #pragma once
 
@@ -19,11 +19,11 @@ namespace distopt {
 
 // -- polling ----------------------------------------------------------------------------------------------------------
 
-// Spins on a word in shared memory. A patient spin is longer than it takes to wake a sleeper. With less, two ranks that
-// have once slept wake each other too late for the other one's next spin, and sleep at every operation from then on.
-// But where the peer waits for this rank's own core, every spin is lost. So after some lost ones most spins are short,
-// until one succeeds. The patient ones come in a row that is long enough (13 ms) for the scheduler to notice two busy
-// ranks on one core.
+// Spins on a word in shared memory. A patient spin takes longer than waking a sleeper. With shorter spins, two ranks
+// that have slept once wake each other too late for the next spin, and sleep at every operation from then on. But where
+// the peer waits for this rank's own core, every spin is lost. So after some lost spins most are short, until one
+// succeeds. The patient spins come in a row that is long enough (13 ms) for the scheduler to notice two busy ranks on
+// one core.
 constexpr std::chrono::microseconds patient_spin{200};
 constexpr std::chrono::microseconds short_spin{5};
 constexpr unsigned spin_cycle = 1024;
@@ -36,14 +36,14 @@ constexpr int brief_polls = 128;
 
 // -- sleeping ---------------------------------------------------------------------------------------------------------
 
-// The longest sleep of a rank that a change wakes. A dead, closed or failed peer goes unnoticed for so long.
+// The longest sleep of a rank that a change wakes; also the delay in noticing a dead, closed or failed peer.
 constexpr double slice_seconds = 0.05;
 // Its longest sleep in a collective while its own messages are in progress.
 constexpr double helping_seconds = 1e-3;
-// A rank that nothing wakes looks at its peers so often.
+// Time between two looks at its peers, of a rank that nothing wakes.
 constexpr std::chrono::milliseconds look_period{20};
-// A rank that nothing wakes yields its core after each look at first, as a sleep in the middle of a transfer leaves
-// the network idle. Then sleeps grow with the time in which nothing has moved: a late peer costs no processor.
+// At first, a rank that nothing wakes yields its core after each look: a sleep in the middle of a transfer would leave
+// the network idle. Then sleeps grow while nothing moves: a late peer costs no processor time.
 constexpr double yield_seconds = 0.01;
 constexpr double longest_sleep_seconds = 1e-3;
 

@@ -6,9 +6,9 @@
 
 namespace distopt {
 
-// Seconds since it was made in which this process could run. Ask at least every 100 ms or so. Where far more time has
-// passed between two looks, the process was suspended: with the job, as by Ctrl-Z or with its container. That time does
-// not count, nor does the next second, in which the other processes resume one after the other.
+// Seconds since it was made, without suspensions of this process. Read it at least every 100 ms or so. If far more time
+// has passed between two reads, the process was suspended with the job, by Ctrl-Z or with its container, for example.
+// That time does not count, nor does the next second, while the other processes resume one after the other.
 class Stopwatch {
  public:
   double seconds() {

@@ -22,10 +22,10 @@
 namespace distopt {
 namespace {
 
-// After a sign, the watchdog waits so long: the supervisor of the processes may act on the same sign, with a better
-// message.
+// The watchdog acts this time after a sign: the supervisor of the processes may act on the same sign first, with a
+// better message.
 constexpr double patience_seconds = 0.5;
-constexpr double slice_seconds = 0.1;  // the longest poll; `Stopwatch` has to be asked so often
+constexpr double slice_seconds = 0.1;  // the longest poll: `Stopwatch` must be read this often
 
 void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
   Stopwatch stopwatch;

@@ -1,4 +1,4 @@
-// Ends the process if a call into another library does not come back. That library may hold Python's lock.
+// Ends the process if a call into another library does not return. That library may hold Python's lock.
 #pragma once
 
 #include <string>

@@ -44,7 +44,7 @@ void define(nanobind::module_& m, const char* name, void (*function)(A...), cons
   m.def(name, [function](typename PassedAs<A>::Type... a) { function(PassedAs<A>::take(a)...); }, doc);
 }
 
-// A kernel of two element types; the first argument of the function in Python says which.
+// A kernel for two element types; the first argument of the function in Python selects one.
 template <class... A, class... B>
 void define_typed(nanobind::module_& m, const char* name, void (*single)(A...), void (*twice)(B...),
                   const char* doc = "") {

@@ -54,7 +54,7 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
     try {
       const nanobind::object raised = as_python(error.failure());
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-    } catch (nanobind::python_error& other) {  // of a signal's handler, which ran meanwhile
+    } catch (nanobind::python_error& other) {  // of a signal's handler, which ran during the wait
       other.restore();
     }
   }

@@ -58,7 +58,7 @@ NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts&
                       const char* label, Address stream) {
   Arguments arguments = make_arguments(kind.c_str(), dtype, label);
   const auto pieces_of = [&arguments](const Parts& parts) {
-    std::vector<Piece> pieces;
+    std::vector<ByteSpan> pieces;
     for (const auto& [address, count] : parts)
       pieces.push_back({at<char>(address), count * item_bytes(arguments.dtype)});
     return pieces;

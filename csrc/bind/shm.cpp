@@ -27,8 +27,8 @@ struct ShmWork {
   std::shared_ptr<ShmCollective> collective;
 };
 
-// Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
-// within microseconds keeps it.
+// To release Python's lock and to take it again costs as much as a small collective. So an operation that ends within
+// microseconds keeps it.
 ShmWork start(ShmCommunicator& communicator, std::shared_ptr<ShmCollective> collective) {
   if (!communicator.start(collective)) {
     nb::gil_scoped_release release;
@@ -117,11 +117,7 @@ void copy(const Array& to, const Input& from) {
   reduce_kernels().copy(to.data(), from.data(), from.nbytes());
 }
 
-}  // namespace
-
-void bind_shm(nb::module_& m) {
-  nb::register_exception_translator(raise_as_python);
-
+void bind_works(nb::module_& m) {
   nb::class_<ShmWork>(m, "ShmWork", nb::sig("class ShmWork(distopt.comm.work.Work)"),
                       "A collective under way in shared memory.")
       .def(
@@ -160,7 +156,9 @@ void bind_shm(nb::module_& m) {
           "source", [](const ShmMessage& work) { return work.message->finished() ? work.message->peer() : -1; },
           "See `MessageWork.source`.")
       .def_prop_ro("nonfinite", [](const ShmMessage&) { return nb::none(); });
+}
 
+void bind_communicator(nb::module_& m) {
   nb::class_<ShmCommunicator> communicator(m, "ShmCommunicator",
                                            "Collectives over the ranks of one host; arguments are trusted.");
   communicator
@@ -176,6 +174,14 @@ void bind_shm(nb::module_& m) {
       .def("close", &ShmCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
+}
+
+}  // namespace
+
+void bind_shm(nb::module_& m) {
+  nb::register_exception_translator(raise_as_python);
+  bind_works(m);
+  bind_communicator(m);
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),
         nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");

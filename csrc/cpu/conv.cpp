@@ -69,7 +69,7 @@ T sum_of(const T* x, Index count) {
 }
 
 // The gradient of image n before ReLU: dy itself, or in `work`. After pooling it is that of the pooled image: the
-// largest of a window lets its gradient pass if it is positive, so that the pooled y is as good as the full one.
+// largest of a window lets its gradient pass if it is positive, so that the pooled y is enough.
 template <class T>
 const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
   dy += n * size;

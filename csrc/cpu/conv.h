@@ -7,7 +7,8 @@
 
 namespace distopt {
 
-// x[n, c, h, w] * weight[m, c, kh, kw] -> y[n, m, oh, ow], with oh = (h - kh) / sh + 1, ow likewise. All in elements.
+// x[n, c, h, w] * weight[m, c, kh, kw] -> y[n, m, oh, ow], with oh = (h - kh) / sh + 1, and the same for ow. All in
+// elements.
 struct ConvShape {
   std::ptrdiff_t n, c, h, w, m, kh, kw, sh, sw, oh, ow;
 };

@@ -1,5 +1,5 @@
 // Element-wise layers, normalization, loss and optimizer updates. Arrays are dense, N, C, H, W; sizes are in
-// elements; pointers that may be null say so.
+// elements; pointers may be null only where the comment allows it.
 #pragma once
 
 #include "base/isa.h"

@@ -10,24 +10,25 @@ namespace distopt::DISTOPT_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr Index kTileRegisters = 24, kTileVectors = 4;  // of 32 registers, those that hold C; vectors of a row of it
+constexpr Index kTileRegisters = 24, kTileVectors = 4;  // registers, of 32, that hold C; vectors of its rows
 #else
-constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16
+constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16 registers
 #endif
 
-// Rows of a tile that is V vectors wide. Each number of rows is a function of its own, hence the limit.
+// Rows of a tile that is V vectors wide. The limit is for the size of the code: each number of rows has its own
+// function.
 template <Index V>
 constexpr Index kTileRows = kTileRegisters / V < 8 ? kTileRegisters / V : 8;
 
 // Vectors of the widest tile where a row need not be one of a packed panel.
 constexpr Index kWidestTile = kTileVectors < 3 ? 3 : 4;
 
-// Columns of a panel of B, and the most rows of a packed one: 32 KiB, which stay in the first cache while every row of
-// A passes over them.
+// Columns of a panel of B, and the most rows of a packed one: 32 KiB, which stay in the L1 cache while every row of A
+// passes over them.
 template <class T>
 constexpr Index kPanel = 256 / sizeof(T);
 constexpr Index kPanelRows = 128;
-// Elements of a row of A from which on it is worth while to ask for it.
+// The least number of elements of rows of A that are prefetched.
 constexpr Index kPrefetched = 64;
 
 // A packed panel lies strip after strip, each as wide as a tile and kPanelRows long: one long stride for all rows would
@@ -134,7 +135,7 @@ template <class T, Index R, Index V, class B>
       }
     }
   }
-  // Each question is asked once, not for each vector.
+  // Each condition is tested once, not for each vector.
   const bool whole = columns >= V * lanes;
   const auto at = [&](Index i, Index j) { return c + i * c_row + j * lanes; };
   const auto some = [&](Index j) { return smaller(columns - j * lanes, lanes); };
@@ -151,8 +152,8 @@ template <class T, Index R, Index V, class B>
     for_vectors<R, V>([&](Index i, Index j) { store_some(at(i, j), sum[i][j], some(j)); });
 }
 
-// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee. Shorter ones
-// come from matrices that the first cache holds.
+// Prefetches the rows of A that the next tile will read: each is too short for the processor to do so. Shorter rows
+// come from matrices in the L1 cache.
 template <class T>
 inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
   constexpr Index line = 64 / sizeof(T);

@@ -10,7 +10,7 @@ namespace {
 // As many as a register has float32.
 typedef std::uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
-// Both round to nearest even, and a NaN stays one.
+// Both round to nearest even; NaN stays NaN.
 struct Half {
   static constexpr std::int32_t becomes_zero = float16_zero_key;
 

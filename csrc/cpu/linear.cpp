@@ -5,7 +5,7 @@
 namespace distopt::DISTOPT_ISA {
 namespace {
 
-// Rows of a packed panel: more than in convolutions, as to begin and end a tile takes as long as 10 of them.
+// Rows of a packed panel: more than in convolutions, because the start and end of a tile take as long as 10 rows.
 constexpr Index kDepth = 256;
 // Rows of the left matrix that stay in the second cache while all strips of a panel pass over them.
 constexpr Index kChunk = 48;

@@ -2,8 +2,7 @@
 
 #include "cpu/half.h"
 
-// Each step loads one vector of every input before it stores any output, so that outputs may be inputs, which a plain
-// loop would have to check or fear.
+// Each step loads one vector of every input before it stores any output, so that an output may also be an input.
 namespace distopt::DISTOPT_ISA {
 namespace {
 
@@ -115,7 +114,7 @@ Nonfinite reduce_all(void* const* outs, int n_outs, const void* const* ins, int 
     const typename Format::Stored result = Format::encode(sum);
     for (int q = 0; q < n_outs; ++q) __builtin_memcpy(static_cast<Element*>(outs[q]) + at, &result, bytes);
   };
-  // Of several vectors at a time, so that the look costs next to nothing; before any is stored, as the inputs tell
+  // Looks at several vectors at a time, at almost no cost, and before any result is stored, because the inputs tell
   // whose fault it is.
   const auto step = [&](auto vectors, size_t at, size_t bytes) __attribute__((always_inline)) {
     Wide sums[vectors];

@@ -12,7 +12,7 @@ struct ReduceKernels {
   // booleans, sum and max are "or", product and min "and". In max and min the first NaN wins, and the first of equal
   // values (0 and -0). `outs` are n_outs arrays that all receive the result; each may be one of the inputs. Arrays need
   // not be aligned. The type and the operation must fit: see can_reduce.
-  // With `look`, a sum or mean of float32 or float64 is looked at on the way; the place in `ins` is the rank.
+  // With `look`, a sum or mean of float32 or float64 is searched for NaN and infinity; the place in `ins` is the rank.
   Nonfinite (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                       RedOp op, bool look);
   // memcpy, for long arrays. glibc's takes `rep movsb` for them, which on AMD's Zen 3 takes several times as long into

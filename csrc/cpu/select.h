@@ -23,7 +23,7 @@ struct Source {
 
 struct SelectKernels {
   // Lists the elements with key > floor, indices ascending, and returns how many there are. If that is more than
-  // capacity - gather_slack, the lists hold only a part of them; the accumulation is complete all the same.
+  // capacity - gather_slack, the lists hold only a part of them; the accumulation is complete in any case.
   std::size_t (*gather)(const Source& from, std::size_t n, std::int32_t floor, std::int32_t* indices, float* values,
                         std::size_t capacity);
   // Lists the elements of x with key > floor, and the first `ties` of those with key == floor; returns how many. Their

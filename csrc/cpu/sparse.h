@@ -10,13 +10,13 @@ namespace distopt {
 
 struct Selection {
   std::size_t count;      // selected elements
-  std::size_t nonfinite;  // of these, infinities and NaN: 0 says that the whole source is finite, unless count is 0
+  std::size_t nonfinite;  // of these, infinities and NaN: 0: the whole source is finite, unless count is 0
 };
 
 // Room that the lists of top_k need.
 std::size_t top_k_capacity(std::size_t n, std::size_t k);
 
-// Lists the k <= n elements of largest magnitude, among equals the ones with the lowest index; indices ascending. The
+// Lists the k <= n elements of largest magnitude, among equals those with the lowest index; indices ascending. The
 // lists have room for top_k_capacity(n, k).
 //
 // A sample of the source estimates a bound that somewhat more than k elements exceed; one pass collects those, and a

@@ -230,7 +230,7 @@ inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
   for (Index i = 0; i < count; ++i) p[i] = std::uint8_t(v[i]);
 }
 
-// Bit j is set where lane j of the mask (0 or -1) is.
+// Bit j is set if lane j of the mask (0 or -1) is -1.
 inline unsigned bits_of(Ints mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask);

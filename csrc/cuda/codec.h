@@ -28,7 +28,7 @@ void encode16(const float* in, const float* residual, float* new_residual, std::
 void decode16(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type, cudaStream_t stream);
 
 // norm[0] = sum of squares in float64, always in the same order; `workspace` has room for squared_norm_parts. If
-// `scale` is given, *scale = limit / sqrt(norm) where that shrinks, 1 where it does not or the norm is not finite.
+// `scale` is given, *scale = limit / sqrt(norm) if that is below 1, else 1, also if the norm is not finite.
 // Reads once.
 constexpr unsigned squared_norm_parts = 1024;
 void squared_norm(const float* x, std::size_t n, double* workspace, double* norm, float* scale, double limit,

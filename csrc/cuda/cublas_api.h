@@ -1,5 +1,6 @@
-// cuBLAS as far as it is used: own declarations of its C interface, which CUDA 12 and 13 share; loaded at run time, as
-// building needs none. CuPy refuses to call cuBLAS while a stream is captured in a graph, so products go this way.
+// The part of cuBLAS that is used: own declarations of its C interface, which CUDA 12 and 13 share. It is loaded at run
+// time, so that building needs no cuBLAS. CuPy refuses to call cuBLAS while a stream is captured in a graph, so
+// products go this way.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,8 +35,8 @@ struct CublasApi {
 #undef DISTOPT_CUBLAS_FIELD
 };
 
-// Loads the library of this path, or of this name: glibc then gives the one that the process has already, as CuPy has
-// put it there. It is never unloaded. Throws std::runtime_error with the reason.
+// Loads the library at this path, or with this name: glibc then returns the library that the process has loaded
+// already, as CuPy does. It is never unloaded. Throws std::runtime_error with the reason.
 const CublasApi& load(const std::string& path);
 
 // Memory that cuBLAS may use while a product runs. Products that share it must be on streams that are in order.
@@ -54,8 +55,8 @@ struct Product {
   T* c;
 };
 
-// Products of one device, whose current device it must be: a handle of cuBLAS, never destroyed, as the library may be
-// torn down before. Not for two threads at a time; Python's lock sees to that.
+// Products on one device, which must be current: a handle of cuBLAS, never destroyed, because the library may
+// be torn down before. Not thread-safe; its callers hold Python's lock.
 class Products {
  public:
   Products(const CublasApi& api, bool tf32);

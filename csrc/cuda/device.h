@@ -30,8 +30,8 @@ inline unsigned blocks_of(std::size_t items, std::size_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
-// Blocks for a grid-stride loop over `items`: as many as the device holds at a time, so that what a block does once at
-// its end is done seldom.
+// Blocks for a grid-stride loop over `items`: as many as the device holds at a time, so that the work
+// at the end of a block is rare.
 inline unsigned stride_blocks(std::size_t items) {
   int device = 0, processors = 0;
   DISTOPT_CUDA_CHECK(cudaGetDevice(&device));
@@ -41,7 +41,7 @@ inline unsigned stride_blocks(std::size_t items) {
   return static_cast<unsigned>(wanted < 1 ? 1 : wanted < held ? wanted : held);
 }
 
-// Blocks for one thread per element; beyond the limit threads go round.
+// Blocks for one thread per element; beyond the limit, threads loop.
 inline unsigned grid_for(std::size_t count) {
   const std::size_t blocks = (count + block_threads - 1) / block_threads;
   return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
@@ -121,7 +121,7 @@ __device__ T block_sum(T value) {
   return total;
 }
 
-// Sum of the values of the threads before this one; `total` is that of all. All threads must call it.
+// Sum of the values of the threads before this one; `total` is the sum over all. All threads must call it.
 template <unsigned threads, class T>
 __device__ T block_scan(T value, T& total) {
   __shared__ T of_warp[threads / 32];

@@ -1,4 +1,4 @@
-// The one way to start a kernel: the same source for nvcc and for the emulator of the tests.
+// Starts kernels, with the same source for nvcc and for the emulator of the tests.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
-// Layers, losses and optimizer updates on the GPU: kernels for T = float and double. Of convolutions they are what
-// moves windows over images.
+// Layers, losses and optimizer updates on the GPU: kernels for T = float and double. For convolutions,
+// they move windows over images; cuBLAS computes the products.
 //
 // All work is enqueued on `stream` and nothing waits. Pointers are device memory, arrays are dense in the layout
-// N, C, H, W; those with `rows` lie, if it is set, in the rows of a product [channels, images * pixels]. Sums run in an
+// N, C, H, W; if `rows` is set, the array that it belongs to is a product [channels, images * pixels]. Sums run in an
 // order that depends on shapes alone, without atomics: equal inputs give equal bits on every run. Element by element
 // the arithmetic is that of csrc/cpu/elementwise.cpp.
 #pragma once
@@ -25,7 +25,7 @@ struct Batch {
 };
 inline std::size_t planes_of(Batch batch) { return std::size_t(batch.images) * batch.channels; }
 
-// columns [channels * kh * kw, images * oh * ow] = what each tap of each channel meets at each place.
+// columns [channels * kh * kw, images * oh * ow] = the pixel under each tap of each channel at each place.
 template <class T>
 void lower(Batch batch, Window window, const T* x, T* columns, cudaStream_t stream);
 // The reverse: dx = for each pixel the sum of its entries in the columns.
@@ -69,8 +69,8 @@ void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cud
 template <class T>
 void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream);
 
-// Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics move. Without
-// `training` the outputs come from these.
+// Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics are updated.
+// Without `training`, the outputs are made from the running statistics.
 template <class T>
 void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
                      T* running_var, double momentum, double eps, bool training, cudaStream_t stream);

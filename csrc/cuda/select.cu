@@ -6,9 +6,9 @@
 #include "cuda/select.h"
 #include "cuda/source.h"
 
-// How a selection goes: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
+// The steps of a selection: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
 // radix select finds the boundary among the candidates; those above it are counted per tile, and a scan over the tiles
-// says where each one's share goes. The list of candidates is short, so this is one read of the array. CUB's select
+// gives the place of each tile's share. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
 namespace distopt::cuda {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(sampling_threads)
   if (threadIdx.x == 0) state->floor = max((prefix << 9) - 1, 0);
 }
 
-// Where the boundary is looked for: among the candidates, or in all of x if they are too few or had no room.
+// The elements to search for the boundary: the candidates, or all of x if they are too few or had no room.
 struct View {
   const float* x;
   const std::int32_t* indices;  // null: 0, 1, 2 ...
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(block_threads)
     unsigned bits = 0;
 #pragma unroll
     for (unsigned c = 0; c < 4; ++c) bits |= unsigned(c < available && key_of(x[row].e[c]) > floor) << c;
-    // Also where the list has no room: the findings are complete all the same.
+    // Also where the list has no room: the findings are complete in any case.
     report_nonfinite(x[row], at, n, findings);
     wanted |= bits << 4 * row;
     counts |= static_cast<unsigned long long>(__popc(bits)) << 16 * row;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(block_threads)
     w.tiles[blockIdx.x] = {list_begin, total};
   }
   __syncthreads();
-  // Candidates that find no room are counted: the count says that the list is of no use.
+  // Candidates that find no room are counted: the count then shows that the list is incomplete.
   if (!total || list_begin > w.capacity || total > w.capacity - list_begin) return;
   unsigned out = list_begin;
 #pragma unroll

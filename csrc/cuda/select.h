@@ -43,7 +43,7 @@ void threshold(const Source& from, std::size_t n, float bound, std::int32_t* ind
 
 std::size_t select_workspace(std::size_t n, std::size_t capacity);
 
-// Throws std::invalid_argument where int32 indices do not reach n elements, as the selections do.
+// Throws std::invalid_argument if int32 indices do not reach n elements, as the selections do.
 void require_int32(std::size_t n);
 
 // -- sums of sparse lists ---------------------------------------------------------------------------------------------

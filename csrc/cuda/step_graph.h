@@ -11,7 +11,7 @@ namespace distopt {
 // Recorded work, ready to be launched any number of times, with the addresses that it was recorded with.
 class GraphPiece {
  public:
-  // Throws where the work has a copy from or to host memory, or calls the host: its replay would use old values.
+  // Throws if the work has a copy from or to host memory, or calls the host: its replay would use old values.
   explicit GraphPiece(cudaGraph_t graph);
   ~GraphPiece();
   GraphPiece(const GraphPiece&) = delete;
@@ -29,10 +29,10 @@ class GraphPiece {
 // thread that might wait for the device fail, while other threads, such as the one that polls NCCL, may make them.
 void begin_capture(cudaStream_t stream);
 
-// The work since `begin_capture`. Throws where the recording has failed; the stream is as before it either way.
+// The work since `begin_capture`. Throws if the recording has failed; the stream is as before it either way.
 std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
 
-// Ends a recording that is of no use, in any state. Nothing of it was run.
+// Drops a recording in any state. None of its work was run.
 void abort_capture(cudaStream_t stream) noexcept;
 
 // Allows a call that is safe within a recording but that "thread local" forbids, such as cudaMalloc.

@@ -13,7 +13,7 @@ bool conflict(const Arguments& a, const Arguments& b, int world_size) {
     const std::size_t bytes = writer.output_bytes(world_size);
     return overlap(writer.output, bytes, reader.input, reader.input_bytes(world_size)) ||
            std::any_of(reader.parts.begin(), reader.parts.end(),
-                       [&](const Piece& part) { return overlap(writer.output, bytes, part.data, part.bytes); });
+                       [&](const ByteSpan& part) { return overlap(writer.output, bytes, part.data, part.bytes); });
   };
   return writes(a, b) || writes(b, a) ||
          overlap(a.output, a.output_bytes(world_size), b.output, b.output_bytes(world_size));

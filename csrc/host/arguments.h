@@ -10,7 +10,8 @@
 
 namespace distopt {
 
-struct Piece {
+// Contiguous bytes in memory.
+struct ByteSpan {
   char* data = nullptr;
   std::size_t bytes = 0;
 };
@@ -27,7 +28,7 @@ struct Arguments {
   char* output = nullptr;
   std::string label;
   // all_to_all_ragged, and any ragged one of NCCL: the part for each rank, which is only read; `count` is their sum.
-  std::vector<Piece> parts;
+  std::vector<ByteSpan> parts;
   bool looks = false;    // for NaN and infinity
   bool refused = false;  // `empty` only: see Descriptor; set on every rank once the collective has ended
 

@@ -59,7 +59,7 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half of a counter, at its address");
 
-// A rank that has shown no life for so long is silent. A waiting rank sleeps for a shorter time: see slice_seconds.
+// A rank is silent after this time without a sign of life. A waiting rank sleeps for less: see slice_seconds.
 constexpr double life_seconds = 0.5;
 
 std::int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -187,8 +187,8 @@ std::vector<int> Peers::absent(const Blocker& blocker) const {
   return ranks;
 }
 
-// The peers write these counters at each collective: every look takes the line away from them, and they have to fetch
-// it back. As counters only grow, one look in `ring_size` collectives is enough.
+// The peers write these counters at each collective: every look takes the cache line from them. Counters only
+// grow, so one look in `ring_size` collectives is enough.
 bool Peers::all_finished(std::uint64_t sequence) {
   if (sequence <= finished_seen_) return true;
   std::uint64_t least = UINT64_MAX;

@@ -1,4 +1,4 @@
-// The counters through which ranks see each other, and the one way to wait for them.
+// The counters through which ranks see each other, and the wait for them.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Blocker {
   int peer;
 };
 
-// Sleeps while the word's lower half is `seen`, at most so long; returns whether it was woken by a change, or not at
-// all.
+// Sleeps while the word's lower half is `seen`, for at most `seconds`; returns whether it was woken by a change, or did
+// not sleep.
 bool futex_wait(std::atomic<std::uint64_t>& word, std::uint64_t seen, double seconds);
 void futex_wake(std::atomic<std::uint64_t>& word);
 
@@ -53,7 +53,7 @@ class Peers {
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
   // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
   CommunicatorError fail(const ErrorFields& failure);
-  // Records that a rank has gone, `waiting` being this rank's wait for it as text.
+  // Records that a rank has ended; `waiting` describes this rank's wait for it.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;
   CommunicatorError lost(int rank, Presence presence, const std::string& waiting);
@@ -65,18 +65,18 @@ class Peers {
   // One element for each rank, as scratch memory.
   std::vector<const void*>& scratch() { return scratch_; }
 
-  // Polls a few times, and counts each against `polls`; returns whether the blocker is gone. Not worth a try if ranks
-  // share cores.
+  // Polls a few times, and counts each against `polls`; returns whether the blocker is gone. Useless if ranks share
+  // cores.
   bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; returns whether the blocker is gone.
   bool spin(const Blocker& blocker);
-  // Sleeps until the blocker's word changes, but at most so long, or until a signal arrives.
-  // Whether it was woken by a change.
+  // Sleeps until the blocker's word changes or a signal arrives, for at most `seconds`; returns whether it was woken by
+  // a change.
   bool sleep(const Blocker& blocker, double seconds) const;
 
   bool cores_shared() const { return cores_shared_; }
-  // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores, in
-  // which case polling takes the core from the rank polled for.
+  // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores:
+  // then polling takes the core from the rank that this rank waits for.
   void count_cores();
 
  private:

@@ -10,7 +10,7 @@
 namespace distopt {
 
 // Makes the file of a job of `world_size` ranks and returns its descriptor. `named_fallback` takes an unlinked file in
-// /dev/shm instead of a memfd, as is done where memfd_create is forbidden. Throws CommunicatorError.
+// /dev/shm instead of a memfd, as if memfd_create were forbidden. Throws CommunicatorError.
 int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback);
 
 // A block of wire memory: one region of equal size for every rank.
@@ -46,8 +46,8 @@ class Segment {
   char* ring(int from, int to) const { return reinterpret_cast<char*>(&channel(from, to) + 1); }
   std::size_t channel_bytes() const;
 
-  // Whether the process of that rank lives and has not left. Asked of the kernel, which drops the lock at the end of
-  // the process, before the parent has collected it and across process namespaces.
+  // Whether the process of that rank lives and has not left. The kernel releases the lock at the end of
+  // the process, even before the parent has reaped it, and across process namespaces.
   bool holds_lock(int rank) const;
   // Gives up the lock, so that peers see this rank as gone, and the wire memory that no array uses any more.
   void close();

@@ -33,7 +33,7 @@ void Announcement::begin(const Arguments& arguments, std::uint64_t sequence, con
   if (size > 1) exchange();
 }
 
-// Starts a round: everything that the partner lacks goes there, and the same number of blocks comes.
+// Starts a round: sends the blocks that the partner lacks, and receives as many.
 void Announcement::exchange() {
   const int size = context_.size(), rank = context_.rank, blocks = blocks_of_round();
   const bool doubling = (size & (size - 1)) == 0;

@@ -25,11 +25,11 @@ class Announcement {
 
   // Notifies the others; `payload` is copied.
   void begin(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
-  // Does all that can be done without waiting; returns whether all ranks have been heard and agree. Throws
+  // Does all that can be done without waiting; returns whether all ranks have announced it and agree. Throws
   // CommunicatorError (mismatch) with the name of the first rank that does not agree.
   bool advance();
   bool complete() const { return complete_; }
-  // Ranks from which nothing has arrived, in any way.
+  // Ranks that have sent nothing.
   std::vector<int> unheard() const;
 
   // The announcement of `rank`, once all are complete.

@@ -19,7 +19,7 @@ void MpiCollective::begin() {
   const char* payload = nullptr;
   std::size_t bytes = 0;
   if (arguments_.kind == OpKind::all_to_all_ragged) {
-    for (const Piece& part : arguments_.parts) counts_.push_back(part.bytes / item_bytes(arguments_.dtype));
+    for (const ByteSpan& part : arguments_.parts) counts_.push_back(part.bytes / item_bytes(arguments_.dtype));
     payload = reinterpret_cast<const char*>(counts_.data());
     bytes = size * sizeof(std::uint64_t);
   } else if (travels_inline() && (arguments_.kind != OpKind::broadcast || arguments_.root == context_->rank)) {
@@ -129,8 +129,8 @@ void MpiCollective::make_room() {
   }
   FlowPlan plan(context_->everyone);
   for (std::size_t q = 0; q < size; ++q) {
-    const Piece own =
-        gathers ? Piece{const_cast<char*>(arguments_.input), arguments_.part_bytes()} : arguments_.parts[q];
+    const ByteSpan own =
+        gathers ? ByteSpan{const_cast<char*>(arguments_.input), arguments_.part_bytes()} : arguments_.parts[q];
     if (q == rank) {
       if (own.bytes != 0) std::memcpy(outputs[q], own.data, own.bytes);
       continue;

@@ -28,7 +28,7 @@ class MpiCollective {
   virtual bool advance();
   // How many tags it uses: one for the announcement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
-  // Counted from the communicator's first collective.
+  // Counts from the communicator's first collective.
   std::uint64_t first_tag() const { return first_tag_; }
 
   const Arguments& arguments() const { return arguments_; }

@@ -16,10 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// While a kernel computes, the network gets a turn so often: 10 Gbit/s carry 125 kB in this time, far less than a
-// socket's buffer holds.
+// Time between two turns of the network while a kernel computes: 10 Gbit/s carry 125 kB in it, far less than a socket's
+// buffer holds.
 constexpr double tick_seconds = 1e-4;
-// The longest wait without a return to Python, which looks for signals then.
+// The longest wait before Python can look for signals.
 constexpr double longest_wait_seconds = 0.1;
 
 double seconds_between(Clock::time_point a, Clock::time_point b) {

@@ -1,5 +1,5 @@
-// Collectives over MPI, for ranks on several hosts. MPI moves bytes only: the sums are ours, in rank order, because the
-// order of MPI_Allreduce is the library's own choice.
+// Collectives over MPI, for ranks on several hosts. MPI moves bytes only: sums are computed here, in rank order,
+// because MPI_Allreduce may choose any order.
 //
 // Starting a collective only posts messages. MPI moves bytes when it is called: later calls (another start,
 // progress, a wait) move all outstanding collectives forward, in any order.

@@ -23,12 +23,12 @@ std::size_t Flow::chunks_of(std::size_t bytes) const {
   return (bytes + context_.chunk_bytes - 1) / context_.chunk_bytes;
 }
 
-Piece Flow::chunk_of(const Piece& piece, std::size_t chunk) const {
+ByteSpan Flow::chunk_of(const ByteSpan& piece, std::size_t chunk) const {
   const std::size_t begin = chunk * context_.chunk_bytes;
   return {piece.data + begin, std::min(context_.chunk_bytes, piece.bytes - begin)};
 }
 
-std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<Piece>& pieces) const {
+std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<ByteSpan>& pieces) const {
   std::vector<PieceTransfer> transfers(pieces.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     transfers[i].piece = pieces[i];
@@ -43,7 +43,7 @@ void Flow::begin(FlowPlan plan) {
   to_ = transfers_of(plan_.to);
   from_ = transfers_of(plan_.from);
   collected_ = transfers_of(plan_.collected);
-  std::vector<Piece> shared(group_.size());
+  std::vector<ByteSpan> shared(group_.size());
   for (std::size_t i = 0; i < shared.size(); ++i)
     if (plan_.shared_with[i]) shared[i] = plan_.result;
   shared_ = transfers_of(shared);
@@ -88,7 +88,7 @@ void Flow::send_what_may_go() {
 // The next chunk, if it is below `limit`.
 bool Flow::send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit) {
   if (!transfer.may_start(limit)) return false;
-  const Piece chunk = chunk_of(transfer.piece, transfer.started);
+  const ByteSpan chunk = chunk_of(transfer.piece, transfer.started);
   context_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
   ++transfer.started;
   return true;
@@ -126,7 +126,7 @@ bool Flow::has_arrived(std::size_t chunk) const {
 
 void Flow::reduce(std::size_t chunk) {
   const ChunkReduction& reduction = *plan_.reduction;
-  const Piece out = chunk_of(plan_.result, chunk);
+  const ByteSpan out = chunk_of(plan_.result, chunk);
   std::vector<const void*> ins(group_.size());
   for (std::size_t i = 0; i < ins.size(); ++i)
     ins[i] = i == group_.place ? reduction.own + chunk * context_.chunk_bytes : scratch_of(i, chunk);

@@ -30,12 +30,12 @@ struct FlowPlan {
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
 
   // Phase one. Without a reduction, pieces arrive where `from` says; with one, only their size counts.
-  std::vector<Piece> to, from;
+  std::vector<ByteSpan> to, from;
   std::optional<ChunkReduction> reduction;
   // Phase two. `result` may be sent, chunk by chunk, when all of `from` has arrived and is reduced.
-  Piece result;
+  ByteSpan result;
   std::vector<bool> shared_with;
-  std::vector<Piece> collected;
+  std::vector<ByteSpan> collected;
 };
 
 class Flow {
@@ -58,7 +58,7 @@ class Flow {
 
   // A piece on its way to or from one rank.
   struct PieceTransfer {
-    Piece piece;
+    ByteSpan piece;
     std::size_t chunks = 0, started = 0, ended = 0;
     std::unique_ptr<bool[]> done;
 
@@ -72,8 +72,8 @@ class Flow {
 
   void admit();
   std::size_t chunks_of(std::size_t bytes) const;
-  Piece chunk_of(const Piece& piece, std::size_t chunk) const;
-  std::vector<PieceTransfer> transfers_of(const std::vector<Piece>& pieces) const;
+  ByteSpan chunk_of(const ByteSpan& piece, std::size_t chunk) const;
+  std::vector<PieceTransfer> transfers_of(const std::vector<ByteSpan>& pieces) const;
   void send_what_may_go();
   bool send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit);
   void receive_what_may_come();

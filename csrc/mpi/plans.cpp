@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t whole_bytes = 256 << 10;
 
 // Slice `place` of `size` about equal slices of the array.
-Piece slice_of(const Arguments& arguments, std::size_t size, std::size_t place) {
+ByteSpan slice_of(const Arguments& arguments, std::size_t size, std::size_t place) {
   const std::size_t item = item_bytes(arguments.dtype);
   const std::size_t begin = arguments.count * place / size, end = arguments.count * (place + 1) / size;
   return {arguments.output + begin * item, (end - begin) * item};
@@ -20,7 +20,7 @@ Piece slice_of(const Arguments& arguments, std::size_t size, std::size_t place) 
 
 FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, std::size_t chunk_bytes) {
   const std::size_t size = group.size(), place = group.place;
-  const Piece all{arguments.output, arguments.count * item_bytes(arguments.dtype)};
+  const ByteSpan all{arguments.output, arguments.count * item_bytes(arguments.dtype)};
   FlowPlan plan(group);
   const bool whole = size == 2 && all.bytes <= std::min(whole_bytes, chunk_bytes);
   plan.result = whole ? all : slice_of(arguments, size, place);
@@ -75,7 +75,7 @@ FlowPlan plan_broadcast(const Arguments& arguments, const Group& group) {
   if (place != root) plan.from[root] = plan.result;
   for (std::size_t i = 0; i < size; ++i) {
     if (i == place) continue;
-    const Piece slice = slice_of(arguments, size, i);
+    const ByteSpan slice = slice_of(arguments, size, i);
     if (place == root) plan.to[i] = slice;
     if (place != root) plan.collected[i] = slice;
     plan.shared_with[i] = i != root;

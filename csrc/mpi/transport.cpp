@@ -20,7 +20,7 @@ class TransportOf final : public Transport {
   explicit TransportOf(const Library& library) : status_bytes_(library.status_bytes) {
     std::memcpy(&communicator_, library.communicator, sizeof(Handle));
     std::memcpy(&byte_, library.byte, sizeof(Handle));
-    // The module is loaded already. Looked up in it and in what it is linked with: there may be a second MPI library in
+    // The module is loaded already. Names are looked up in it and its libraries: there may be a second MPI library in
     // the process.
     void* module = ::dlopen(library.module.c_str(), RTLD_NOW | RTLD_NOLOAD);
     if (module == nullptr) fail(library.module + " is not loaded");

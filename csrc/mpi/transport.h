@@ -28,11 +28,11 @@ class Transport {
   virtual void send(const char* data, std::size_t bytes, int to, int tag, bool& done) = 0;
   // `bytes` is the size of the buffer.
   virtual void receive(char* data, std::size_t bytes, int from, int tag, bool& done) = 0;
-  // Lets MPI move bytes, which it does at no other time; returns whether anything has ended.
+  // Lets MPI move bytes, as nothing else does; returns whether anything has ended.
   virtual bool poll() = 0;
 };
 
-// Throws CommunicatorError where the library cannot be used.
+// Throws CommunicatorError if the library cannot be used.
 std::unique_ptr<Transport> make_transport(const Library& library);
 
 }  // namespace distopt::mpi

@@ -1,4 +1,4 @@
-// NCCL as far as it is used: own declarations, because the library is loaded at run time and building needs no NCCL.
+// The part of NCCL that is used: own declarations. It is loaded at run time, so that building needs no NCCL.
 // They hold from 2.18 to 2.32; with the CMake option DISTOPT_NCCL_INCLUDE the compiler compares them with nccl.h.
 #pragma once
 
@@ -82,8 +82,8 @@ struct NcclApi {
   std::string path;
 };
 
-// Loads the library at an absolute path (a bare name would give whichever libnccl came first); it is never unloaded,
-// as it has threads of its own. Throws std::runtime_error with the reason.
+// Loads the library at an absolute path (a bare name would load the first libnccl on the search path); it is never
+// unloaded, because it has threads of its own. Throws std::runtime_error with the reason.
 const NcclApi& load(const std::string& path);
 
 // Library and version, e.g. "2.27.5".

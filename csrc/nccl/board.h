@@ -1,5 +1,5 @@
 // Data that the ranks of one host share beside NCCL, which neither notices a dead peer nor compares what the ranks
-// call: which ranks live, the last collective of each, and the first failure. In a segment as of the shared-memory
+// call: which ranks live, the last collective of each, and the first failure. In a segment as in the shared-memory
 // communicator, without its data.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace distopt {
 
 class Board {
  public:
-  // Takes over `fd`, of create_segment(). `rank` counts `processes`, which are those of this host.
+  // Takes over `fd`, of create_segment(). `rank` is an index into `processes`, the ranks of this host.
   Board(int fd, int rank, std::vector<Process> processes)
       : segment_(fd, rank, static_cast<int>(processes.size())), peers_(segment_, std::move(processes)) {}
 

@@ -93,7 +93,7 @@ NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cudaS
   });
 }
 
-NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments, const std::vector<Piece>& received,
+NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received,
                                                       cudaStream_t caller) {
   const nccl::DataType type = nccl_type(arguments.dtype);
   const std::size_t item = item_bytes(arguments.dtype);
@@ -101,7 +101,7 @@ NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments
   return enqueue(arguments, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
     GroupCall group(api_);
     for (int peer = 0; peer < world_size_; ++peer) {
-      const Piece &to = arguments.parts[gathers ? 0 : peer], &from = received[peer];
+      const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = received[peer];
       if (gathers && from.bytes != 0)
         group.add(api_.broadcast(peer == rank_ ? to.data : from.data, from.data, from.bytes / item, type, peer, comm,
                                  stream));

@@ -41,7 +41,7 @@ class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclCollective>;
 
-  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of collectives
+  // Collective. Waits until all ranks have joined; the device must be the current one. `limits` are for collectives
   // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
   NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
@@ -53,13 +53,14 @@ class NcclCommunicator {
 
   // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
   Work start(const Arguments& arguments, cudaStream_t caller);
-  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or the
-  // only one to all.
-  Work start_ragged(const Arguments& arguments, const std::vector<Piece>& received, cudaStream_t caller);
+  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or
+  // parts[0] to all if it is the only one.
+  Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclCollective& collective);
-  // Local. What `stream` does from now on sees the result. Throws CommunicatorError if the communicator has failed.
+  // Local. Work enqueued on `stream` from now on sees the result. Throws CommunicatorError if the communicator has
+  // failed.
   void join(const NcclCollective& collective, cudaStream_t stream);
   // Waits on the host. Throws CommunicatorError.
   void wait(const NcclCollective& collective, double timeout_seconds);
@@ -68,7 +69,7 @@ class NcclCommunicator {
   void* allocate(std::size_t bytes);
   void release(void* memory);
 
-  // Local. Ends the communicator at once, with that error for this rank and those of its host.
+  // Local. Ends the communicator at once, with this error for all ranks of the host.
   void abort(const std::string& text);
   // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
   void close();
@@ -79,10 +80,10 @@ class NcclCommunicator {
   using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
 
   Work enqueue(const Arguments& arguments, cudaStream_t caller, const Enqueue& call);
-  // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
+  // Calls, and polls until the call has taken effect, because the communicator is non-blocking.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
-  // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
+  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.
   bool check_host(std::uint64_t sequence, const std::string& text);
   void fail(const ErrorFields& failure);
   [[noreturn]] void fail_and_throw(const ErrorFields& failure);
@@ -117,7 +118,7 @@ class NcclCommunicator {
   bool closed_ = false, stop_ = false;
   std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
 
-  // State of the watching thread: times since the oldest collective had its data, and since a peer was gone.
+  // State of the watching thread: times since the oldest collective had its data, and since a peer left.
   std::uint64_t watched_ = 0;
   std::optional<Stopwatch> waits_since_, gone_since_;
   std::optional<Patience> patience_;

@@ -14,7 +14,7 @@ namespace distopt {
 
 class Stream {
  public:
-  // Does not wait for the default stream, nor that for it. Of the highest priority, as the next layers wait for it.
+  // Not synchronized with the default stream. Of the highest priority, because the next layers wait for it.
   Stream() {
     int least = 0, greatest = 0;
     DISTOPT_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
@@ -56,8 +56,8 @@ inline void refuse_capture(cudaStream_t stream) {
     throw std::runtime_error("a collective cannot be captured in a CUDA graph");
 }
 
-// Events that return to the pool when unused: to create one takes longer than to record it. A stream that was
-// made to wait keeps to the record of that time, so the next user does not disturb it.
+// Events that return to the pool when unused: to create one takes longer than to record it. A stream that
+// waits for an event waits for its record at that time, so the next user does not disturb it.
 class EventPool {
  public:
   std::shared_ptr<Event> take() {

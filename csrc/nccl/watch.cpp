@@ -1,4 +1,4 @@
-// How a communicator ends: failures, the thread that detects them, and close().
+// The end of a communicator: failures, the thread that detects them, and close().
 #include <algorithm>
 #include <exception>
 #include <future>
@@ -11,7 +11,7 @@ namespace {
 
 using nccl::Result;
 
-// Collectives of a peer that is gone fail after so long: it may have given all its data before it left.
+// Collectives with a peer that has left fail after this time: it may have sent all its data before.
 constexpr double grace_seconds = 1.0;
 // The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;
@@ -63,7 +63,7 @@ Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequ
 
 bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
   if (board_->peers().failed()) {
-    fail({ErrorKind::other, ""});  // gives the recorded one
+    fail({ErrorKind::other, ""});  // keeps the failure that a peer has recorded
     return true;
   }
   bool any_gone = false;

@@ -38,13 +38,13 @@ void ShmCollective::post(Peers& peers) {
 // Their counts, and their contents if there is room for them.
 void ShmCollective::post_parts(RingEntry& entry) const {
   unsigned char* at = entry.payload;
-  for (const Piece& part : arguments_.parts) {
+  for (const ByteSpan& part : arguments_.parts) {
     const std::uint64_t count = part.bytes / item_bytes(arguments_.dtype);
     std::memcpy(at, &count, sizeof count);
     at += sizeof count;
   }
   if (part_bytes() > static_cast<std::size_t>(entry.payload + inline_bytes - at)) return;
-  for (const Piece& part : arguments_.parts) {
+  for (const ByteSpan& part : arguments_.parts) {
     if (part.bytes != 0) std::memcpy(at, part.data, part.bytes);
     at += part.bytes;
   }
@@ -182,8 +182,8 @@ bool ShmCollective::advance_direct(Peers& peers, Blocker& blocker) {
     publish_reduced(peers);
     direct_target_ = peers.count(Signal::reduced);
   }
-  // Until all have done their share, peers still read or write this rank's memory; the receivers of a broadcast are
-  // left alone.
+  // Until all have done their share, peers still read or write this rank's memory, except that of the receivers of a
+  // broadcast.
   if (arguments_.kind == OpKind::broadcast && arguments_.root != peers.rank()) return true;
   return peers.all_reached(Signal::reduced, direct_target_, blocker);
 }
@@ -238,8 +238,8 @@ void ShmCollective::prepare_staging(Peers& peers) {
     first_[static_cast<int>(signal)] = peers.count(signal);
 }
 
-// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for the work
-// of its peers one iteration ago, and data that it touches three times is still in its cache.
+// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank waits only for the previous
+// iteration of its peers, and data that it touches three times is still in its cache.
 bool ShmCollective::advance_staged(Peers& peers, Blocker& blocker) {
   constexpr std::uint64_t stages = 3;
   for (; step_ < stages * (chunks_ + stages - 1); ++step_) {

@@ -39,8 +39,7 @@ class ShmCollective {
   // all_gather_ragged and all_to_all_ragged, once it has finished: elements that came from each rank.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
 
-  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
-  // others may be large.
+  // Whether this rank only copies and reduces data that fit into a ring entry. The parts of others may be large.
   bool brief(int world_size) const { return !ragged() && arguments_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
@@ -97,8 +96,9 @@ class ShmCollective {
   Arguments arguments_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
-  std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the collective
-  int checked_ = 0;                    // peers whose descriptor has been compared
+  std::atomic<bool> finished_{
+      false};        // read by one thread while another, which waits for a message, moves the collective
+  int checked_ = 0;  // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
   std::size_t longest_bytes_ = 0;  // ragged: of all that any rank sends to another

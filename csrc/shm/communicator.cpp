@@ -27,7 +27,7 @@ void ShmCommunicator::close() {
   if (turn_.taken())
     throw CommunicatorError(ErrorKind::usage,
                             "another thread waits in this communicator; close it when that wait has ended");
-  // Another thread that asks for its turn meanwhile finds the communicator closed.
+  // A thread that asks for its turn now finds the communicator closed.
   const auto turn = turn_.of_caller();
   const auto turn_of_messages = messages_.close();
   closed_ = true;
@@ -143,8 +143,8 @@ bool ShmCommunicator::may_post(const ShmCollective& collective) {
   // The ring entry is free when every rank, this one too, has finished the collective that used it before.
   if (collective.sequence() - queue_.front()->sequence() >= ring_size) return false;
   if (collective.sequence() > ring_size && !peers_.all_finished(collective.sequence() - ring_size)) return false;
-  // Posting says "my arguments are ready", which they are not while an earlier collective still writes to them, and
-  // that peers may write the result, which they may not while an earlier one still reads the old data.
+  // Posting tells peers that they may read the arguments and write the result. They may not while an earlier collective
+  // still writes to the arguments, or reads the old data of the result.
   for (const auto& earlier : queue_) {
     if (earlier.get() == &collective) break;
     if (conflict(earlier->arguments(), collective.arguments(), peers_.size())) return false;

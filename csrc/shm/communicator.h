@@ -24,7 +24,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  public:
   static constexpr bool finds_nonfinite = true;
 
-  // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
+  // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts a
   // collective.
   ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks);
   ~ShmCommunicator();
@@ -37,8 +37,8 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // called once, by all ranks before their first collective; this one's own empty() must not be used then.
   void use_wire_memory_of(const ShmCommunicator& owner) { segment_.use_blocks_of(owner.segment_); }
 
-  // Starts a collective and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
-  // and true is returned; otherwise progress() has to be called next, which may take the time of large copies.
+  // Starts a collective and returns at once: true if it is brief and no other is outstanding, and so has advanced as
+  // far as it can. Otherwise progress() must be called next, which may take the time of large copies.
   bool start(std::shared_ptr<ShmCollective> collective);
   // Moves outstanding collectives forward without waiting; returns whether this one has ended.
   bool test(const ShmCollective& collective);

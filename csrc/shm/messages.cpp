@@ -167,7 +167,7 @@ void Messages::advance() {
   under_way_.store(sends || receives, std::memory_order_relaxed);
 }
 
-// Writes as much as there is room for; returns whether to try again, as a message has ended.
+// Writes as much as there is room for; returns whether to try again, because a message has ended.
 bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
@@ -217,7 +217,7 @@ Messages::Incoming Messages::begin(int from, const Envelope& envelope) {
   return stream;
 }
 
-// Takes all available data; returns whether to try again, as a message has ended.
+// Takes all available data; returns whether to try again, because a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
   const std::size_t size = segment_.channel_bytes();

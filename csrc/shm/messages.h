@@ -1,8 +1,8 @@
 // Messages between two ranks of a host, apart from the collectives and from their order.
 //
 // Each rank streams what it sends to another through a ring of bytes of that pair: an envelope, then the data. So
-// messages between two ranks arrive in the order of sending; one that is not awaited yet is put aside, so that it
-// delays no other. Bytes move in start(), test() and wait(), whichever message these are about.
+// messages between two ranks arrive in the order of sending; a message that is not awaited yet is put aside, to
+// delay no other. start(), test() and wait() move the bytes of all messages.
 #pragma once
 
 #include <atomic>
@@ -62,8 +62,8 @@ class Messages {
   Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks, std::function<void()> require_open,
            std::function<void()> help_collectives);
 
-  // All of these throw CommunicatorError, and may be called while another thread is in a collective. A failure of any
-  // rank is thrown by test() and wait(), not by start(), whichever call meets it first.
+  // All of these throw CommunicatorError, and may be called while another thread is in a collective. test() and
+  // wait() throw the failure of any rank; start() does not.
   void start(std::shared_ptr<Message> message);
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);

@@ -180,7 +180,7 @@ class Checkpoint:
         try:
             self._held.enter_context(file_lock(path, wait=False))
         except OSError as error:
-            # A file system without locks has to do without.
+            # The file system has no locks.
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
 
@@ -192,7 +192,7 @@ class Checkpoint:
         reached any rank, all save after the same step, wait until it is written, and leave.
 
         Args:
-            epoch: to which the step belongs (default: the last one given).
+            epoch: the epoch of the step (default: the last one given).
 
         Raises:
             Preempted: to end this process, as all others.
@@ -213,7 +213,7 @@ class Checkpoint:
         and earlier checkpoints stay. See `close`.
 
         Args:
-            epoch: in which the job resumes from here (default: the last one given).
+            epoch: the epoch in which the job resumes from this checkpoint (default: the last one given).
 
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
@@ -352,7 +352,7 @@ def _described(error: Exception, path: Path) -> str:
 def _occupied(lock: Path) -> str:
     """The error's text for a folder that another Checkpoint has locked."""
     said: list[str] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the other Checkpoint has just removed it
         said = lock.read_text().split()[1:]
     if said == [socket.gethostname(), str(os.getpid())]:
         return f"another Checkpoint of this process writes to {lock.parent}; close that first, or choose another folder"

@@ -1,7 +1,7 @@
 """Checkpoints as files. See docs/checkpoint.md for the format.
 
 Every rank writes its own file, atomically, and without waiting for others. A checkpoint is complete when all files
-that its manifest stands for exist and are of the same save, which each file names.
+of its manifest exist and name the same save.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def name_of(step: int, last: str = "") -> str:
-    """Name of the folder of a checkpoint after so many steps; it differs from `last`. Names sort by age."""
+    """Name of the folder of a checkpoint after `step` steps; it differs from `last`. Names sort by age."""
     name = f"step-{step:010d}"
     if not last.startswith(name):
         return name
@@ -211,7 +211,7 @@ def survey(folder: Path) -> Survey:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Local. The folders of checkpoints, whole or not, by step. Other files and folders are left alone.
+    """Local. The folders of checkpoints, complete or not, by step; other files and folders are ignored.
 
     Raises:
         OSError: `root` cannot be read. A folder that does not exist has no checkpoints.
@@ -228,8 +228,7 @@ def _folders(root: Path) -> list[Path]:
 def prune(root: Path, keep: int, known: set[str], refused: set[str], before: str) -> None:
     """Local. Remove all but the last `keep` whole checkpoints.
 
-    An incomplete one goes if a newer one is whole, or if it is older than that named `before`: no rank writes to it any
-    more.
+    An incomplete one is removed if a newer one is whole, or if it is older than `before`: no rank writes to it now.
 
     Args:
         root: folder of the checkpoints.
@@ -263,5 +262,5 @@ def remove(folder: Path) -> None:
     names = [entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
     for name in sorted(names, key=lambda name: name != MANIFEST):  # without it, the rest is not a checkpoint
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # other files are in it
         folder.rmdir()

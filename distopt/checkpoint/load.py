@@ -64,7 +64,7 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         objects: the objects to set, by the names under which they were saved.
 
     Returns:
-        Where the job resumes; None if there is no checkpoint, or only one that has never been completed.
+        Where the job resumes; None without a complete checkpoint.
 
     Raises:
         StateError: there are checkpoints, but none can be used; nothing was changed.
@@ -169,7 +169,7 @@ def _digest(state: State) -> str:
 def _read(
     folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], topology: Topology, common: set[str]
 ) -> dict[str, State]:
-    """The states for this rank, checked, by the names of `adapters`; a generator that stays as it is has none."""
+    """The states for this rank, checked, by the names of `adapters`; a generator that does not change has none."""
     absent = adapters.keys() - set(manifest.objects)
     if wanted := sorted(name for name in absent if not of_device(name)):
         raise StateError(f"it has no {wanted[0]}; it is of another script")
@@ -197,7 +197,9 @@ def _merged(
     folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
-    merges = {name: _Stream(rank, name in common) if adapter.random else _Mean() for name, adapter in adapters.items()}
+    merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
+    for name, adapter in adapters.items():
+        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
     for old in range(manifest.world_size):
         for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
             with _named(name):
@@ -206,7 +208,7 @@ def _merged(
     return {name: state for name, state in results.items() if state is not None}
 
 
-class _Mean:
+class _MeanOfRanks:
     """The mean of the states of one object over the ranks, added up in float64 and rounded once.
 
     Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
@@ -252,10 +254,10 @@ class _Mean:
         )
 
 
-class _Stream:
+class _GeneratorState:
     """The state that a random generator gets on one rank.
 
-    A rank resumes from its own state. If it had none, its generator stays as the script has seeded it.
+    A rank resumes from its own state. Without one, its generator stays as the script has seeded it.
 
     Args:
         rank: a new rank.
@@ -279,7 +281,7 @@ class _Stream:
         self._count += 1
 
     def result(self) -> State | None:
-        """Local. The state; None if the generator stays as it is."""
+        """Local. The state; None if the generator does not change."""
         return self._first if self._common else self._own
 
 

@@ -1,8 +1,8 @@
 """States in the memory of the agents of `distopt run --heal`, which outlives the ranks.
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
-among the ranks of its agent. So every node has all shared arrays. Now and then, copies of a rank's own go to the next
-node, too, in case that its node is lost; that slot stays until newer ones have gone there. See
+among the ranks of its agent. So every node has all shared arrays. From time to time, a rank also sends copies of its
+own states to the next node, in case its node is lost; that slot stays until newer copies have arrived. See
 `distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the order of writing needs no fence.
 """
 
@@ -96,7 +96,7 @@ class Memory:
     """The slots of this rank, and of the other ranks of its agent.
 
     Args:
-        place: number of this rank among those of the agent.
+        place: number of this rank among the ranks of the agent.
         n_ranks: number of these.
         fds: of their slots.
         ranks: all ranks of the job.
@@ -115,7 +115,7 @@ class Memory:
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks whose states this one keeps copies of
         self._sends = False  # whether there are such copies
-        self._spread: _StateSlot | None = None  # which has the newest
+        self._spread: _StateSlot | None = None  # the slot with the newest states
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -133,7 +133,7 @@ class Memory:
         return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
-        """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
+        """Collective. Step and epoch of the newest states that exist for every rank; None without such states.
 
         This rank's states of later steps are dropped: those steps will be repeated.
         """
@@ -207,7 +207,7 @@ class Memory:
             self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     def _pace(self) -> None:
-        """Collective. Agree on how often copies cost little enough; half of them were made since the last time."""
+        """Collective. Agree on the interval of copies from the cost of the last half of them."""
         step = (time.perf_counter() - self._since) / max(1, self._steps)
         gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds / (self._n_copies // 2), step]).encode())
         copies, steps = zip(*map(json.loads, gathered), strict=True)
@@ -215,7 +215,7 @@ class Memory:
 
     # -- between nodes -------------------------------------------------------------------------------------------------
     def _neighbours(self) -> list[int]:
-        """The ranks of the node before that this one keeps copies for."""
+        """The ranks of the previous node that this rank keeps copies for."""
         order = sorted(set(self._nodes))
         before = order[order.index(self._node) - 1]
         here, there = (
@@ -224,7 +224,7 @@ class Memory:
         return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
 
     def _exchange(self, mine: bytes) -> Arrays:
-        """Collective. The copies for the node before; none from then on if a rank has much of its own."""
+        """Collective. The copies for the node before; no more of them if a rank has large states of its own."""
         gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"")
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
@@ -245,7 +245,7 @@ class Memory:
 
 
 class _StateSlot:
-    """One slot of an agent, in which this rank keeps its states; see `distopt.launch.heal.slots`."""
+    """The slot of an agent that keeps the states of this rank; see `distopt.launch.heal.slots`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -25,7 +25,7 @@ from ..launch.processes import PREEMPTION_SIGNALS, ignore
 if TYPE_CHECKING:
     from .adapters import Ranks
 
-_INTERVAL_SECONDS = 1.0  # a signal waits about so long for the next exchange
+_INTERVAL_SECONDS = 1.0  # the longest delay, about, of a signal until the next exchange
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
 _SLURM_SECONDS = 20.0  # then rank 0 gives up on Slurm, whose own MessageTimeout is 10 s
 
@@ -95,7 +95,7 @@ class Preemption:
         return Preempted(128 + number if reason else 0)
 
     def _asked(self, number: int) -> bool:
-        """Collective. Call the handler that the script had set, or its launcher, such as submitit's, which requeues."""
+        """Collective. Call the handler of the script, or of a launcher that requeues, such as submitit."""
         before: Any = self._before[signal.Signals(number)]
         asked = b""
         if callable(before) and origin.invitation is None:  # a handler of `spawn` does not requeue
@@ -117,16 +117,15 @@ class Preemption:
 def slurm_job() -> str:
     """Local. Identity of the Slurm job of this process, as `scontrol` takes it; empty outside of one."""
     env = os.environ
-    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:  # the number of one task may stand for all
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:  # the number of one task may be given for all
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID", "")
 
 
 def requeue(job: str) -> str:
-    """Local. Have Slurm end the job and queue it again.
+    """Local. Have Slurm end the job and queue it again, unless Slurm is already ending it.
 
-    A job that Slurm is already ending is left alone: one that was cancelled must not come back, and one that was
-    preempted without time of grace has been queued again.
+    A cancelled job must not come back, and Slurm itself queues a job again that it preempts without grace time.
 
     Args:
         job: see `slurm_job`.

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
-    if words[:1] != ["run"]:  # which starts at once, without what the others import
+    if words[:1] != ["run"]:  # `run` starts at once, without the imports of the others
         from . import bench, doctor
 
         doctor.add_parser(commands)
@@ -66,7 +66,7 @@ class _Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports invalid arguments in one line, and names the subcommand to which they were given."""
+    """A parser that reports invalid arguments in one line, and names the subcommand that they were given to."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         """As argparse's, but unknown arguments are an error of the subcommand."""

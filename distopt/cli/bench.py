@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("auto", "shm", "mpi", "hierarchical", "nccl")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-_BATCH_SECONDS = 1e-3
+_BATCH_SECONDS = 1e-3  # duration of the calls that are timed together
 _QUIET_LOAD = 0.5  # per core
 
 HEADER = (
@@ -247,7 +247,7 @@ def _seconds_per_call(lead: Communicator, candidate: _Candidate, array: Array, c
 
 
 def _count_wrong(lead: Communicator, candidate: _Candidate, array: Array, dtype: str) -> int:
-    """Collective. How many elements of a sum of small integers, which differ by rank and index, are not theirs."""
+    """Collective. Count the wrong elements of a sum of small integers, which differ by rank and index."""
     import numpy as np
 
     def integers(rank: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -147,7 +147,7 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     option, host, port = f"--rdzv-endpoint {text}", text, str(default)
     if "://" in text:
         raise UsageError(f"{option}: leave out {text.partition('://')[0]}://; give HOST:PORT")
-    if ":" in text and not text.endswith("]"):  # that of an IPv6 address without a port
+    if ":" in text and not text.endswith("]"):  # the colons of an IPv6 address without a port
         host, _, port = text.rpartition(":")
     if _is_ipv6(text) or _is_ipv6(host):
         given = [f"[{host}]:{port}"] * _is_ipv6(host) + [f"[{text}] or [{text}]:PORT"] * _is_ipv6(text)
@@ -176,7 +176,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _check_script(script: str, *, module: bool) -> None:
-    """All ranks would say the same, and those of other nodes would wait for them."""
+    """Refuse it here: all ranks would report the same, and ranks of other nodes would wait for them."""
     path = Path(script)
     if not module and re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
         raise UsageError(f"the ranks are Python processes already; leave out `{script}`")

@@ -86,7 +86,7 @@ def _choose(topology: Topology, device: str) -> str:
 
 
 def _gpus_are_usable(topology: Topology) -> bool:
-    """Whether this machine has GPUs and all that NCCL needs. If distopt was built for them, a lack is a warning."""
+    """Whether this machine has GPUs and all that NCCL needs. If distopt was built for them, warn of missing parts."""
     try:
         gpu_stack()
     except MissingDependencyError as error:

@@ -22,7 +22,7 @@ operations under way in several wait for them in the same order, or call `progre
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
 between two ranks may be sent and received by several threads at the same time.
-Waiting releases the GIL or sleeps, so other threads run meanwhile.
+Waiting releases the GIL or sleeps, so that other threads run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ANYONE = -1  # the source of a message may be any rank
 
 
 def storage_of(dtype: str) -> np.dtype[Any]:
-    """The dtype in which arrays store a wire type: uint16 for bfloat16, else the type itself."""
+    """The dtype of arrays that store a wire type: uint16 for bfloat16, else the type itself."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
@@ -81,7 +81,7 @@ _NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Request(NamedTuple):
-    """The arguments of a collective for its backend, besides its arrays.
+    """The arguments of a collective for its backend, except its arrays.
 
     Attributes:
         kind: name of the method that was called.
@@ -179,7 +179,7 @@ class Communicator(ABC):
 
         Args:
             array: any shape; 16-bit floats are accumulated in float32 and rounded once.
-            op: "mean" is the sum divided by the world size, for floating types; "and", "or" and "xor" are those of
+            op: "mean" is the sum divided by the world size, for floating types; "and", "or" and "xor" are as for
                 bits, for the others. Sums and products of integers wrap around. As in NumPy, the sum and the maximum
                 of booleans are their "or", product and minimum their "and".
             wire: wire type, if the array's own dtype does not determine it ("bfloat16" in uint16).
@@ -201,7 +201,7 @@ class Communicator(ABC):
     ) -> Work:
         """Collective. `out` (count elements) = this rank's part of the reduction of `array` (world_size * count).
 
-        In place, `out` is `array[rank * count : (rank + 1) * count]`; it overlaps `array` in no other way.
+        In place, `out` is `array[rank * count : (rank + 1) * count]`; no other overlap is allowed.
         """
         dtype = self.check_array(array, wire)
         self._check_op(op, dtype)
@@ -212,7 +212,7 @@ class Communicator(ABC):
     def all_gather(self, array: Array, out: Array, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order.
 
-        In place, `array` is `out[rank * count : (rank + 1) * count]`; it overlaps `out` in no other way.
+        In place, `array` is `out[rank * count : (rank + 1) * count]`; no other overlap is allowed.
         """
         dtype = self.check_array(array, wire)
         self.check_array(out, wire, written=True)
@@ -261,13 +261,13 @@ class Communicator(ABC):
         end before its receive begins.
 
         Args:
-            array: any shape; to be left alone until the message has ended.
+            array: any shape; it must not change until the message has ended.
             to: another rank.
             tag: an integer of 64 bits.
             wire: see `all_reduce`.
 
         Raises:
-            UsageError: the array cannot be sent, or there is no such other rank.
+            UsageError: the array cannot be sent, or `to` is not another rank.
         """
         return self._start_message(
             True, array, self.check_array(array, wire), self._other(to), check_integer("tag", tag)

@@ -71,7 +71,7 @@ def check_same_environment(job: Job, mine: Mapping[str, str]) -> None:
 def _decode(rank: int, payload: bytes) -> dict[str, str]:
     found = None
     if len(payload) <= _MAX_BYTES:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):  # another version of distopt, or another program
             found = json.loads(payload)
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise LaunchError(f"rank {rank} does not say what it runs; install the same version of distopt everywhere")

@@ -30,7 +30,7 @@ _log = logging.getLogger("distopt")
 
 # Registered memory comes in pages of 2 MiB or more; less is not worth one.
 _REGISTERED_BYTES = 1 << 20
-_ABORT_SECONDS = 10.0  # the longest wait for ncclCommAbort; the error says that it was too short
+_ABORT_SECONDS = 10.0  # then the wait for ncclCommAbort raises an error
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
 
@@ -65,7 +65,7 @@ class NcclRaggedWork(RaggedWork):
     """
 
     def __init__(self, counts: Work, table: Array, post: Post, timeout: float, on_host: bool) -> None:
-        """Local. `table` is where the counts arrive; `post` starts the data's way, given them on the host."""
+        """Local. The counts arrive in `table`; `post`, given them on the host, starts to move the data."""
         super().__init__(counts, [])
         self._table = table
         self._post: Post | None = post
@@ -91,7 +91,7 @@ class NcclCommunicator(Communicator):
     and `min` of floats may pass over NaN.
 
     A time-out, a lost rank of this host or an error of NCCL aborts the communicator; the next call or `wait` raises it,
-    on all ranks of the host. Results that the device had not finished by then are invalid.
+    on all ranks of the host. Results that the device has not finished are then invalid.
 
     Attributes:
         device_id: number of this rank's GPU among those that the process sees; it is the current one.
@@ -105,7 +105,7 @@ class NcclCommunicator(Communicator):
     ordered_sums: ClassVar[bool] = False
 
     def __init__(self, job: Job, stack: GpuStack, places: Sequence[Place], settings: Settings | None = None) -> None:
-        """Collective. Take the GPU that falls to this rank, and connect it with the others'."""
+        """Collective. Take this rank's GPU, and connect it with the GPUs of the other ranks."""
         settings = settings or Settings.from_env()
         if settings.sum_order == "rank":
             raise UsageError("NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER or choose another backend")
@@ -154,7 +154,7 @@ class NcclCommunicator(Communicator):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        """Local here. On this rank's GPU, registered with NCCL where that is possible."""
+        """Local here. Memory on this rank's GPU, registered with NCCL if possible."""
         kind = storage_of(dtype)
         n_bytes = count * kind.itemsize
         try:
@@ -174,11 +174,11 @@ class NcclCommunicator(Communicator):
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         """Through device memory where the arrays are NumPy's."""
         kind, dtype, label, op, root, _ = request
-        # A part stays a part of its whole only in the values, which is enough for those.
+        # Copies of a part and of its whole have equal values, which is enough for these operations.
         x = self.xp.asarray(array)
         y = x if out is array else self.xp.asarray(out)
         count = min(x.size, y.size)
-        # Without an element, a rank takes part by one that is of no account.
+        # Without elements, a rank takes part with a scratch element.
         pointers = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
         given = *pointers, count, DTYPES[dtype], OPS.get(op, 0), root, label
         work = self._enqueue(lambda stream: self._core.start(kind, *given, stream), x, y)
@@ -210,7 +210,7 @@ class NcclCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
-        # One element of any value: when it has been reduced, every rank has come.
+        # One element of any value: when it has been reduced, every rank has called.
         self._start(Request("barrier", "int32", ""), self._scratch, self._scratch).wait(self._timeout)
 
     # -- life cycle --------------------------------------------------------------------------------------------------

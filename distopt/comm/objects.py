@@ -49,7 +49,7 @@ def _noted(value: Any, path: str, contents: list[bytes]) -> Any:
     if kind in (list, tuple):
         return [kind.__name__, *(_noted(part, f"{path}[{i}]", contents) for i, part in enumerate(value))]
     if kind is dict:
-        # As pairs, for JSON knows only strings as keys. A key is first found to be one that messages can show.
+        # As pairs, because keys in JSON are strings. A key is first found to be one that messages can show.
         keys = [_noted(key, f"a key of {path}", contents) for key in value]
         parts = [_noted(part, f"{path}[{key!r}]", contents) for key, part in value.items()]
         return ["dict", keys, parts]

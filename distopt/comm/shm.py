@@ -61,7 +61,7 @@ class ShmCommunicator(NativeCommunicator):
             group: the ranks of this host.
             topology: theirs alone.
             settings: time-outs (default: from the environment).
-            chunk_bytes: size of the chunks in which ordinary arrays travel.
+            chunk_bytes: size of the chunks that ordinary arrays are sent in.
             ranks: numbers of the ranks in messages, if they are part of a larger job.
             wire_of: another communicator of the same ranks, whose wire memory is wire memory here, too.
         """
@@ -122,7 +122,7 @@ class ShmCommunicator(NativeCommunicator):
 
 
 def available_bytes() -> int:
-    """Local. What the host can still give. The kernel would rather kill a process than refuse to back shared memory."""
+    """Local. Bytes that the host can still give. Beyond them, the kernel kills processes rather than refuse memory."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) << 10

@@ -14,11 +14,11 @@ _TAG = -(1 << 63)
 
 
 def meet(comm: Any, ranks: Sequence[int]) -> bytes:
-    """Collective among `ranks` of a communicator. 16 secret bytes that the first of them has made, once all have come.
+    """Collective among `ranks` of a communicator. Return 16 secret bytes from the first of them, once all have joined.
 
     Raises:
         UsageError: a member names other ranks, or another order.
-        StalledError: a member has not come in time; PeerLostError if it has ended.
+        StalledError: a member has not joined in time; PeerLostError if it has ended.
     """
     first, members = ranks[0], np.array(ranks, np.int64)
     if comm.topology.rank != first:

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..kernels import array_module, check_unmasked
 from .base import Array
 
-# By the kind of its NumPy type, a number has a Python type, a type in which it travels, and a name in messages.
+# By the kind of a number's NumPy type: its Python type, its type on the wire, and its name in messages.
 _NUMBERS: dict[str, tuple[type, Any, str]] = {
     "b": (bool, np.bool_, "a bool"),
     "i": (int, np.int64, "an int"),

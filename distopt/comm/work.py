@@ -15,12 +15,12 @@ class Work(ABC):
     def done(self) -> bool:
         """Local. Move the operation forward without waiting; return whether it has finished.
 
-        A poll has no time-out and looks for no lost peer: a loop of polls sets a limit of its own, and then waits.
+        A poll has no time-out, and does not notice a lost peer: a loop of polls needs its own limit, and then waits.
         """
 
     @property
     def nonfinite(self) -> tuple[int, int] | None:
-        """Local, after `wait`. What `find_nonfinite` of `Communicator.all_reduce` has found, else None."""
+        """Local, after `wait`. The result of `find_nonfinite` of `Communicator.all_reduce`; None without it."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The world: one object for the collectives of a script besides training."""
+"""The world: one object for the collectives of a script outside of training."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class World:
             The same kind as `value`, with the bits of `root`.
 
         Raises:
-            UsageError: the value cannot be sent, or there is no rank `root`.
+            UsageError: the value cannot be sent, or rank `root` does not exist.
         """
         communicator, given, root = self._communicator(), take(value), self._root(root)
         wire, restored = carried(given.array)
@@ -153,7 +153,7 @@ class World:
 
         Args:
             obj: on rank `root`, None, a bool, int, float, str, bytes, NumPy array or NumPy scalar, or a list, tuple or
-                dict of such, nested at will. The other ranks' is not looked at.
+                dict of such, nested at will. The other ranks' value is ignored.
             root: whose data all ranks get.
 
         Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UsageError
-from .base import Codec, Reduction, finish_all
+from .base import Codec, PendingReduction, finish_all
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
@@ -30,8 +30,8 @@ __all__ = [
     "Fp16",
     "Fp32",
     "Part",
+    "PendingReduction",
     "PowerSGD",
-    "Reduction",
     "SparseCodec",
     "Statistics",
     "Threshold",

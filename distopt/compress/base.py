@@ -5,7 +5,7 @@ a bucket and completes its `CodecState`: wire memory, residual and all that outl
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
-A `Reduction` drives one such generator through one step. The code before the first `yield` runs as soon as the
+A `PendingReduction` drives one such generator through one step. The code before the first `yield` runs as soon as the
 bucket is full, in the middle of the backward pass; so it must not wait for other ranks. The rest may start further
 collectives, which must come in the same order on all ranks: **a generator is resumed only at points that are the same
 on all ranks**, after the last gradient, in rounds, in the order of the buckets (`finish_all`).
@@ -87,8 +87,8 @@ class Codec(ABC):
         self.prepare(state)
         return state
 
-    def start(self, state: CodecState) -> Reduction:
-        """Collective. Encode the bucket of `state` and start its reduction; leave the bucket alone until the end.
+    def start(self, state: CodecState) -> PendingReduction:
+        """Collective. Encode the bucket of `state` and start its reduction; do not touch the bucket until the end.
 
         The options may differ from those of the step before, equally on all ranks; residual and other state stay.
 
@@ -100,12 +100,12 @@ class Codec(ABC):
         if state.kind != self.kind:
             raise UsageError(f"a state of {state.kind} cannot continue as {self.kind}; attach the new codec instead")
         if state.pending is not None:
-            state.pending.done()  # raises where the communicator has failed, with a better error
+            state.pending.done()  # raises a better error if the communicator has failed
             raise UsageError(
                 f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
                 "DistOpt where an exception has ended the step"
             )
-        return Reduction(self, state)
+        return PendingReduction(self, state)
 
     def prepare(self, state: CodecState) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
         """Collective. Make wire memory and state.
@@ -123,12 +123,12 @@ class Codec(ABC):
         """
 
 
-class Reduction:
-    """One step's reduction: a bucket on its way to being the mean over ranks.
+class PendingReduction:
+    """One step's reduction of a bucket to its mean over the ranks.
 
     Attributes:
         state: the `CodecState` of the bucket.
-        finished: whether the bucket holds the mean, or there is none.
+        finished: whether the codec has finished: the bucket holds the mean, unless the verdict is a bad gradient.
         verdict: the result of `Codec.reduce`, when it has finished.
     """
 
@@ -167,7 +167,7 @@ class Reduction:
             self.verdict, self.finished, self.state.pending = end.value, True, None
             self.state.statistics.reductions += 1
         except BaseException as error:
-            self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
+            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
             raise
 
 
@@ -176,7 +176,7 @@ def _failed(error: BaseException) -> Steps:
     raise error
 
 
-def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
+def finish_all(reductions: Sequence[PendingReduction]) -> list[BadGradient | None]:
     """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
 
     If one verdict is bad, the states of all codecs stay as they were.

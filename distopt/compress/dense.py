@@ -55,7 +55,7 @@ class Fp32(Codec):
 def _limit(state: CodecState) -> float:
     """The largest magnitude whose sum over the ranks is certain to be finite."""
     largest, ranks = float(np.finfo(state.bucket.dtype).max), state.topology.world_size
-    return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
+    return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, because sums may be rounded up
 
 
 def _fault(state: CodecState) -> str:

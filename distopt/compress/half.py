@@ -24,8 +24,8 @@ _LARGEST_SCALE = 2.0**24
 class _Half(Codec):
     """The base of both 16-bit codecs.
 
-    Every rank divides by the world size *before* the cast, and values beyond the largest one that all ranks can add up
-    without leaving the range become that one: the sum is never infinite. The sum itself is accumulated in float32 by
+    Every rank divides by the world size *before* the cast, and clamps values so that the sum over all ranks stays
+    in range: it is never infinite. The sum itself is accumulated in float32 by
     the communicator and rounded once. Values that were too large, and those that became zero, are counted in the
     statistics; NaN raises `GradientError`.
     """
@@ -48,7 +48,7 @@ class _Half(Codec):
         scale = float(dynamic[0][0]) if dynamic else float(self.scale)
         limit = _core.cast_limit(self.wire, state.topology.world_size)
         bits, factor = on_wire.view(np.uint16), scale / state.topology.world_size
-        # Without a residual infinity is saturated and counted; a residual would keep it for ever.
+        # Without a residual infinity is saturated and counted; a residual would keep it forever.
         residuals = state.renew_residual()
         state.kernels.encode16(state.bucket, residuals, bits, self.wire, factor, limit, state.findings)
         sent = state.send_header()
@@ -85,7 +85,7 @@ class BFloat16(_Half):
     """bfloat16: 8 significant bits, the range of float32.
 
     Args:
-        scale: as for `Fp16`, and hardly ever needed.
+        scale: as for `Fp16`; rarely needed.
     """
 
     wire: ClassVar[str] = "bfloat16"

@@ -56,7 +56,7 @@ class PowerSGD(Codec):
 
     @cached_property
     def kind(self) -> str:
-        """Name of the codec with its rank, on which memory and state depend."""
+        """Name of the codec with its rank, because memory and state depend on the rank."""
         return f"PowerSGD({self.rank})"
 
     def prepare(self, state: CodecState) -> None:
@@ -68,7 +68,7 @@ class PowerSGD(Codec):
         others = state.size - sum(part.size for part in sides)
         ps = state.memory["p"] = state.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
         qs = state.memory["q"] = state.empty(columns, dtype, xp=xp)
-        # Sums of up to so many products, over the ranks, stay finite below it.
+        # The longest sum of products, over the ranks; with factors below the limit, it stays finite.
         longest = 4 * max([1, *map(max, sides.values())]) * state.topology.world_size
         state.memory["limit"] = float(np.finfo(dtype).max) / longest
         state.memory["matrices"], state.memory["vectors"] = [], []
@@ -121,7 +121,7 @@ class PowerSGD(Codec):
             xp.matmul(gradient(own).T, own.p, out=own.q)
         yield state.all_reduce(state.memory["q"], "mean")
         for own in matrices:
-            # A column of zeros would stay so, as would one that another holds already.
+            # A column of zeros would stay zero, and a copy of another column would become zero.
             last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))
             next_q[...] = xp.where(own.p.any(axis=0), own.q, last_q)
             _orthogonalise(next_q)  # the next P keeps its directions, without a tiny scale
@@ -139,8 +139,8 @@ class PowerSGD(Codec):
 def _orthogonalise(p: Array) -> None:
     """Gram and Schmidt's process on the columns, in order (section 3 of the paper), in place. Zeros stay zeros.
 
-    So does a column become zero that lies in the span of those before it: all that rounding leaves of it lies there
-    too, and as a column of norm 1 it would count what they hold once more.
+    A column in the span of the columns before it also becomes zero: the remainder that rounding leaves is in that span,
+    and would, normalized, count the same content twice.
     """
     xp = array_module(p)
     eps = np.finfo(p.dtype).eps
@@ -152,7 +152,8 @@ def _orthogonalise(p: Array) -> None:
         column = p[:, k]
         column[...] = xp.ldexp(column, -xp.frexp(abs(column).max())[1])  # exact; denormal numbers have too few bits
         noise = eps * xp.sqrt(dot(column, column))
-        for j in (*range(k), *range(k)):  # twice: what rounding leaves may be all that is left of the column
+        # Twice: after the first time, rounding errors may be all that is left of the column.
+        for j in (*range(k), *range(k)):
             column -= (dot(p[:, j], column) * p[:, j]).astype(p.dtype)
         norm = xp.sqrt(dot(column, column))
         column /= xp.where(norm > noise, norm, np.inf).astype(p.dtype)

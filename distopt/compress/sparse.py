@@ -26,7 +26,7 @@ class SparseCodec(Codec):
     """A codec that sends a list of selected elements.
 
     Where a dense float32 reduction moves fewer bytes than the lists of all ranks (4-byte index and 4-byte value each),
-    the whole bucket is reduced densely instead, residual included; the log says so once per bucket and the statistics
+    the whole bucket is reduced densely instead, residual included; the log reports it once per bucket, and statistics
     count it.
 
     Args:
@@ -81,7 +81,7 @@ class SparseCodec(Codec):
         else:
             self._select(state, accumulation, count)
         sent = state.send_header()
-        # Lists of known lengths set out with the header, others follow it.
+        # Lists of known lengths are sent with the header, others after it.
         payload = None if counts is None else self._send(state, counts, accumulation)
         under_way = [] if payload is None else [next(payload)]
         yield sent

@@ -186,7 +186,7 @@ class CodecState:
                 kernels_of(view).copy_into(view, given)
 
     def reset(self) -> None:
-        """Local. Go back to the state of a new one."""
+        """Local. Return to the initial state."""
         self._loaded.clear()
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
@@ -258,7 +258,7 @@ class CodecState:
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
         gathered = _FIELDS * self.topology.world_size
-        # Everyone's headers and then the own findings, so that the host reads both at once.
+        # The headers of all ranks and then the own findings, so that the host reads both at once.
         self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
         self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]
@@ -292,5 +292,5 @@ class CodecState:
     def read(array: Array, work: Work) -> list[Any]:
         """Local. The numbers of an array that `work` has filled. `work` has been waited for."""
         numbers: list[Any] = array.tolist()
-        work.done()  # only here the host waits for a GPU; a communicator that failed meanwhile leaves garbage
+        work.done()  # only here the host waits for a GPU; if the communicator has failed, the values are garbage
         return numbers

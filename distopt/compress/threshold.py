@@ -39,7 +39,7 @@ class Threshold(SparseCodec):
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         super().prepare(state)
-        state.memory["lists"].reserve(state.bucket.size // 32)  # more than any threshold that is worth it selects
+        state.memory["lists"].reserve(state.bucket.size // 32)  # more than a useful threshold selects
 
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         lists = state.memory["lists"]
@@ -49,7 +49,7 @@ class Threshold(SparseCodec):
         lists = state.memory["lists"]
         if count <= lists.values.size:
             return
-        # A GPU does not wait for the host to make room. What was accumulated is in the source by now.
+        # A GPU does not wait for the host to make room. The accumulated values are in the source by now.
         lists.reserve(count + count // 4)
         scratch = state.kernels.empty(FINDINGS, "int64")
         state.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)

@@ -32,7 +32,7 @@ class ShardedSampler:
     The shard is divided into batches. Samples after the last full batch are left out of the epoch unless
     `partial_batch` is set; then the last batch is shorter, by the same amount on all ranks.
 
-    An epoch can be left and taken up again in its middle, with another number of ranks or another batch size too: see
+    An epoch can be interrupted and resumed in its middle, with another number of ranks or another batch size too: see
     `get_states`.
 
     Args:
@@ -91,7 +91,7 @@ class ShardedSampler:
     def set_epoch(self, epoch: int) -> None:
         """Local. Select the permutation for the next iteration. Without this call, every epoch has the same order.
 
-        Another epoch than the current one begins with its first sample.
+        A different epoch begins with its first sample.
 
         Raises:
             UsageError: `epoch` is negative.
@@ -134,7 +134,7 @@ class ShardedSampler:
         return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
 
     def _batches(self, samples: int) -> int:
-        """Number of batches that so many samples of a rank make."""
+        """Number of batches that `samples` samples of a rank make."""
         full, rest = divmod(samples, self.batch_size)
         return full + (self.partial_batch and rest > 0)
 

@@ -52,7 +52,7 @@ class Lists:
 
     Args:
         xp: the array module, numpy or cupy.
-        capacity: room for so many entries.
+        capacity: number of entries that there is room for.
 
     Attributes:
         indices: int32; the selected ones come first, ascending.
@@ -65,7 +65,7 @@ class Lists:
         self.values: Array = xp.empty(capacity, "float32")
 
     def reserve(self, capacity: int) -> None:
-        """Make room for that many entries; existing entries may be lost."""
+        """Make room for `capacity` entries; existing entries may be lost."""
         if self.values.size < capacity:
             self.indices = self._xp.empty(capacity, "int32")
             self.values = self._xp.empty(capacity, "float32")

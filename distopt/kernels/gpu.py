@@ -14,7 +14,7 @@ from .base import FINDINGS, Accumulation, Array, Lists
 _SMALLEST = 2.0**-149  # of the float32 above zero
 
 
-class _Lists(Lists):
+class _DeviceLists(Lists):
     def __init__(self, capacity: int) -> None:
         super().__init__(cupy, capacity)
         self._workspace: Array = cupy.empty(0, np.uint8)
@@ -28,14 +28,16 @@ class _Lists(Lists):
 
 
 empty = cupy.empty
-new_lists = _Lists
+new_lists = _DeviceLists
 
 
 def to_host(array: Array) -> Array:
+    """See `Kernels.to_host`; waits for the stream."""
     return array.get()
 
 
 def copy_into(target: Array, source: Array) -> None:
+    """See `Kernels.copy_into`."""
     if isinstance(source, np.ndarray):
         target.set(source)
     else:
@@ -45,19 +47,23 @@ def copy_into(target: Array, source: Array) -> None:
 def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
+    """See `Kernels.encode16`."""
     old, new = map(_at, residuals)
     _cuda.encode16(_at(x), old, new, _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
+    """See `Kernels.decode16`."""
     _cuda.decode16(_at(wire), _at(x), x.size, scale, dtype, _stream())
 
 
 def squared_norm(x: Array) -> Any:
+    """See `Kernels.squared_norm`; the result is an array on the device."""
     return _norm_and_scale(x, 1.0)[0].reshape(()) if x.dtype == np.float32 else (x * x).sum()
 
 
 def clip_scale(x: Array, limit: float) -> Any:
+    """See `Kernels.clip_scale`; the factor is an array of one float32 on the device."""
     return _norm_and_scale(x, limit)[1]
 
 
@@ -75,10 +81,12 @@ def _find_nonfinite(x: Array, from_bad: Array) -> None:
 
 
 def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
+    """See `Kernels.mark_beyond`."""
     _cuda.mark_beyond(_code_of(x), _at(x), x.size, limit, _at(from_bad), _stream())
 
 
 def first_nonfinite(x: Array) -> int | None:
+    """See `Kernels.first_nonfinite`."""
     found = cupy.empty(1, np.int64)
     _find_nonfinite(x, found)
     from_bad = int(found.item())
@@ -86,6 +94,7 @@ def first_nonfinite(x: Array) -> int | None:
 
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    """See `Kernels.accumulate`."""
     if accumulation.residual is not None:
         _cuda.accumulate(_source(x, accumulation), x.size, _at(findings), _stream())
     else:
@@ -94,7 +103,8 @@ def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Arr
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    assert isinstance(lists, _Lists)
+    """See `Kernels.top_k`; `lists` must come from `new_lists`."""
+    assert isinstance(lists, _DeviceLists)
     lists.reserve(k)
     workspace = lists.workspace(x.size, _cuda.candidate_capacity(x.size, k))
     outputs = _at(lists.indices), _at(lists.values), workspace
@@ -102,32 +112,37 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    assert isinstance(lists, _Lists)
+    """See `Kernels.threshold`; `lists` must come from `new_lists`, and do not grow."""
+    assert isinstance(lists, _DeviceLists)
     capacity = lists.values.size
     outputs = _at(lists.indices), _at(lists.values), capacity, lists.workspace(x.size, capacity)
     _cuda.threshold(_source(x, accumulation), x.size, bound, *outputs, _at(findings), _stream())
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
-    lists, findings = _Lists(x.size), cupy.empty(FINDINGS, np.int64)
+    """See `Kernels.nonzero`; a selection with the smallest float32 above zero as threshold."""
+    lists, findings = _DeviceLists(x.size), cupy.empty(FINDINGS, np.int64)
     threshold(x, _SMALLEST, Accumulation(), lists, findings)
     count = int(findings[0].item())
     return lists.indices[:count], lists.values[:count]
 
 
 def clear_at(dense: Array, indices: Array) -> None:
+    """See `Kernels.clear_at`."""
     _cuda.clear_at(_at(dense), _at(indices), indices.size, _stream())
 
 
 def scatter_sum(
     dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
 ) -> None:
+    """See `Kernels.scatter_sum`."""
     counts = [array.size for array in values]
     where = [_at(array) for array in indices], [_at(array) for array in values], counts
     _cuda.scatter_sum(_at(dense), dense.size, *where, lo, hi, scale, _stream())
 
 
 def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
+    """See `Kernels.cuts`."""
     found: list[int] = cupy.searchsorted(indices, cupy.asarray(bounds, dtype=indices.dtype)).tolist()
     return found
 

@@ -19,16 +19,19 @@ decode16, clear_at = _core.decode16, _core.clear_at
 
 
 def to_host(array: Array) -> Array:
+    """See `Kernels.to_host`."""
     return array.copy()
 
 
 def new_lists(capacity: int) -> Lists:
+    """See `Kernels.new_lists`; the native kernels write up to `_core.list_slack` entries beyond the selection."""
     return Lists(np, capacity + _core.list_slack)
 
 
 def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
+    """See `Kernels.encode16`."""
     overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, *residuals)
     from_bad = 0
     if residuals[1] is None and nan:
@@ -39,20 +42,24 @@ def encode16(
 
 
 def squared_norm(x: Array) -> Any:
+    """See `Kernels.squared_norm`; the result is a number."""
     return _core.squared_norm(x) if x.dtype == np.float32 else np.dot(x, x)
 
 
 def clip_scale(x: Array, limit: float) -> Any:
+    """See `Kernels.clip_scale`; the factor is a number."""
     norm = math.sqrt(_core.squared_norm(x))
     # A norm that is NaN or infinite must not scale the element away that an error is about to name.
     return limit / norm if limit < norm < math.inf else 1.0
 
 
 def first_nonfinite(x: Array) -> int | None:
+    """See `Kernels.first_nonfinite`."""
     return _core.first_beyond(x, _LARGEST[x.dtype])
 
 
 def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
+    """See `Kernels.mark_beyond`."""
     index = _core.first_beyond(x, limit)
     from_bad[0] = 0
     if index is not None:
@@ -61,6 +68,7 @@ def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
 
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    """See `Kernels.accumulate`."""
     lists.reserve(_core.top_k_capacity(x.size, 0))
     if accumulation.residual is not None:
         _core.top_k(x, 0, lists.indices, lists.values, *accumulation)
@@ -70,12 +78,14 @@ def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Arr
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    """See `Kernels.top_k`."""
     lists.reserve(_core.top_k_capacity(x.size, k))
     count, unusable = _core.top_k(x, k, lists.indices, lists.values, *accumulation)
     findings[:] = count, 0, _from_bad(accumulation.source(x)) if unusable else 0, 0
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    """See `Kernels.threshold`; the lists grow if they have too little room."""
     count, unusable = _core.threshold(x, bound, lists.indices, lists.values, *accumulation)
     source = accumulation.source(x)
     if count + _core.list_slack > lists.values.size:
@@ -86,6 +96,7 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
+    """See `Kernels.nonzero`."""
     indices = np.flatnonzero(x).astype(np.int32)
     return indices, x[indices]
 
@@ -93,11 +104,13 @@ def nonzero(x: Array) -> tuple[Array, Array]:
 def scatter_sum(
     dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
 ) -> None:
+    """See `Kernels.scatter_sum`."""
     dense[lo:hi].fill(0)
     _core.scatter_add(dense, indices, values, lo, hi, scale)
 
 
 def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
+    """See `Kernels.cuts`."""
     found: list[int] = np.searchsorted(indices, bounds).tolist()
     return found
 

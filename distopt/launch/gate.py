@@ -21,9 +21,10 @@ from typing import TypeVar
 
 from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
 
-CONNECT_SECONDS = 2.0
-# A connected process must prove within them that it belongs to the job: three messages on a slow line.
+CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection, gives up
+# Then a connected process is dropped that has not proved that it belongs to the job: three messages on a slow line.
 _HANDSHAKE_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # a supervisor looks for ended processes and timeouts at least that often
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -32,7 +33,6 @@ _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
 _REASON = struct.Struct("!H")  # after the proof: the length of the reason for a refusal, or 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-_SEND_SECONDS = 2.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
 # A host that is switched off or unplugged does not end its connections. That is noticed 5 to 7 s later.
@@ -55,7 +55,7 @@ class SilentError(TimeoutError):
 
 
 def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
-    """Local. The result of an operation on `link`, which is tried again and again until the deadline.
+    """Local. The result of an operation on `link`, repeated until it succeeds or the deadline has passed.
 
     Raises:
         TimeoutError: it has passed.
@@ -70,7 +70,7 @@ def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> byte
     """Local. The next `count` bytes.
 
     Raises:
-        OSError: the other end has gone, or sent less in time.
+        OSError: the other end has closed the link, or sent less in time.
     """
     parts = bytearray()
     while len(parts) < count:
@@ -175,12 +175,18 @@ def _keep_alive(link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def say(link: socket.socket, line: str) -> None:
+    """Local. Send a line, if the other end is there: its end is noticed when `link` is read."""
+    with contextlib.suppress(OSError):  # it has ended, or reads nothing
+        link.sendall(f"{line}\n".encode())
+
+
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
     """Local. A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
     return hmac.digest(key, role + b"".join(parts), "sha256")
 
 
-def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+def turn(selector: selectors.BaseSelector, seconds: float = _LOOK_SECONDS) -> None:
     """Local. Wait for events, and call the function registered with each; `seconds` at most."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) == key:  # an earlier event of this round may have unregistered it
@@ -236,19 +242,19 @@ class Gate:
         raise NotImplementedError
 
     def _admitted(self, link: Link) -> None:
-        """`link` has come in."""
+        """Act on a peer that has been admitted."""
         raise NotImplementedError
 
     def _lost(self, link: Link) -> None:
-        """A connection that had come in has ended, from the other side."""
+        """Act on the end of an admitted peer's connection, from the other side."""
         raise NotImplementedError
 
     def _serve(self, link: Link, line: str) -> None:
-        """A line has come."""
+        """Act on a line from an admitted peer."""
         raise NotImplementedError
 
     def _turned_away(self, link: Link) -> None:
-        """A peer does not know the key."""
+        """Act on a peer that does not know the key."""
 
     def _drop_slow_strangers(self) -> None:
         for link in self._strangers():
@@ -263,7 +269,7 @@ class Gate:
             return
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it has hung up already
+        except OSError:  # the other end has closed it
             return
         of_this_host = connection.family == socket.AF_UNIX
         if of_this_host and peer_of(connection)[1] != os.geteuid():
@@ -275,7 +281,7 @@ class Gate:
         self._links.append(link)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
         try:
-            connection.settimeout(_SEND_SECONDS)
+            connection.settimeout(CONNECT_SECONDS)
             if not of_this_host:
                 _keep_alive(connection)
             connection.sendall(link.nonce)
@@ -306,7 +312,7 @@ class Gate:
             self._lost(link)
 
     def _drop(self, link: Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it has been dropped
+        if link in self._links:
             self._links.remove(link)
             self._selector.unregister(link.socket)
         link.socket.close()
@@ -339,5 +345,4 @@ class Gate:
             self._admitted(link)
 
     def _send(self, link: Link, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            link.socket.sendall(line.encode())
+        say(link.socket, line)

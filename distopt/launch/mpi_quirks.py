@@ -1,4 +1,4 @@
-"""Quirks of MPI libraries and their mpiexec, each with the version in which it was seen.
+"""Quirks of MPI libraries and their mpiexec, each with the version that has it.
 
 Quirks that have their code here say so at their function. These shape code elsewhere:
 
@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,14 +28,14 @@ from .. import _core
 from .processes import children
 
 # On an abort, mpiexec drops output of ranks that it has not read from their pipes yet. MPICH 5.0.2, Open MPI 5.0.11.
-FORWARD_SECONDS = 0.1
-_ABORT_SECONDS = 2
+FORWARD_SECONDS = 0.1  # for mpiexec to read them
+_ABORT_SECONDS = 2  # then this process ends itself, if MPI_Abort has not ended it
 _MAX_TEXT = 1 << 16  # characters
 
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h
 
-# How many SIGTERM end the processes of Open MPI's mpiexec, and with which time between them.
+# How many SIGTERM, half a second apart, end the processes of Open MPI's mpiexec.
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
 _TERMINATE = """
 import os, sys, time
@@ -48,18 +49,18 @@ _log = logging.getLogger("distopt")
 
 # -- which library it is -----------------------------------------------------------------------------------------------
 def is_open_mpi(library: str) -> bool:
-    """Local. Whether a description of a version is Open MPI's."""
+    """Local. Whether a library describes its version as Open MPI's."""
     return "Open MPI" in library
 
 
 def is_mpich(library: str) -> bool:
-    """Local. Whether a description of a version is MPICH's; Cray's library, built on MPICH, ignores `PMI_FD`."""
+    """Local. Whether a library describes its version as MPICH's, and not Cray's: that ignores `PMI_FD`."""
     return "MPICH Version" in library and "CRAY" not in library
 
 
 # -- MPI_Init ----------------------------------------------------------------------------------------------------------
 def spare_reads(local_rank: int | None, local_size: int | None) -> None:
-    """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once a host.
+    """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once per host.
 
     MPICH 5.0.2 lets the ranks of a host read each other's memory (CMA). The kernel refuses that between user namespaces
     and between process namespaces, such as containers of their own, and where a filter of system calls (seccomp)
@@ -79,7 +80,7 @@ def _refusal() -> str:
     if ctypes.CDLL(None).process_vm_readv(os.getpid(), vector, one, vector, one, ctypes.c_ulong(0)) != 1:
         return "this system refuses process_vm_readv"
     parent = os.getppid()
-    # The launcher is not to be seen from a process namespace that a rank has for itself.
+    # A rank in its own process namespace cannot see its launcher.
     if parent <= 1 and len(children(parent)) < 2 and str(Path("/proc/self/ns/pid").readlink()) != _FIRST_NAMESPACE:
         return "this rank runs in a process namespace of its own"
     try:
@@ -103,13 +104,14 @@ def remove_shared_files(pid: int = 0) -> None:
 
 def keep_hangups() -> None:
     """Local. After MPI_Init, give SIGHUP its handler back: UCX in MPICH 5.0.2 takes it for its debugging output."""
-    with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+    handler = signal.getsignal(signal.SIGHUP)  # None: not Python's
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, handler)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 def shortened(text: str) -> str:
-    """Local. A text of 65,536 characters at most; a longer one, as of an exception with an array, loses its middle.
+    """Local. A text of 65,536 characters at most; a longer one, such as an exception with an array, loses its middle.
 
     A launcher may not survive much more on stderr: mpiexec of Open MPI 5.0.11 needs minutes for 50 MB, and the job does
     not end before.
@@ -151,7 +153,7 @@ def end_waiting_daemon() -> None:
     first one ends this process, too.
     """
     parent = os.getppid()
-    with contextlib.suppress(OSError):  # it has ended; no process can be had, and this one must end all the same
+    with contextlib.suppress(OSError):  # it has ended, or no process can be started: this one must end in any case
         n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
         if n_signals:
             program = [sys.executable, "-I", "-S", "-c", _TERMINATE, str(parent), str(n_signals)]

@@ -17,7 +17,7 @@ from ..errors import UsageError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-SAVING_SECONDS = 30.0  # ranks may save their states so long after a signal from outside
+SAVING_SECONDS = 30.0  # then ranks that save their states after a signal are killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,7 +26,7 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
     """Local. The exit code that a shell would see, and a clause that says how the process ended.
 
     Args:
-        exit_code: as of `multiprocessing` and `subprocess`: -n if signal n ended the process.
+        exit_code: as in `multiprocessing` and `subprocess`: -n if signal n ended the process.
     """
     if exit_code >= 0:
         return exit_code, f"left with exit code {exit_code}"
@@ -82,8 +82,8 @@ def ignore(signum: int) -> None:
 def waitable_children() -> Iterator[None]:
     """Local. In the block, children keep their exit codes until they are asked for, also if SIGCHLD was ignored.
 
-    A process inherits that from the one that started it. The kernel then forgets children at their ends, and
-    multiprocessing takes them for running forever.
+    A process inherits an ignored SIGCHLD. The kernel then forgets children at their ends, and multiprocessing believes
+    that they run forever.
 
     Raises:
         UsageError: it is ignored, and this is not the main thread, which alone can change that.

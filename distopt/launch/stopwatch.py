@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 SLICE_SECONDS = 0.1  # the longest sleep of a wait
-
-_EXCUSED_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # ranks wait longer than the one that can report who is missing
+_EXCUSED_SECONDS = 1.0  # after a suspension, while the other processes resume
 
 
 class Stopwatch:
@@ -27,7 +27,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     def seconds(self) -> float:
-        """Local. What has counted until now."""
+        """Local. The seconds counted so far."""
         now = time.monotonic()
         passed, self._last_look = now - self._last_look, now
         if passed > self._longest_look:
@@ -42,7 +42,7 @@ class Deadline:
 
     Args:
         seconds: how long the wait may last.
-        clock: measures them (default: a stopwatch of its own), and is looked at with every look at the deadline.
+        clock: measures them (default: a stopwatch of its own); it is read whenever the deadline is.
     """
 
     def __init__(self, seconds: float, clock: Stopwatch | None = None) -> None:
@@ -59,5 +59,5 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether none are left."""
+        """Whether no seconds are left."""
         return self._clock.seconds() >= self._end

@@ -71,7 +71,7 @@ class Model(Layer):
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`.
+        """In training mode, run `train_one_batch` or, with `use_graph` on a GPU, replay it; otherwise, run `forward`.
 
         Before `compile`, run `train_one_batch` only if the arguments fit it: scripts that traverse gradients themselves
         call a model for its output.
@@ -105,9 +105,7 @@ class Model(Layer):
 
     def _step_graphs(self) -> StepGraphs | None:
         device = self._graph_device
-        if device is None:
-            return None
-        if not device.graph_enabled() or device.verbosity:
+        if device is None or device.kind == "cpu" or not device.graph_enabled() or device.verbosity:
             self._graphs = None
         elif self._graphs is None or not self._graphs.fits():
             self._graphs = StepGraphs(device)
@@ -115,7 +113,10 @@ class Model(Layer):
 
     @property
     def graph_replays(self) -> int:
-        """Number of training steps replayed since graphs were last enabled or reset, or a parameter was frozen."""
+        """Number of training steps replayed since graphs were last enabled or reset, or a parameter was frozen.
+
+        0 on a CPU.
+        """
         return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
@@ -134,14 +135,14 @@ class Model(Layer):
         Args:
             inputs: arguments of `forward`; only their shapes and dtypes matter.
             is_train: whether to be in training mode afterwards.
-            use_graph: record the forward and backward passes of a training step, and replay them: on a GPU as CUDA
-                graphs, on the CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with the same kind
-                of arguments (shapes, types and other values), the Python code of `train_one_batch` no longer runs.
-                Values that it computes from anything but its arguments, parameters and states stay constant, and it may
-                only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be recorded,
-                for example because of dropout, runs normally, and the log says why, once. On a GPU, the failed attempt
-                runs the step's Python code one extra time, without effect on the device. The strings "True" and "False"
-                are accepted, too.
+            use_graph: on a GPU, capture the forward and backward passes of a training step as CUDA graphs, and replay
+                them; see `distopt.nn.replay.graphs`. On a CPU, this has no effect: every step runs normally. From the
+                fourth step with the same kind of arguments (shapes, types and other values), the Python code of
+                `train_one_batch` no longer runs. Values that it computes from anything but its arguments, parameters
+                and states stay constant, and it may only compute, call `self.optimizer` with one loss, and return
+                tensors. A step that cannot be captured, for example because of dropout, runs normally, and the log says
+                why, once. The failed attempt runs the step's Python code one extra time, without effect on the device.
+                The strings "True" and "False" are accepted, too.
             sequential: accepted for SINGA's scripts, and ignored.
 
         Raises:

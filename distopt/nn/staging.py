@@ -33,7 +33,7 @@ class _Slot:
 
 
 class Staging:
-    """Memory in which batches are assembled, and their transfer to the device.
+    """Memory for assembling batches, and their transfer to the device.
 
     In each step, `fill` returns NumPy arrays to write a batch into, and `send` returns the tensors to train on. On a
     GPU, there are two of each, used alternately: the copy runs on its own stream, and the host waits only if it is two
@@ -71,7 +71,7 @@ class Staging:
             return self._tensors
         slot, before = self._slots
         current = self._cuda.get_current_stream()
-        before.used.record(current)  # everything that uses the previous batch is on the stream by now
+        before.used.record(current)  # all work that uses the previous batch is on the stream
         self._stream.wait_event(slot.used)
         for tensor, array in zip(slot.tensors, slot.host, strict=True):
             tensor.array.set(array, self._stream)

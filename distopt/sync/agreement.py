@@ -107,9 +107,9 @@ class Agreement:
     def reach(
         self, params: Sequence[Parameter], constants: Mapping[str, Any], updates: int, *, equal: bool = True
     ) -> None:
-        """Collective. Before a first step with these parameters: compare them, and the rule of their updates.
+        """Collective. Compare these parameters, and the rule of their updates, before their first step.
 
-        With `equal`, parameters that were never attached and differ become those of rank 0, with a warning.
+        With `equal`, parameters that were never attached and differ become equal to rank 0's, with a warning.
 
         Raises:
             MismatchError: see `check`.
@@ -141,7 +141,7 @@ class Agreement:
 
         Args:
             constants: by name.
-            updates: number of updates so far, with which `STEPS` is expected to have grown.
+            updates: number of updates so far, by which `STEPS` should have grown.
             by_hand: whether there may have been others, so that `STEPS` may have any value.
         """
         agreed = self._agreed
@@ -217,7 +217,7 @@ class Agreement:
             return
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
         found = everyone[:, differing[0]].tolist()
-        usual = Counter(found).most_common(1)[0][0]  # the value of rank 0 if there is no majority
+        usual = Counter(found).most_common(1)[0][0]  # the value of rank 0 without a majority
         who = ", ".join(f"{rank} ({topology.hosts[rank]})" for rank, value in enumerate(found) if value != usual)
         first = found.index(usual)
         name = f"{params[differing[0]].name}{f' (and {differing.size - 1} more)' if differing.size > 1 else ''}"

@@ -14,11 +14,11 @@ from ..comm.base import Array, storage_of
 from ..compress import Part
 from ..kernels import array_module
 
-ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: as cuDNN and vector loads of GPUs require
+ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; cuDNN and vector loads of GPUs need it
 
 
 class Parameter(Protocol):
-    """A parameter, as the engine needs it.
+    """A parameter, with the attributes that the engine needs.
 
     Attributes:
         name: unique in its model.
@@ -49,7 +49,7 @@ class Bucket:
         Args:
             index: see above.
             params: see above.
-            names: those of `params`, unique in the model.
+            names: names of `params`, unique in the model.
             memory: the memory of the bucket.
             prefix: of the label.
         """
@@ -77,8 +77,8 @@ class BucketMemory:
     """Arrays in wire memory, released all at once: a new layout of buckets reuses the memory of the last but one.
 
     Communicators keep wire memory for as long as they live. So it is divided anew here, and grows only where one needs
-    more than every one before it. The memory of the last layout stays as it is: a recorded training step writes there
-    once more before it is recorded again.
+    more than every one before it. The memory of the last layout stays: a captured training step writes there
+    once more before it is captured again.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -104,7 +104,7 @@ class BucketMemory:
         for index, block in enumerate(self._blocks):
             if self._used[index] + room <= block.size:
                 break
-        else:  # at once half as much as there is, so that sizes which grow slowly take few blocks
+        else:  # half as much as there is at a time, so that slowly growing sizes take few blocks
             index = len(self._blocks)
             spare = sum(block.size for block in self._blocks) // 2 if self._cut_anew else 0
             # of a type that every communicator moves

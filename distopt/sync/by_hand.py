@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..comm.base import Array, Communicator
-from ..compress import Codec, CodecState, Reduction, finish_all
+from ..compress import Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError, check_integer
 from ..kernels import array_module
 
@@ -20,7 +20,7 @@ class _Buffer:
     state: CodecState
     arrays: Sequence[Array]
     residual: Array | None
-    reduction: Reduction
+    reduction: PendingReduction
 
 
 class Fusion:
@@ -76,7 +76,7 @@ class Fusion:
             residual: flat; with a codec with error feedback, added before the selection, and left over after it.
 
         Raises:
-            UsageError: there are no arrays, `codec` does not reduce their type, or the residual is of another type or
+            UsageError: `arrays` is empty, `codec` does not reduce their type, or the residual is of another type or
                 size than they are together.
         """
         _check_types(arrays, codec)

@@ -21,7 +21,7 @@ def digests(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     The bits are taken as words of 32 bits or, in smaller types, of one element. A row of words gives the sum of its
     products with fixed random weights of 64 bits, modulo 2**64; the sums of all rows are words again, until one is
     left. Two rows have equal sums with a probability of 2**-32 (multiply-shift hashing of vectors: Thorup, arXiv
-    1504.06804, section 3.3). Words are narrower than weights because of the highest bits: those of two words of 64 bits
+    1504.06804, section 3.3). Words are narrower than weights: the highest bits of two words of 64 bits
     would cancel, and a change of sign with them.
 
     Args:
@@ -44,7 +44,7 @@ def _digest(xp: Any, array: Array, weights: Array) -> Array:
 
 
 def _sums(xp: Any, words: Array, weights: Array) -> Array:
-    """The sum of each row of words times weights; the last row may be shorter, and is the only one if there is none."""
+    """The sum of each row of words times weights. The last row may be shorter; without words, it is the only row."""
     whole = words.size // weights.size
     rows, rest = words[: whole * weights.size].reshape(whole, weights.size), words[whole * weights.size :]
     blocks = [rows[start : start + _BLOCK_ROWS] for start in range(0, whole, _BLOCK_ROWS)]

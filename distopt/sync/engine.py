@@ -2,7 +2,7 @@
 
 It works on parameters and their gradients as arrays, from any source. A front end opens a step with
 `begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), calls `Step.final`, and ends with
-`Step.finish`, after which the views hold the means, which its optimizer applies. A full bucket is encoded and
+`Step.finish`. Then the views hold the means, and its optimizer applies them. A full bucket is encoded and
 sent while later gradients are still being computed. Buckets start in the order of their indices, and are finished in
 rounds in the same order, so that all ranks make the same calls for any order of gradients.
 """
@@ -79,7 +79,7 @@ class Engine:
 
     @contextlib.contextmanager
     def by_hand(self, rule: UpdateRule) -> Iterator[None]:
-        """Local. Around collectives that the front starts by itself, labelled by `Agreement.label`."""
+        """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
         self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
             yield
@@ -103,9 +103,9 @@ class Engine:
             bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size replace the old ones
                 and take over their residuals.
             order: gives the parameters in the order in which their gradients become final. Called in the first step,
-                and where size or version are others than in the step before.
+                and when size or version have changed since the last step.
             rule: the optimizer's, the same on all ranks.
-            version: a number that changes when other parameters than before may have gradients.
+            version: a number that changes when different parameters may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
         Raises:
@@ -181,7 +181,7 @@ class Engine:
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
-        """Local. The gradients of this step may not be applied, by the verdict of `finish`; equally on all ranks.
+        """Local. Refuse the gradients of this step, after a bad verdict of `finish`; the same on all ranks.
 
         Raises:
             GradientError: unless `non_finite` is "skip".
@@ -219,7 +219,7 @@ class Engine:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        """Local. The cost of communication since the first step; subtract an earlier result for the cost since then."""
         return self.statistics - CommunicationStatistics()
 
     def get_states(self) -> States:

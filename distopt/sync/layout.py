@@ -25,7 +25,7 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
     Args:
         params: the parameters in that order.
         bucket_elements: see above.
-        first_elements: a smaller sum at which the first fused bucket is full.
+        first_elements: a smaller limit, for the first fused bucket.
 
     Raises:
         UsageError: `bucket_elements` is negative.
@@ -70,7 +70,7 @@ class Layout:
         buckets: in the order in which their gradients become final.
         names: of all parameters, in this order.
         places: index of each parameter's bucket, by the parameter's id.
-        last: the parameters with which a bucket becomes full, if gradients come in that order.
+        last: for each bucket, its last parameter, if gradients come in that order.
         states: of each bucket, by kind of codec.
     """
 
@@ -119,7 +119,7 @@ class Layout:
         Args:
             codec: of that kind.
             statistics: where reductions count their cost.
-            loaded: saved states; those of this kind are taken out of it.
+            loaded: saved states; states of this kind are taken out of it.
             check_finite: whether NaN and infinity are looked for.
 
         Raises:
@@ -175,10 +175,10 @@ class Layout:
 
 
 def check_names(saved: States, names: Sequence[str]) -> None:
-    """Local. Check that saved states belong to these parameters, and each array of a kind of codec to all or none.
+    """Local. Check that saved states belong to these parameters.
 
     Raises:
-        StateError: they are not.
+        StateError: a parameter is unknown, or an array of a kind of codec exists for some parameters only.
     """
     params: dict[str, set[str]] = {}
     for key in saved:

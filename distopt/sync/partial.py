@@ -27,7 +27,7 @@ _NOTHING = -1  # in place of a bucket: no gradient is unusable
 
 
 class UpdateRule(Protocol):
-    """The rule of the updates, as an optimizer has it: states such as momentum, and constants, by name."""
+    """The rule of an optimizer's updates: states such as momentum, and constants, by name."""
 
     def get_states(self) -> States:
         """Return copies of the states."""
@@ -135,7 +135,7 @@ class PartialUpdates:
         return {"partitions": np.frombuffer(json.dumps(self._plan).encode(), np.uint8)} if self.pending else {}
 
     def set_states(self, number: int, flags: Sequence[int], states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Go on from partition `number`; flags: `pending`, `slots_pending`."""
+        """Local. Continue with partition `number`; flags: `pending`, `slots_pending`."""
         self.next = number
         self.pending, self.slots_pending = map(bool, flags)
         if self.pending:
@@ -169,7 +169,7 @@ class PartialStep(GradientCounter):
     """A step in which every rank uses its own gradients."""
 
     def __init__(self, partial: PartialUpdates, *rest: Any) -> None:
-        """Local. `partial`: the cycle to which the step belongs; `rest`: see `GradientCounter`."""
+        """Local. `partial`: the cycle of the step; `rest`: see `GradientCounter`."""
         super().__init__(*rest)
         self._partial, self._flags = partial, (partial.pending, partial.slots_pending)
         partial.pending = partial.slots_pending = True  # even if an exception ends the update half-way

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, Reduction, finish_all
+from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, PendingReduction, finish_all
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 from .agreement import Agreement
 from .bucket import Bucket, Parameter
@@ -40,7 +40,7 @@ class GradientCounter(ABC):
         statistics.steps += 1
         self._ended = False  # whether all collectives of the step have
         self._calling = False  # whether a collective is being started, or waited for where that cannot be repeated
-        self._started: list[Reduction] = []
+        self._started: list[PendingReduction] = []
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
@@ -64,7 +64,7 @@ class GradientCounter(ABC):
         """Collective. Wait for the end of all that has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
-        """Collective. The gradient of `param` is in its place, and will not change any more.
+        """Collective. Count the gradient of `param` as final: it is in its place, and will not change any more.
 
         Starts the buckets that are full, or moves the bytes of those under way.
 
@@ -145,9 +145,9 @@ class GradientCounter(ABC):
         except BaseException as second:
             if isinstance(second, CommunicatorError):
                 return
-        # A collective that no other rank calls: they find that out at once, and wait for nothing.
+        # No other rank calls this collective: they find a mismatch at once, and do not wait.
         topology = self._communicator.topology
-        with contextlib.suppress(CommunicatorError):
+        with contextlib.suppress(CommunicatorError):  # this collective is meant to fail
             self._communicator.all_gather(
                 np.zeros(1, np.int64),
                 np.empty(topology.world_size, np.int64),

@@ -48,7 +48,7 @@ class RollCall:
             The factor from a mean over all ranks to the mean over those that still have data; 0 if none has.
 
         Raises:
-            UsageError: a codec with error feedback, or a rank that had no batch at all; the latter on all ranks.
+            UsageError: a codec with error feedback, or, on all ranks, a rank without any batch.
             MismatchError: the ranks are about to send different things; on all ranks.
         """
         if recipe is not None:

@@ -4,7 +4,7 @@ To import this package registers the backend. Then `init_process_group("distopt"
 that a script for Gloo has to change; see `docs/pytorch.md`.
 
 `register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
-shared memory or `hosts`. `ddp` and `checkpoint` serve training loops. The room imports torch, which no other room does,
+shared memory or `hosts`. `ddp` and `checkpoint` serve training loops. No other room imports torch,
 and `comm`, `launch`, `data` and the package `checkpoint`; it knows nothing of `nn`. Names of PyTorch that are not
 documented are in `private` only.
 """

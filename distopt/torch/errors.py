@@ -1,4 +1,4 @@
-"""Turns distopt's errors into the ones that users of PyTorch catch."""
+"""Turns distopt's errors into errors that users of PyTorch catch."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def runs_backward(frame: FrameType | None) -> bool:
-    """Local. Whether a frame is the one in which torch.autograd runs a backward pass."""
+    """Local. Whether torch.autograd runs a backward pass in this frame."""
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
@@ -121,7 +121,7 @@ def unrecorded(start: Callable[..., Any], *args: Any) -> Any:
 def untraced(kind: _Kind) -> _Kind:
     """Local. Have compiled code call the methods of class `kind` without tracing them, as it calls a group of C++.
 
-    `torch.compiler.disable` does that, too, but wraps every method, which costs 2.5 microseconds a call.
+    `torch.compiler.disable` does that, too, but wraps every method, which costs 2.5 microseconds per call.
     """
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
@@ -193,7 +193,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Local. Whether the layout of the buckets stays as it is."""
+    """Local. Whether the layout of the buckets is final."""
     return bool(ddp._has_rebuilt_buckets)
 
 
@@ -207,7 +207,7 @@ def gloo_options(seconds: float, **device: str) -> Any:
     """Local. Options of a ProcessGroupGloo.
 
     Args:
-        seconds: for which its operations wait.
+        seconds: how long its operations wait.
         device: `hostname="..."` or `interface="..."`, where it listens.
 
     Raises:
@@ -305,7 +305,7 @@ class NamedGroup(Abilities, dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: all ranks count from the start."""
 
-    # Older names of two collectives, by which FSDP still calls them.
+    # Older names of two collectives; FSDP still uses them.
     def _allgather_base(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single(out, tensor, opts)
 

@@ -24,7 +24,7 @@ def register_backend() -> None:
 
 
 def _extend_monitored_barrier() -> None:
-    """`torch.distributed.monitored_barrier` refuses all groups but Gloo's; have it serve distopt's, too."""
+    """Extend `torch.distributed.monitored_barrier`, which refuses all groups but Gloo's, to distopt's groups."""
     original = dist.monitored_barrier
 
     @functools.wraps(original)

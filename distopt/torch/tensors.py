@@ -71,7 +71,7 @@ def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
     if kind == _RED_OPS.PREMUL_SUM:
         kind, factor = _RED_OPS.SUM, reduce_op.factor
         if isinstance(factor, torch.Tensor):
-            factor = factor.item()  # PyTorch has refused several
+            factor = factor.item()  # a tensor of one element: PyTorch refuses others
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"ReduceOp.PREMUL_SUM has no meaning for {tensor.dtype}; convert it to a floating type")
     reduction = _REDUCTIONS[kind]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,49 +17,17 @@ from distopt.errors import Call, CommunicatorError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distopt.comm.base import Communicator
+from .scenes import assert_loss_is_told, assert_stall_is_told, disagree, log_of_distopt, lose_last_rank, wait_briefly
 
 
 # -- different collectives -------------------------------------------------------------------------
-def disagree(job: LocalJob, which: str) -> None:
-    comm = connect(job)
-    rank, odd = job.topology.rank, job.topology.rank == job.topology.world_size - 1
-    comm.barrier()
-    small, large = np.zeros(10), np.zeros(50_000)
-    if which == "operation":
-        work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
-    elif which == "count":
-        work = comm.all_reduce(small if odd else large)
-    elif which == "empty":
-        work = comm.all_reduce(small[:0] if odd else large)
-    elif which == "dtype":
-        work = comm.all_reduce(small.astype(np.float32) if odd else small)
-    elif which == "reduction":
-        work = comm.all_reduce(small, "max" if odd else "sum")
-    elif which == "label":
-        work = comm.all_reduce(large, label="bucket 4" if odd else "bucket 3")
-    elif which == "look":
-        work = comm.all_reduce(small, find_nonfinite=odd)
-    elif which == "root":
-        work = comm.broadcast(small, root=int(odd))
-    else:
-        assert which == "wire memory"
-        comm.empty(10 + rank, "int64")
-        return
-    work.wait()
-
-
 @pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "which", ["operation", "count", "empty", "dtype", "reduction", "label", "look", "root", "wire memory"]
 )
 def test_different_collectives_are_named_on_all_ranks(world_size: int, which: str) -> None:
-    outcomes = run_ranks(disagree, world_size, which)
+    outcomes = run_ranks(disagree, world_size, connect, which)
     assert [o.error for o in outcomes] == ["MismatchError"] * world_size
     assert len({o.text for o in outcomes}) == 1, "all ranks tell the same story"
     if which == "operation":
@@ -83,50 +49,15 @@ def test_different_collectives_are_named_on_all_ranks(world_size: int, which: st
 
 
 # -- lost peers ------------------------------------------------------------------------------------
-def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> float:
-    comm = connect(job)
-    comm.broadcast(np.zeros(3, np.int32), label="hello").wait()
-    if job.topology.rank == job.topology.world_size - 1:
-        time.sleep(0.2)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exited":
-            os._exit(0)
-        assert how == "closed"
-        comm.close()
-        return time.monotonic()
-    wait_in(comm, waiting_in)
-    return 0.0
-
-
-def wait_in(comm: Communicator, what: str) -> None:
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: comm.all_reduce(np.zeros(100_000, np.float32), label="bucket 7").wait(),
-        "barrier": comm.barrier,
-        "empty": lambda: comm.empty(100),
-        "all_gather_ragged": lambda: comm.all_gather_ragged(np.zeros(5)).wait(),
-        "done": lambda: poll(comm.all_reduce(np.zeros(5))),
-    }
-    calls[what]()
-
-
-def poll(work: Any) -> None:
-    while not work.done():
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("waiting_in", ["all_reduce", "barrier", "empty", "all_gather_ragged"])
 @pytest.mark.parametrize(
     ("how", "error"), [("killed", "PeerLostError"), ("exited", "PeerLostError"), ("closed", "CommunicatorClosedError")]
 )
 def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
     started = time.monotonic()
-    *survivors, lost = run_ranks(lose_last_rank, 3, how, waiting_in)
+    *survivors, lost = run_ranks(lose_last_rank, 3, connect, how, waiting_in)
     assert time.monotonic() - started < PATIENT.timeout, "noticed, not timed out"
-    assert [o.error for o in survivors] == [error] * 2
-    for outcome in survivors:
-        assert f"rank 2 (host {os.uname().nodename}, pid {lost.pid or ''}" in outcome.text
-        assert "broadcast #1 of 3 int32 from rank 0 (hello)" in outcome.text
+    assert_loss_is_told(survivors, lost, error)
     assert lost.exit_code == {"killed": -signal.SIGKILL, "exited": 0, "closed": 0}[how]
 
 
@@ -191,11 +122,7 @@ def finish_and_leave(job: LocalJob) -> None:
 
 # -- stalled peers ---------------------------------------------------------------------------------
 def stall(job: LocalJob) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("distopt").addHandler(handler)
-    comm = connect(job, Settings(timeout=3.0, stall_warning=1.0))
+    records, comm = log_of_distopt(), connect(job, Settings(timeout=3.0, stall_warning=1.0))
     job.all_gather(b"")
     comm.barrier()
     records.clear()
@@ -209,28 +136,11 @@ def stall(job: LocalJob) -> list[str]:
 
 
 def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
-    warning, error = run_ranks_ok(stall, 3)[0]
-    for text in (warning, error):
-        assert "waits in all_reduce #2 of 3 float64, sum for rank 1 (host" in text
-        assert "rank 2 (host" in text
-        assert "barrier #1" in text
-
-
-def wait_briefly(job: LocalJob) -> str:
-    comm = connect(job)
-    if job.topology.rank == 0:
-        with pytest.raises(TimeoutError) as info:
-            comm.all_reduce(np.zeros(3)).wait(timeout=0.2)
-        job.all_gather(b"")
-        return str(info.value)
-    job.all_gather(b"")
-    with pytest.raises(TimeoutError) as info:
-        comm.barrier()
-    return str(info.value)
+    assert_stall_is_told(run_ranks_ok(stall, 3)[0])
 
 
 def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
-    first, late = run_ranks_ok(wait_briefly, 2)
+    first, late = run_ranks_ok(wait_briefly, 2, connect)
     assert first == late
     assert "it has started no operation" in first
 
@@ -252,7 +162,7 @@ def leftovers() -> set[str]:
 @pytest.mark.parametrize("how", ["killed", "exited", "closed"])
 def test_nothing_is_left_behind(how: str) -> None:
     before = leftovers()
-    run_ranks(lose_last_rank, 2, how, "barrier")
+    run_ranks(lose_last_rank, 2, connect, how, "barrier")
     left, deadline = leftovers() - before, time.monotonic() + 60.0
     while left and time.monotonic() < deadline:  # what other jobs of this machine use goes with them
         time.sleep(0.1)

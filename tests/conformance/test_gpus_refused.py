@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from distopt import comm
 from tests.emulation import activate, build
 
 from .ranks import LocalJob, run_ranks_ok
+from .scenes import log_of_distopt
 
 SHARED = r"ranks 0 and 1 on .* would both use GPU .*, of 1 that rank 1 sees; start no more ranks than GPUs"
 # Machine states, and the log line for each.
@@ -68,10 +68,7 @@ def create(job: LocalJob, lack: str, backend: str, device: str) -> tuple[str, fl
     os.environ["DISTOPT_DEVICE"] = device
     activate()
     take_away(lack, job.topology.rank)
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("distopt").addHandler(handler)
+    lines = log_of_distopt()
     try:
         made = comm.create(job, backend)
     except Exception as error:

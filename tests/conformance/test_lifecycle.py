@@ -17,28 +17,13 @@ from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
 from .ranks import LocalJob, connect, run_ranks, run_ranks_ok
+from .scenes import interrupt
 
 
 # -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------
 # `job.all_gather(b"")` is where a rank waits for what another one does in its communicator.
-def interrupt(job: LocalJob) -> None:
-    comm = connect(job)
-    array = np.full(7, job.topology.rank + 1.0)
-    if job.topology.rank == 1:
-        job.all_gather(b"")
-        comm.all_reduce(array).wait()
-        return
-    work = comm.all_reduce(array)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    job.all_gather(b"")
-    work.wait()  # an interrupted wait can be taken up again
-    assert (array == 3).all()
-
-
 def test_ctrl_c_interrupts_a_wait() -> None:
-    run_ranks_ok(interrupt, 2)
+    run_ranks_ok(interrupt, 2, connect)
 
 
 def interrupt_while_an_error_is_raised(job: LocalJob) -> None:

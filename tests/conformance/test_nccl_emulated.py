@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.parts import values_beside
 from .checks import CHECKS
 from .nccl_ranks import connect, emulated_checks
 from .ranks import LocalJob, Outcome, run_ranks, run_ranks_ok
+from .scenes import interrupt
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,27 +181,8 @@ def test_other_threads_run_while_nccl_takes_its_time(function: str) -> None:
         assert ticks > 10, "the GIL was held"
 
 
-def interrupt(job: LocalJob) -> None:
-    comm = connect(job)
-    import os
-    import signal
-
-    array = comm.xp.ones(5)
-    if job.topology.rank == 1:
-        job.all_gather(b"")
-        comm.all_reduce(array).wait()
-        return
-    work = comm.all_reduce(array)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        work.wait(20.0)
-    job.all_gather(b"")
-    work.wait(20.0)  # an interrupted wait can be taken up again
-    assert (array.get() == 2).all()
-
-
 def test_ctrl_c_interrupts_a_wait_of_the_host() -> None:
-    run_ranks_ok(interrupt, 2)
+    run_ranks_ok(interrupt, 2, connect)
 
 
 # -- which communicator ------------------------------------------------------------------------------------------------
@@ -236,19 +217,3 @@ def choose(job: LocalJob, gpus: str, device: str, visible: str) -> str:
 )
 def test_the_choice_of_communicator_and_device(gpus: str, device: str, visible: str, expected: list[str]) -> None:
     assert run_ranks_ok(choose, 2, gpus, device, visible) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "visible", "error", "words"),
-    [
-        ("-1", "", "MissingDependencyError", r"no GPU answers \(.*\); install NVIDIA's driver"),
-        ("0", "", "MissingDependencyError", "CUDA_VISIBLE_DEVICES"),
-        ("1", "", "LaunchError", r"ranks 0 and 1 on \S+ \(pids \d+ and \d+\) would both use GPU \S+, of 1 that"),
-        ("8", "3;3", "LaunchError", r"ranks 0 and 1 on \S+ \(pids \d+ and \d+\) would both use GPU \S+, of 1 that"),
-    ],
-)
-def test_what_is_missing_is_said_in_one_line(gpus: str, visible: str, error: str, words: str) -> None:
-    for outcome in run_ranks(choose, 2, gpus, "cuda", visible):
-        assert outcome.error == error, outcome.trace
-        assert re.search(words, outcome.text)
-        assert "\n" not in outcome.text

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import signal
 import time
 
-import numpy as np
 import pytest
 
 from distopt.errors import CommunicatorError, UsageError
@@ -17,6 +13,7 @@ from tests.emulation import build
 
 from .nccl_ranks import connect
 from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok
+from .scenes import assert_loss_is_told, assert_stall_is_told, disagree, log_of_distopt, lose_last_rank, wait_briefly
 
 HASTY = Settings(timeout=3.0, stall_warning=1.0)
 
@@ -27,33 +24,10 @@ def built() -> None:
 
 
 # -- different collectives ---------------------------------------------------------------------------------------------
-def disagree(job: LocalJob, which: str) -> None:
-    comm = connect(job)
-    odd = job.topology.rank == job.topology.world_size - 1
-    comm.barrier()
-    small, large = comm.xp.zeros(10), comm.xp.zeros(50_000)
-    if which == "operation":
-        work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
-    elif which == "count":
-        work = comm.all_reduce(small if odd else large)
-    elif which == "empty":
-        work = comm.all_reduce(small[:0] if odd else large)
-    elif which == "dtype":
-        work = comm.all_reduce(small.astype(np.float32) if odd else small)
-    elif which == "reduction":
-        work = comm.all_reduce(small, "max" if odd else "sum")
-    elif which == "label":
-        work = comm.all_reduce(large, label="bucket 4" if odd else "bucket 3")
-    else:
-        assert which == "root"
-        work = comm.broadcast(small, root=int(odd))
-    work.wait(20.0)
-
-
 @pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("which", ["operation", "count", "empty", "dtype", "reduction", "label", "root"])
 def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
-    outcomes = run_ranks(disagree, 3, which)
+    outcomes = run_ranks(disagree, 3, connect, which)
     assert [o.error for o in outcomes] == ["MismatchError"] * 3, outcomes
     assert len({o.text for o in outcomes}) == 1, "all ranks tell the same story"
     if which == "operation":
@@ -66,48 +40,18 @@ def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
 
 
 # -- lost peers --------------------------------------------------------------------------------------------------------
-def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> None:
-    comm = connect(job)
-    comm.broadcast(np.zeros(3, np.int32), label="hello").wait()
-    if job.topology.rank == job.topology.world_size - 1:
-        time.sleep(0.2)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.close()
-        return
-    array = comm.xp.zeros(100_000, np.float32)
-    if waiting_in == "all_reduce":
-        comm.all_reduce(array, label="bucket 7").wait(20.0)
-    elif waiting_in == "barrier":
-        comm.barrier()
-    elif waiting_in == "all_gather_ragged":
-        comm.all_gather_ragged(array).wait()
-    else:
-        # The host does not wait for the device here: the error comes with a later call.
-        while True:
-            comm.all_reduce(array).wait()
-            time.sleep(0.01)
-
-
 @pytest.mark.parametrize("waiting_in", ["all_reduce", "barrier", "all_gather_ragged", "no one"])
 @pytest.mark.parametrize(("how", "error"), [("killed", "PeerLostError"), ("closed", "CommunicatorClosedError")])
 def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
     started = time.monotonic()
-    *survivors, _ = run_ranks(lose_last_rank, 3, how, waiting_in)
+    *survivors, lost = run_ranks(lose_last_rank, 3, connect, how, waiting_in)
     assert time.monotonic() - started < PATIENT.timeout, "noticed, not timed out"
-    assert [o.error for o in survivors] == [error] * 2, survivors
-    for outcome in survivors:
-        assert f"rank 2 (host {os.uname().nodename}, pid " in outcome.text
-        assert "broadcast #1 of 3 int32 from rank 0 (hello)" in outcome.text
+    assert_loss_is_told(survivors, lost, error)
 
 
 # -- stalled peers -----------------------------------------------------------------------------------------------------
 def stall(job: LocalJob) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("distopt").addHandler(handler)
-    comm = connect(job, HASTY)
+    records, comm = log_of_distopt(), connect(job, HASTY)
     job.all_gather(b"")
     comm.barrier()
     records.clear()
@@ -124,28 +68,11 @@ def stall(job: LocalJob) -> list[str]:
 
 @pytest.mark.slow
 def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
-    warning, error = run_ranks_ok(stall, 3)[0]
-    for text in (warning, error):
-        assert "waits in all_reduce #2 of 3 float64, sum for rank 1 (host" in text
-        assert "rank 2 (host" in text
-        assert "barrier #1" in text
-
-
-def wait_briefly(job: LocalJob) -> str:
-    comm = connect(job)
-    if job.topology.rank == 0:
-        with pytest.raises(TimeoutError) as info:
-            comm.all_reduce(comm.xp.zeros(3)).wait(timeout=0.2)
-        job.all_gather(b"")
-        return str(info.value)
-    job.all_gather(b"")
-    with pytest.raises(TimeoutError) as info:
-        comm.barrier()
-    return str(info.value)
+    assert_stall_is_told(run_ranks_ok(stall, 3)[0])
 
 
 def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
-    first, late = run_ranks_ok(wait_briefly, 2)
+    first, late = run_ranks_ok(wait_briefly, 2, connect)
     assert first == late
     assert "it has started no operation" in first
 

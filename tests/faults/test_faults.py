@@ -14,10 +14,10 @@ import pytest
 
 from tests.processes import Program
 
-from .__main__ import draw, table
+from .__main__ import draw
 from .backends import BACKENDS, can_mount, nearly_full, possible_backends
 from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
-from .trials import Outcome, Trial, run
+from .trials import Trial, run
 
 # DISTOPT_TEST_SEED draws others.
 SEED = int(os.environ.get("DISTOPT_TEST_SEED", "17"))
@@ -70,20 +70,6 @@ def test_of_other_seeds_each_kind_is_drawn_as_well_and_trials_repeat():
         trials = list(islice(draw(random.Random(seed), KINDS, BACKENDS), 60))
         assert {trial.kind for trial in trials} == set(KINDS)
         assert [Trial.parse(str(trial)) for trial in trials] == trials
-
-
-def test_table_has_a_line_per_kind_and_counts_what_did_not_hold():
-    outcomes = [
-        Outcome(Trial("SIGKILL", "main", INSIDE), seconds=0.25),
-        Outcome(Trial("SIGKILL", "main", START), seconds=0.75, left=["a file"], others=["1 ranks finished"]),
-        Outcome(Trial("SIGKILL", "raw", START), hangs=True, others=["still there after 5 s"]),
-        Outcome(Trial("pause", "raw", START), unnamed=True, ends_well=True),
-    ]
-    assert table(outcomes).splitlines()[2:] == [
-        "| SIGKILL | 2: 0.5, 0.8 | 1 | 3 | 0 | 1 | 1 | 0 | 1 |",
-        "| pause |  | 1 | 1 | 1 | 0 | 0 | 1 | 0 |",
-        "| all | 2: 0.5, 0.8 | 2 | 4 | 1 | 1 | 1 | 1 | 1 |",
-    ]
 
 
 def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):

@@ -18,8 +18,6 @@ from distopt.errors import GradientError, UsageError
 from tests.conformance.test_engine import Parameter, Rank
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
-__all__ = ["BFloat16", "ErrorFeedback", "Fp16", "Fp32", "PowerSGD", "Program", "Step", "Threshold", "TopK", "run"]
-
 Arrays: TypeAlias = dict[str, np.ndarray]
 F32 = np.float32
 SHAPES = {"wide": (6, 40), "table": (24, 8), "cube": (5, 3, 4), "vector": (33,), "one": (1,)}

@@ -18,8 +18,6 @@ from tests.conformance.oracle import STORAGE, bfloat16_from, bfloat16_to, reduce
 
 from .ranks import TIMEOUT, Ranks
 
-__all__ = ["Call", "Message", "Program", "Wait", "run"]
-
 SIZE = 3000  # elements of every memory of a rank; places of arrays in it are modulo what fits
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 BY_HOST = ("blocks", "round_robin")  # backends that sum host by host

@@ -21,8 +21,6 @@ from distopt.errors import CommunicatorError
 
 from .ranks import TIMEOUT, Ranks
 
-__all__ = ["End", "Message", "Program", "Sum", "run"]
-
 JOBS = [*product(["shm"], [2, 3]), *product(["small"], [3]), *product(["mpi"], [2, 3])]
 IMPATIENT = 0.5  # seconds that a rank waits where a message may have no other end
 PROGRAMS_OF_MPI = 100  # by the same ranks: MPI has a limit of communicators, and those that have failed are not freed

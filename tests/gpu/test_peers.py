@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,15 @@ LAUNCHES = 1500
 HASTY = Settings(timeout=10.0, stall_warning=2.0)
 
 pytestmark = pytest.mark.timeout(110)
+
+
+def sum_on_a_busy_device(comm: Any, array: Any) -> None:
+    for _ in range(LAUNCHES):
+        array += 1
+    comm.all_reduce(array).wait()  # blocks the device, not the host
+    for _ in range(LAUNCHES):
+        array += 1
+    comm.barrier()
 
 
 def lose(job: LocalJob, how: str, emulated: bool) -> float:
@@ -45,14 +55,9 @@ def lose(job: LocalJob, how: str, emulated: bool) -> float:
         job.all_gather(b"")  # alive, and in no collective
         return 0.0
     began = time.monotonic()
-    for _ in range(LAUNCHES):
-        array += 1
     # The end of a killed rank may be known before the sum starts.
     with pytest.raises((CommunicatorError, TimeoutError), match="rank 1"):
-        comm.all_reduce(array).wait()  # blocks the device, not the host
-        for _ in range(LAUNCHES):
-            array += 1
-        comm.barrier()
+        sum_on_a_busy_device(comm, array)
     took = time.monotonic() - began
     if how == "stalled":
         job.all_gather(b"")

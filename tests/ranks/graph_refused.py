@@ -133,15 +133,10 @@ class _Records(logging.Handler):
 
 
 def refused(optimizer) -> dict[str, np.ndarray]:
-    """CUDA graphs: the log says why, and training is right."""
-    kinds = dict(REFUSED)
+    """The log says why, and training is right."""
+    kinds, results = dict(REFUSED), {}
     if optimizer.world_size == 1:
         del kinds[ReducesForward]  # it does nothing
-    return told_and_trained(optimizer, kinds)
-
-
-def told_and_trained(optimizer, kinds: dict[type[Net], str]) -> dict[str, np.ndarray]:
-    results = {}
     for kind, reason in kinds.items():
         log = _Records()
         logging.getLogger("distopt").addHandler(log)

@@ -14,20 +14,16 @@ from distopt.compress import Fp32
 from distopt.errors import GradientError, UsageError
 from tests.ranks.small_net import SMALL, parameters
 from tests.ranks.test_strategies import STRATEGIES
+from tests.users_rules import ByApply, ByHook
 
 CLASSES, BATCH = 5, 6
-BEFORE = 3  # steps without a replay: two run eagerly and one is captured, or on the CPU one and two
+BEFORE = 3  # steps without a replay: two run eagerly and one is captured
 
 
 class Net(model.Model):
-    """All kinds of work: products, kernels, arithmetic of arrays with numbers, running states.
-
-    Attributes:
-        kernels_alone: whether to leave out what is not recorded on the CPU.
-    """
+    """All kinds of work: products, kernels, arithmetic of arrays with numbers, running states."""
 
     strategy: object = Fp32()
-    kernels_alone = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +35,10 @@ class Net(model.Model):
         self.loss = layer.SoftMaxCrossEntropy()
 
     def forward(self, x):
-        y = self.linear2(self.linear1(self.flatten(self.norm(self.conv(x)))))
-        return y if self.kernels_alone else y * 1.25
+        return self.linear2(self.linear1(self.flatten(self.norm(self.conv(x))))) * 1.25
 
     def cost(self, out, y, scale=1.0):
-        loss = self.loss(out, y)
-        return loss if self.kernels_alone else loss * scale + self.penalty()
+        return self.loss(out, y) * scale + self.penalty()
 
     def penalty(self):
         return autograd.reduce_mean(self.linear1.W * self.linear1.W, keepdims=False).reshape((1,))
@@ -85,7 +79,6 @@ def build(optimizer, use_graph: bool, kind: type[Net] = Net, rule=decaying_sgd, 
     optimizer = opt.DistOpt(rule(), communicator=optimizer.communicator, **options)
     optimizer.device.SetRandSeed(3)
     net = kind()
-    net.kernels_alone = optimizer.device.kind == "cpu"
     net.set_optimizer(optimizer)
     net.compile([batch(0, optimizer)[0]], is_train=True, use_graph=use_graph)
     return optimizer, net
@@ -127,7 +120,13 @@ def every_strategy(optimizer) -> dict[str, np.ndarray]:
 
 def every_rule(optimizer) -> dict[str, np.ndarray]:
     results = {}
-    for rule in (lambda: opt.Adam(lr=opt.ExponentialDecay(0.01, 2, 0.8)), lambda: opt.RMSProp(lr=0.01), opt.AdaGrad):
+    for rule in (
+        lambda: opt.Adam(lr=opt.ExponentialDecay(0.01, 2, 0.8)),
+        lambda: opt.RMSProp(lr=0.01),
+        opt.AdaGrad,
+        ByApply,
+        lambda: ByHook(0.05),
+    ):
 
         def train(own, net):
             return [net(*batch(n, own))[1].item() for n in range(BEFORE + 3)]
@@ -172,7 +171,7 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
         net(*batch(n, own))
     (kind,) = net._graphs._kinds.values()
     buckets = sorted({label for label, _ in own.stats().buckets})
-    assert 1 < len(kind.step.pieces) <= len(buckets), "on the CPU an operation may fill two at a time"
+    assert 1 < len(kind.step.pieces) <= len(buckets), "an operation may fill two at a time"
     events: list[str] = []
 
     class Sends(Fp32):
@@ -180,8 +179,8 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
             events.append("send")
             return super().start(reducer)
 
-    launch = kind.step.launch
-    kind.step.launch = lambda work: events.append("launch") or launch(work)
+    launch = kind.step.capture.launch
+    kind.step.capture.launch = lambda work: events.append("launch") or launch(work)
     kind.step.call = kind.step.call._replace(values={0: kind.step.call.loss, 1: Sends(), 2: SMALL})
     net(*batch(BEFORE, own))
     assert net.graph_replays == 1
@@ -199,10 +198,7 @@ def memory_goes(optimizer) -> dict[str, np.ndarray]:
     for n in range(BEFORE + 1):
         net(*batch(n, own))
     (kind,) = net._graphs._kinds.values()
-    if own.device.kind == "cpu":
-        runs = [weakref.ref(out.array) for _, _, out in kind.step._ran]
-    else:
-        runs = [weakref.ref(run) for run in kind.step.recorder.memory]
+    runs = [weakref.ref(run) for run in kind.step.capture.memory]
     assert len(runs) >= 5
     del kind
     gc.collect()
@@ -311,7 +307,7 @@ def accumulated(optimizer) -> dict[str, np.ndarray]:
 
 
 def frozen(optimizer) -> dict[str, np.ndarray]:
-    """Layers that cease to train, and begin to again: each time, the step is recorded anew."""
+    """Layers that cease to train, and begin to again: each time, the step is captured anew."""
 
     def train(own, net):
         values = []

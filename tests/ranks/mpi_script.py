@@ -19,10 +19,6 @@ if how != "success" and job.topology.rank == job.topology.world_size - 1:
         raise ValueError("the cause")
     if how == "sys.exit":
         sys.exit(3)
-    if how == "SystemExit":
-        raise SystemExit(3)
-    if how == "return":
-        sys.exit()
     if how == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "SIGHUP":

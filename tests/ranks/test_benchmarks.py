@@ -14,7 +14,7 @@ from benchmarks import network
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.peers.environments import Environment
 from examples.data import idx, synthetic
-from tests.processes import ROOT, Ended, Program, mpiexec
+from tests.processes import ROOT, Ended, Program
 
 pytestmark = pytest.mark.slow
 
@@ -153,24 +153,6 @@ def test_training_steps_between_hosts(files, monkeypatch, peers_here, rows, peer
     assert main(["network", *SHORT["network"].format(**files).split()]) == 0
     table = re.findall(r"^\| ([^|]*?) \|", files["page"].read_text().partition("network: end")[0], re.M)
     assert table == ["sent", "---", *rows, *peers]
-
-
-def test_memory_beside_pytorch(peers_here, capsys):
-    words = SHORT["memory"].replace("--only distopt", "--only torch-ddp")
-    assert main(["memory", *words.split()]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 9
-
-
-def test_what_checks_cost_under_mpiexec():
-    ended = mpiexec(2, "-m", "benchmarks", "checks", "--rounds", "1")
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout.startswith("mpi, 2 ranks: step ")
-
-
-def test_a_profile_without_a_graph(files):
-    ended = run_short("step-profile --no-graph --np 1", files)
-    assert ended.code == 0, ended.stderr
-    assert "layers" in ended.stdout
 
 
 def test_without_a_gpu_the_reason_is_given(files):

@@ -79,7 +79,7 @@ def test_jobs_on_gpus_go_on_to_the_bit(tmp_path, strategy, options):
 
 
 def reloaded(optimizer, folder: str) -> dict[str, np.ndarray]:
-    """States are written in place: a job whose steps are recorded goes back and replays them."""
+    """States are written in place: a job whose steps are captured goes back and replays them."""
     job = Job(optimizer.communicator, "sparseTopK", folder, graph=True, every=5)
     assert job.checkpoint.resume() is None
     job.train(1)
@@ -99,8 +99,9 @@ def reloaded(optimizer, folder: str) -> dict[str, np.ndarray]:
     return {}
 
 
-def test_recorded_steps_go_on_with_loaded_states(tmp_path):
-    on_ranks(tmp_path, 2, reloaded, str(tmp_path / "checkpoints"))
+@pytest.mark.slow
+def test_captured_steps_go_on_with_loaded_states(tmp_path):
+    on_gpus(tmp_path, 2, partial(reloaded, folder=str(tmp_path / "checkpoints")))
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def by_hand(optimizer, loss):
 
 
 class Trainer:
-    """A net that is trained in one of the ways: a strategy, by hand, or in recorded steps."""
+    """A net that is trained in one of the ways: a strategy, or by hand."""
 
     def __init__(self, optimizer, way: str) -> None:
         self.optimizer = optimizer
@@ -44,18 +44,9 @@ class Trainer:
         self.step = (
             functools.partial(by_hand, optimizer) if way == "by hand" else step_of(optimizer, STRATEGIES.get(way))
         )
-        self.graph = way == "graph"
-        if self.graph:
-            self.net.train_one_batch = self.recorded
-            self.net.graph()
-
-    def recorded(self, x, y):
-        loss = self.net.loss(self.net.forward(x), y)
-        self.net.optimizer(loss)
-        return loss
 
     def train(self, number: int) -> None:
-        self.net(*batch(number, self.optimizer.global_rank, self.optimizer.device), *[] if self.graph else [self.step])
+        self.net(*batch(number, self.optimizer.global_rank, self.optimizer.device), self.step)
 
     @property
     def weights(self):
@@ -172,7 +163,7 @@ def change(create, odd, what, way):
 
 @pytest.mark.sweep(rest=16)
 @two_and_three
-@pytest.mark.parametrize("way", [*STRATEGIES, "graph"])
+@pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_a_constant_on_one_rank_is_named_in_the_same_step(ends, what, way, world_size):
     assert_named(ends(change, "what", "way"), CHANGES[what][1], "make the same assignments on all ranks")
@@ -203,7 +194,7 @@ SPOILED = {
     "another value": lambda param: param.set_value(0.25),
     "other data": lambda param: param.copy_from_numpy(np.ones(param.shape, np.float32)),
 }
-EQUAL = ["fp32", "fp16", "top-K", "graph"]  # ways that keep parameters equal
+EQUAL = ["fp32", "fp16", "top-K"]  # ways that keep parameters equal
 
 
 def spoil(create, odd, what, way):
@@ -328,7 +319,7 @@ def two(create, odd, when, way):
 
 
 WHEN = ["attach", "first step", "later"]
-WAYS = [*STRATEGIES, "graph", "by hand"]
+WAYS = [*STRATEGIES, "by hand"]
 
 
 @pytest.mark.slow

@@ -46,25 +46,6 @@ def test_nodes_with_the_same_host_name_meet(net, numbers):
     assert said == ["rank 0 of 2, 0 of 1 on clone", "rank 1 of 2, 0 of 1 on clone"]
 
 
-def test_nodes_with_different_host_names_meet_whichever_is_node_0(net):
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29462", "--node-rank"]
-    programs = [
-        Program(host.inside([*RUN, *meet, str(1 - number), SCRIPT, "ok"]), WIRE)
-        for number, host in enumerate(net.hosts)
-    ]
-    ended = [program.end() for program in programs]
-    assert [one.code for one in ended] == [0, 0], ended
-
-
-@pytest.mark.parametrize("endpoint", ["::1", "fd00:213::1"])
-def test_an_ipv6_address_without_brackets_is_understood_or_the_brackets_are_told(endpoint):
-    command = [*RUN, "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "1", VARIABLES, "variables"]
-    ended = Program(command).end()
-    assert ended.code == 2
-    assert "cannot be found" not in ended.stderr
-    assert f"[{endpoint}]" in ended.stderr
-
-
 def test_a_program_that_listens_and_says_nothing_is_told():
     with socket.create_server(("127.0.0.1", 0)) as other:
         meet = ["--nnodes", "2", "--rdzv-timeout", "1", "--rdzv-endpoint", f"localhost:{other.getsockname()[1]}"]

@@ -189,46 +189,6 @@ def test_missing_data(run, tmp_path):
     assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["truncate", "corrupt"])
-def test_damaged_data(damage, digits, tmp_path):
-    for file in digits.iterdir():
-        content = file.read_bytes()
-        if file.name == "train-images-idx3-ubyte":
-            content = content[:-1] if damage == "truncate" else b"\1" + content[1:]
-        (tmp_path / file.name).write_bytes(content)
-    assert_one_line(multiprocess("--data-dir", str(tmp_path)), "train-images-idx3-ubyte")
-
-
-@pytest.mark.slow
-def test_mpiexec_without_mpi4py(digits, tmp_path):
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
-    launched = {"PMI_RANK": "0", "PMI_SIZE": "2", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = python(DIST, "--data-dir", str(digits), env=launched)
-    assert_one_line(ended, "mpi4py", "pip install mpi4py mpich")
-
-
-def test_ranks_that_all_believe_to_be_rank_0_of_1(digits):
-    launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert_one_line(python(DIST, "--data-dir", str(digits), env=launched), "rank 0 of 2", "mpiexec of that library")
-
-
-def test_layers_that_do_not_fit_are_named(digits, tmp_path):
-    script = tmp_path / "misfit.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
-        "import train_cnn\n"
-        "from distopt import launch, layer, tensor\n"
-        "def misfit():\n"
-        "    cnn = train_cnn.CNN()\n"
-        "    cnn.linear1 = layer.Linear(801, 500)\n"
-        "    cnn.compile([tensor.Tensor((4, 1, 28, 28))])\n"
-        "launch.main(misfit)\n"
-    )
-    assert_one_line(python(str(script)), "linear1", "800", "801")
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluation accuracy = (\S+),")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt import device, launch, opt, singa_wrap, tensor
+from distopt import device, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import GradientError, RankFailedError, UsageError
 from distopt.nn.core import autograd
@@ -19,7 +19,6 @@ from tests.ranks.small_net import (
     assert_equal_bits,
     batch,
     build,
-    make,
     on_ranks,
     parameters,
     step_of,
@@ -334,21 +333,6 @@ def test_bad_arguments_are_named(alone):
     for size in (0, "a"):
         with pytest.raises(UsageError, match=f"fusion buffer in elements is {size!r}; it must be an integer"):
             alone(buffSize=size)
-
-
-def failing(rank: int, world_size: int, ticket) -> None:
-    optimizer = make(rank, world_size, ticket)
-    net = build(optimizer)
-    train(optimizer, net, range(1), Fp32())
-    poisoned(optimizer, net, 1, Fp32(), np.nan)
-
-
-@pytest.mark.slow
-def test_a_nan_ends_the_job_with_its_name():
-    with pytest.raises(
-        RankFailedError, match=r"step 1: the gradient of linear1.b is NaN, infinite or too large for a sum on rank 1"
-    ):
-        launch.spawn(failing, 2, (singa_wrap.NcclIdHolder(),))
 
 
 # -- types and sizes --------------------------------------------------------------------------------------------------

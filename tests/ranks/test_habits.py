@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import zipfile
 from pathlib import Path
 from subprocess import TimeoutExpired
 
@@ -188,28 +187,3 @@ def test_exit_codes_are_those_of_one_process(launcher: str, value: str, code: in
     ended = start(launcher, script(tmp_path, EXITS), value).end()
     assert ended.code == code or (launcher == "mpiexec" and code and ended.code in {code, signal.SIGKILL}), ended
     assert bool(ended.stderr) == bool(code), ended.stderr
-
-
-JOB = """
-from distopt import launch
-def train(rank, size):
-    print(f"rank {rank} of {size}", flush=True)
-if __name__ == "__main__": launch.main(train, 2)
-"""
-
-
-@pytest.mark.slow(kept=2)
-@pytest.mark.parametrize("kind", ["package", "folder", "zip"])
-@pytest.mark.parametrize("launcher", ["main", "run"])
-def test_a_main_module_can_start_ranks(launcher: str, kind: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "__init__.py").touch()
-    (tmp_path / "job" / "__main__.py").write_text(JOB)
-    with zipfile.ZipFile("app.pyz", "w") as archive:
-        archive.writestr("__main__.py", JOB)
-    args = {"package": ["-m", "job"], "folder": ["job"], "zip": ["app.pyz"]}[kind]
-    command = PYTHON if launcher == "main" else [*PYTHON, "-m", "distopt", "run", "--nproc-per-node", "2"]
-    ended = Program([*command, *args]).end()
-    assert ended.code == 0, ended
-    assert {line.removeprefix("[rank 1] ") for line in ended.stdout.split("\n")} >= {"rank 0 of 2", "rank 1 of 2"}

@@ -77,12 +77,6 @@ def test_mean_over_ranks_with_data(tmp_path, batches, codec, tolerance):
     np.testing.assert_allclose(results[0], in_one_process(batches), rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow
-def test_sparse_steps_go_on(tmp_path):
-    launch.spawn(train, 2, (singa_wrap.NcclIdHolder(), str(tmp_path), (3, 5), TopK(0.1)))
-    np.testing.assert_array_equal(np.load(tmp_path / "0.npy"), np.load(tmp_path / "1.npy"))
-
-
 def misuse(rank: int, world_size: int, ticket, how: str) -> None:
     optimizer = opt.DistOpt(opt.SGD(lr=0.1), ticket, rank, world_size)
     net = new_net(optimizer)

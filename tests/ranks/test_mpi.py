@@ -122,45 +122,6 @@ def test_collectives_in_any_order_of_waiting(comm, dtype, count):
         assert cast.tobytes() == inputs[-1].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_mean_is_rounded_once(comm, dtype):
-    rank, size = comm.topology.rank, comm.topology.world_size
-    inputs = [data(r, 5001, dtype) for r in range(size)]
-    array = inputs[rank].copy()
-    comm.all_reduce(array, "mean").wait()
-    total = in_rank_order(inputs)
-    assert array.tobytes() == (total / total.dtype.type(size)).astype(dtype).tobytes()
-
-
-@pytest.mark.parametrize("count", [3, 5001])
-def test_bfloat16_travels_in_uint16(comm, count):
-    rank, size = comm.topology.rank, comm.topology.world_size
-    # Small integers are exact in bfloat16: the upper half of a float32.
-    inputs = [(data(r, count, "int32") % 8).astype(np.float32) for r in range(size)]
-    array = (inputs[rank].view(np.uint32) >> 16).astype(np.uint16)
-    comm.all_reduce(array, wire="bfloat16").wait()
-    assert array.tobytes() == (sum(inputs).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-
-
-@pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("count", [4, 5000])
-def test_nan_of_any_rank_wins(comm, op, count):
-    rank, size = comm.topology.rank, comm.topology.world_size
-    array = np.full(count, rank, np.float32)
-    array[rank % count] = np.nan
-    comm.all_reduce(array, op).wait()
-    assert np.flatnonzero(np.isnan(array)).tolist() == sorted({r % count for r in range(size)})
-
-
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_ragged_gather(comm, count):
-    rank, size = comm.topology.rank, comm.topology.world_size
-    for _ in range(2):
-        work = comm.all_gather_ragged(data(rank, count * rank, "int64"))
-        work.wait()
-        assert [part.tolist() for part in work.parts] == [data(r, count * r, "int64").tolist() for r in range(size)]
-
-
 def test_many_at_once_keep_their_order(comm):
     rank, size = comm.topology.rank, comm.topology.world_size
 
@@ -194,14 +155,6 @@ def test_operation_on_a_busy_array_sees_the_earlier_result(comm, count):
     assert set(array.tolist()) == set(gathered.tolist()) == {float(size**3)}
 
 
-def test_gather_into_an_array_that_holds_the_own_part(comm):
-    rank, size = comm.topology.rank, comm.topology.world_size
-    whole = np.full((size, 5), -1, np.float32)
-    whole[rank] = rank
-    comm.all_gather(whole[rank], whole).wait()
-    assert whole.tolist() == [[r] * 5 for r in range(size)]
-
-
 def test_many_operations_at_once_use_few_buffers(comm):
     rank, size = comm.topology.rank, comm.topology.world_size
     arrays = [np.full(10_000, rank + i, np.float32) for i in range(20)]
@@ -215,18 +168,6 @@ def test_many_operations_at_once_use_few_buffers(comm):
         buffers.append(comm.core.scratch_count)
     assert [array[0] for array in arrays] == [size - 1 + i for i in range(20)]
     assert max(buffers) <= max(before, 2 * len(arrays))  # an agreement and a flow each
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_wire_memory(comm, dtype):
-    array = comm.empty(1001, dtype)
-    assert array.shape == (1001,)
-    assert array.dtype == ("uint16" if dtype == "bfloat16" else dtype)
-    assert array.ctypes.data % 64 == 0
-    with pytest.raises(UsageError):
-        comm.empty(-1)
-    with pytest.raises(UsageError):
-        comm.empty(1, "complex64")
 
 
 def test_forked_child_is_no_rank(comm):

@@ -154,14 +154,6 @@ def test_signals_end_ranks_that_do_not_handle_them(signum):
     assert "attempt" not in ended.stderr
 
 
-def test_interrupt_of_main_is_one_line():
-    program = start(2, LAUNCHED, "stay")
-    program.read_lines(2)
-    program.process.send_signal(signal.SIGINT)
-    ended = program.end()
-    assert (ended.code, ended.stderr) == (130, "distopt run: SIGINT: all 2 ranks have ended\n")
-
-
 @pytest.mark.slow
 def test_signals_reach_ranks_that_save_their_states(tmp_path):
     program = start(2, SCRIPT, "save", str(tmp_path))

@@ -47,11 +47,11 @@ def batch(step: int, ranks: range, dtype=np.float32) -> tuple[tensor.Tensor, ten
     return tensor.Tensor.of(x.astype(dtype)), tensor.from_numpy(y)
 
 
-def build(optimizer, norm=layer.SyncBatchNorm2d, use_graph: bool = False, dtype=np.float32) -> Net:
+def build(optimizer, norm=layer.SyncBatchNorm2d, dtype=np.float32) -> Net:
     tensor.Tensor((1,)).device.SetRandSeed(3)
     net = Net(norm)
     net.set_optimizer(optimizer)
-    net.compile([batch(0, range(1), dtype)[0]], is_train=True, use_graph=use_graph)
+    net.compile([batch(0, range(1), dtype)[0]], is_train=True)
     return net
 
 
@@ -76,19 +76,6 @@ def trained(optimizer, dtype: str) -> dict[str, np.ndarray]:
         found, expected = (one(batch(9, range(1), dtype)[0]).to_numpy() for one in (net, whole))
         np.testing.assert_allclose(found, expected, rtol=20 * tolerance, atol=20 * tolerance)
     return {"states": states(net)}
-
-
-def replayed(optimizer) -> dict[str, np.ndarray]:
-    found = []
-    for use_graph in (False, True):
-        own = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=100)
-        net = build(own, use_graph=use_graph)
-        for step in range(STEPS):
-            net(*batch(step, range(own.global_rank, own.global_rank + 1)))
-        assert net.graph_replays == (STEPS - 3 if use_graph else 0)
-        found.append(states(net))
-    np.testing.assert_array_equal(*found)
-    return {"states": found[0]}
 
 
 def gradients(optimizer) -> dict[str, np.ndarray]:
@@ -149,12 +136,6 @@ def refused(optimizer) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_as_one_rank_with_all_batches(tmp_path, world_size, dtype):
     assert_equal_bits(on_ranks(tmp_path, world_size, trained, dtype), "states")
-
-
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_replay_sums_over_the_ranks(tmp_path, world_size):
-    assert_equal_bits(on_ranks(tmp_path, world_size, replayed), "states")
 
 
 @pytest.mark.slow(kept=2)

@@ -13,18 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = [
-    "BUILD",
-    "ROOT",
-    "environment",
-    "find_mpiexec",
-    "last_line",
-    "packages",
-    "rename_imports",
-    "run_within",
-    "stop_unless",
-]
-
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 _IMPORTED = ("pillow", "matplotlib", "scikit-learn")

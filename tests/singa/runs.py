@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["EDITS", "GROUPS", "Edit", "Run"]
-
 
 @dataclass(frozen=True)
 class Edit:

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["LINK", "NODES", "PACKAGES", "Cluster", "SlurmUnavailableError", "slurm"]
-
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libpmix-dev", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 LINK = "eth0"  # a node's interface to the others

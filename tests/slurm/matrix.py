@@ -41,8 +41,6 @@ from .ways import (
     try_way,
 )
 
-__all__ = ["main"]
-
 RESULTS = ROOT / "docs" / "results" / "slurm.md"
 LEAST_CORRECT = 9897  # of 10,000, after 14 epochs
 MOST_OFF_WIRE_BYTES = 1 << 20  # of one node that trains alone: Slurm's own messages

@@ -14,20 +14,6 @@ if TYPE_CHECKING:
 
     from .cluster import Cluster
 
-__all__ = [
-    "CASES",
-    "PYTORCH_CASES",
-    "PYTORCH_WHOLE_RUN",
-    "TEMPLATE_CASES",
-    "WHOLE_RUN",
-    "Case",
-    "Ending",
-    "try_case",
-    "undisturbed",
-    "undisturbed_ddp",
-    "undisturbed_template",
-]
-
 OPTIONS = "--epochs 8 --batch-size 32 --checkpoint-every 100000"  # so that it is the signal that saves
 WHOLE_RUN = "--epochs 14 --batch-size 64 --checkpoint-every 100000"
 PYTORCH_WHOLE_RUN = "--log-interval 100 --digest"  # and the defaults of the example

@@ -19,23 +19,6 @@ from .cluster import LINK
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-__all__ = [
-    "MOST_WIRE",
-    "PYTORCH_WAYS",
-    "ROOT",
-    "TEMPLATE",
-    "TEMPLATE_WAYS",
-    "WAYS",
-    "Outcome",
-    "Way",
-    "digits_of",
-    "environment",
-    "least_wire_bytes",
-    "ours",
-    "small_mnist",
-    "try_way",
-]
-
 ROOT = Path(__file__).parents[2]
 SCRIPT, DDP = "examples/mnist_slurm.py", "examples/pytorch/mnist_ddp.py"
 TEMPLATE = "PYTHON examples/template/train.py -batch_size 32 -log_every 10 -out HERE"

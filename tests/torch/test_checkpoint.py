@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distopt import checkpoint
-from distopt.errors import CheckpointError, StateError, UsageError
+from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.states import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
@@ -355,38 +355,6 @@ def test_checkpoints_of_another_job_are_refused_and_change_nothing(tmp_path, oth
     with pytest.raises(StateError, match=words):
         saved.resume()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(tmp_path, caplog):
-    objects = job(tmp_path, every=2)
-    objects[-1].resume()
-    train(*objects, 4)
-    objects[-1].close()
-    file = tmp_path / "step-0000000004" / "rank-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 4
-    file.write_bytes(data)
-    assert job(tmp_path)[-1].resume().step == 2
-    assert "is corrupt" in caplog.text
-
-
-def test_a_save_that_cannot_be_written_leaves_training_alone(tmp_path, caplog):
-    objects = job(tmp_path, every=1)
-    objects[-1].resume()
-    train(*objects, 1)
-    (tmp_path / "step-0000000002").write_text("in the way")
-    train(*objects, 1)
-    objects[-1]._wait()
-    assert "step 2 could not be saved" in caplog.text
-    assert train(*objects, 1) > 0
-    objects[-1].close()
-    assert job(tmp_path)[-1].resume().step == 3
-    (tmp_path / "step-0000000004").write_text("in the way")
-    objects = job(tmp_path, every=1)
-    objects[-1].resume()
-    train(*objects, 1)
-    with pytest.raises(CheckpointError, match="step 4 could not be saved"):
-        objects[-1].close()
 
 
 def test_the_files_are_those_of_nn_and_hold_no_pickle(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from distopt import autograd, layer, model, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
-from tests.users_rules import ByApply, ByHook, built_in
+from tests.users_rules import ByApply
 
 FEATURES, HIDDEN, CLASSES = 11, 7, 5
 PARTS = (3, 1, 4)  # batches of each update: the first of them lie inside no_sync
@@ -32,9 +32,7 @@ class Net(model.Model):
         return loss
 
 
-class Native(Net):
-    """Of operations that are replayed on the CPU."""
-
+class Unweighted(Net):
     def train_one_batch(self, x, y):
         loss = self.loss(self.forward(x), y)
         self.optimizer(loss)
@@ -133,26 +131,6 @@ def test_accumulation_equals_one_large_batch():
     whole(*(tensor.from_numpy(np.concatenate(arrays)) for arrays in zip(*batches, strict=True)), 1.0)
     for name, param in whole.get_params().items():
         np.testing.assert_allclose(parts.get_params()[name].array, param.array, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("make", [built_in, ByApply, ByHook])
-def test_replayed_steps_accumulate_to_the_bit(make):
-    results = []
-    for use_graph in (False, True):
-        rule = make(lr=0.05)
-        rule.clip_grad_norm = 0.5
-        net = build(rule, Native, use_graph=use_graph)
-        for number in range(14):
-            if number % 3 < 2:
-                with rule.no_sync():
-                    net(*tensors(number))
-            else:
-                net(*tensors(number))
-        assert net.graph_replays == (11 if use_graph else 0)
-        assert rule.step_counter.item() == 4
-        results.append({name: param.to_numpy() for name, param in net.get_params().items()})
-    for name, array in results[0].items():
-        np.testing.assert_array_equal(array, results[1][name])
 
 
 def test_parameters_that_the_last_loss_does_not_reach_are_updated_too(monkeypatch):

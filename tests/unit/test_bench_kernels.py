@@ -27,12 +27,6 @@ def test_ratios_are_to_the_read_and_to_distopt():
     ]
 
 
-@pytest.mark.parametrize("words", ["--ratio 0", "--ratio 1.1", "--ratio nan", "--count 0", "--isa mmx", "--peers jax"])
-def test_wrong_arguments(words, capsys):
-    assert main(["kernels", *words.split()]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize("isa", _core.supported_isas())
 def test_a_small_real_run(tmp_path, capsys, isa):
     path = tmp_path / "out.json"

@@ -18,14 +18,13 @@ from benchmarks.__main__ import main
 from benchmarks.networks.site import ListedSite, Site
 from benchmarks.peers import environments, lineup
 from benchmarks.peers.crew import Crew, CrewError, rank_command
-from benchmarks.peers.environments import Environment
-from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
+from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew
 from benchmarks.peers.ranks.all_reduce import measure
 from benchmarks.peers.ranks.pattern import PERIOD, Pattern
 from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
-from distopt.cli.bench import HEADER, Row, heading, size_range
+from distopt.cli.bench import Row, size_range
 from distopt.cli.values import byte_size
-from distopt.errors import MissingDependencyError, UsageError
+from distopt.errors import UsageError
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -59,38 +58,14 @@ def test_size_range(first, last, factor, item, sizes):
     assert size_range(first, last, factor, item) == sizes
 
 
-def test_sizes_by_name_are_whole_sorted_and_different():
-    assert all_reduce.whole_sizes(all_reduce.byte_sizes("1K,17,3,19,64"), 8) == [16, 64, 1024]
-    with pytest.raises(argparse.ArgumentTypeError, match="'' is not a size"):
-        all_reduce.byte_sizes("1K,")
-
-
 @pytest.mark.parametrize(
     "words",
     [
         "-b 1X",
-        "-b 8K -e 4K",
-        "-f 1",
-        "--np 1",
-        "--np two",
-        "-n 0",
-        "--dtype float8",
         "--backend single",
-        "--collective gossip",
-        "--collective all_gather --np 3 -b 8 -e 8",
-        "--sizes 3",
-        "--sizes 4K,many",
         "--peers openmpi,nccl",
-        "--speed 9",
-        "--emulate 3x2",
-        "--emulate 2x0",
         "--emulate 2x2 --np 4",
-        "--emulate 2x2 --backend mpi,shm",
-        "--emulate 2x2 --rate 1mile",
-        "--rate 1gbit",
         "--hosts /nowhere",
-        "--hosts /dev/null",
-        "--hosts /etc/hostname --emulate 2x1",
     ],
 )
 def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
@@ -133,23 +108,6 @@ def test_wrong_elements_are_counted(dtype, world_size):
         assert patterns[0].wrong(total) == 5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_the_data_of_one_rank_and_the_parts_of_a_sum(dtype):
-    count = PERIOD + 11
-    patterns = [Pattern(dtype, rank, 3) for rank in range(3)]
-    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(3)]
-    for pattern, array in zip(patterns, arrays, strict=True):
-        pattern.fill(array)
-    assert [patterns[0].strange(array, rank) for rank, array in enumerate(arrays)] == [0, 0, 0]
-    assert patterns[2].strange(arrays[0], 1) > count / 2
-    total = all_reduce_slowly(arrays, dtype)
-    parts = np.split(total, 4)
-    assert [patterns[0].wrong(part, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
-    assert patterns[0].wrong(parts[1]) > count / 8
-    arrays[1][[3, PERIOD]] = 0
-    assert patterns[0].strange(arrays[1], 1) == 2
-
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 ROW = Row("shm", "wire", 4 << 20, 1 << 20, "float32", 4, [3e-3, 1e-3, 2e-3], 1, 0)
 
@@ -175,14 +133,6 @@ def test_the_bandwidth_of_the_bus_by_collective(collective, factor, word):
     assert row.as_json()["redop"] == row.line(row).split()[3] == word
 
 
-def test_lines_stand_below_their_header():
-    other = Row("openmpi", "in place", 4 << 20, 1 << 20, "float32", 4, [5e-3], 1, 17)
-    line = other.line(ROW)
-    assert len(line) == len(HEADER.splitlines()[0])
-    assert " ".join(line.split()) == "4194304 1048576 float32 sum openmpi in place 5000.0 0.84 1.26 17 2.50"
-    assert line.index(" 17") + 3 == HEADER.index("#wrong") + len("#wrong")
-
-
 # -- crews -------------------------------------------------------------------------------------------------------------
 ECHO = """
 import json, os, socket, sys, time
@@ -195,7 +145,6 @@ for text in line.makefile():
     if request.get("hang") == int(rank):
         time.sleep(60)
     answer = {"error": "no idea"} if request.get("fail") == int(rank) else {"pid": os.getpid(), "got": request}
-    if request.get("name"): answer["rank"] = int(size) - 1 - int(rank)
     line.sendall(json.dumps(answer).encode() + b"\\n")
 """
 
@@ -206,24 +155,6 @@ def echo(code=ECHO, world_size=3):
 
 def gone(pid):
     return not Path(f"/proc/{pid}").exists()
-
-
-def test_a_crew_answers_again_and_again_and_leaves_nothing():
-    with echo() as crew:
-        first = crew.ask({"x": 1})
-        second = crew.ask({"x": 2})
-        folder = crew.folder
-    assert [answer["got"] for answer in first + second] == [{"x": 1}] * 3 + [{"x": 2}] * 3
-    assert [answer["pid"] for answer in first] == [answer["pid"] for answer in second]
-    assert all(gone(answer["pid"]) for answer in first)
-    assert not folder.exists()
-
-
-def test_answers_come_in_the_order_of_the_ranks():
-    with echo() as crew:
-        named = crew.ask({"name": True})
-        assert [answer["rank"] for answer in named] == [0, 1, 2]
-        assert [answer["pid"] for answer in crew.ask({})] == [answer["pid"] for answer in named]
 
 
 @pytest.mark.slow
@@ -239,38 +170,6 @@ def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request
         with pytest.raises(CrewError, match=message):
             crew.ask(request_)
     assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([sys.executable, "-c", "import sys; sys.exit('no such library')"], "before it was ready; no such library"),
-        (["/no/such/python"], "cannot start /no/such/python"),
-    ],
-)
-def test_a_crew_that_does_not_come_up(command, message):
-    crew = Crew("none", command, Site(2))
-    with pytest.raises(CrewError, match=message):
-        crew.__enter__()
-    assert not crew.folder.exists()
-
-
-def test_a_crew_that_never_comes(monkeypatch):
-    monkeypatch.setattr("benchmarks.peers.crew._START_SECONDS", 0.5)
-    with pytest.raises(CrewError, match="only 0 ranks came up"), echo("import time; time.sleep(60)"):
-        pass
-
-
-def test_an_unknown_transport_is_a_reason():
-    with Crew("all_reduce", rank_command(), Site(2)) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
-        crew.ask({"library": "telegraph"})
-
-
-def test_open_mpi_is_told_that_ranks_share_cores(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert Site(4).by_mpi("m", open_mpi=True) == ["m", "--oversubscribe", "-n", "4"]
-    assert Site(2).by_mpi("m", open_mpi=True) == ["m", "-n", "2"]
-    assert Site(4).by_mpi("m", open_mpi=False) == ["m", "-n", "4"]
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -290,38 +189,6 @@ def shell(monkeypatch, tmp_path):
     shell = argparse.Namespace(ran=ran, fail=None)
     monkeypatch.setattr(environments.subprocess, "run", fake)
     return shell
-
-
-def test_an_environment_is_made_once_and_announced(shell, capsys):
-    environment = Environment("peer", ("numpy", "peer==1.2"))
-    for _ in range(2):
-        environment.prepare()
-    assert len(shell.ran) == 2
-    assert shell.ran[1][-2:] == ["numpy", "peer==1.2"]
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "peer==1.2" in said
-    assert Environment("peer", ("numpy", "peer==1.3")).folder != environment.folder
-
-
-def test_a_failed_environment_is_no_environment(shell):
-    environment = Environment("peer", ("peer==1.2",))
-    shell.fail = "install"
-    for _ in range(2):
-        with pytest.raises(MissingDependencyError, match="No matching distribution"):
-            environment.prepare()
-    shell.fail = None
-    environment.prepare()
-    assert (environment.folder / "ready").exists()
-
-
-def test_a_peer_that_cannot_be_had_is_named_with_the_reason(shell):
-    shell.fail = "install"
-    with Lineup() as taking_part:
-        taking_part.add("mpich", lambda: mpi_crew("all_reduce", Site(2), "mpich"))
-        taking_part.add("gloo", lambda: torch_crew("all_reduce", Site(2)))
-    assert taking_part.candidates == []
-    assert taking_part.missing.keys() == {"mpich", "gloo"}
-    assert all("No matching distribution" in reason for reason in taking_part.missing.values())
 
 
 # -- all together ------------------------------------------------------------------------------------------------------
@@ -352,13 +219,6 @@ def test_a_small_real_run(tmp_path, capsys):
     lines = [line for line in out.splitlines() if not line.startswith("#")]
     assert len(lines) == len(rows)
     assert lines[0].split()[-1] == "1.00"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64"])
-def test_other_types_at_three_ranks(dtype, capsys):
-    code, out = bench(f"--np 3 -b 999 -e 999 -n 2 --dtype {dtype}", capsys)
-    assert code == 0, out
 
 
 @pytest.mark.slow
@@ -409,19 +269,6 @@ def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
 
 
 @pytest.mark.slow
-def test_mpi_beside_shared_memory(capsys):
-    pytest.importorskip("mpi4py")
-    code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi,hierarchical", capsys)
-    assert code == 0, out
-    assert {line.split()[4] for line in out.splitlines() if not line.startswith("#")} == {
-        "shm",
-        "mpi",
-        "hierarchical",
-        "floor",
-    }
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rate", ["", "--rate 1gbit"])
 def test_between_two_emulated_hosts(rate, capsys):
     pytest.importorskip("mpi4py")
@@ -434,15 +281,6 @@ def test_between_two_emulated_hosts(rate, capsys):
     assert {(row[0], row[4]) for row in rows} == {
         (n, who) for n in ("4096", "65536") for who in ("mpi", "hierarchical")
     }
-
-
-def test_the_hosts_of_a_file(tmp_path, capsys):
-    pytest.importorskip("mpi4py")
-    file = tmp_path / "hosts"
-    file.write_text("# these\nlocalhost:2\n")
-    code, out = bench(f"--hosts {file} -b 4K -e 4K -n 2 --backend mpi", capsys)
-    assert code == 0, out
-    assert "# 2 ranks (2 on localhost) on " in out
 
 
 def test_hosts_files(tmp_path):
@@ -458,17 +296,6 @@ def test_hosts_files(tmp_path):
         read("a b\n")
     with pytest.raises(UsageError, match="lists 1 ranks; at least 2"):
         read("a\n")
-
-
-def test_strangers_are_no_ranks():
-    join = "import socket, sys; t, _, p = sys.argv[2].rpartition('@'); h, _, p = p.rpartition(':'); p = int(p)\n"
-    join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
-    join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
-    join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
-    site = Site(1)
-    site.by_tcp = True
-    with Crew("none", [sys.executable, "-c", join], site) as crew:
-        assert crew.ask({}) == [{"rank": 0}]
 
 
 def own_mpiexec():
@@ -513,12 +340,6 @@ def test_the_other_ranks_of_torch(module):
         else:
             for task, who in hello[0]["kernels"]:
                 assert len(crew.ask({"task": task, "who": who, "samples": 3})[0]["seconds"]) == 3
-
-
-@pytest.mark.parametrize(("load", "said"), [(0.3, False), (3.0, True)])
-def test_a_busy_machine_is_said(load, said):
-    facts = {"cores": 2, "processor": "x", "host": "y", "load": load}
-    assert ("load average" in heading(facts)) is said
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -13,8 +12,6 @@ import pytest
 
 from benchmarks import train
 from benchmarks.__main__ import main
-from benchmarks.networks.site import Site
-from benchmarks.peers import lineup
 from benchmarks.peers.crew import CrewError
 from benchmarks.peers.environments import Environment
 from benchmarks.train import Result
@@ -45,14 +42,6 @@ def test_efficiency_and_ratio():
     assert alone.line(alone, both).split()[4:6] == ["100.0%", "0.62"]
     assert both.line(None, both).split()[4] == "-"
     assert len(both.line(alone, both)) == len(train._HEADER.splitlines()[0]) == len(train._HEADER.splitlines()[1])
-
-
-@pytest.mark.parametrize(
-    "words", ["--np 0", "--model resnet", "--batch-size -1", "--peers horovod", "--peers torch", "--backend nccl"]
-)
-def test_wrong_arguments(words, capsys):
-    assert main(["train", *words.split()]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_small_real_run(tmp_path, capsys):
@@ -104,18 +93,6 @@ def test_default_and_tuned_peers(peers, tmp_path, capsys):
     assert all(row["equal"] for row in rows)
 
 
-@pytest.mark.parametrize("who", PEERS)
-def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
-    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
-    monkeypatch.setattr(lineup, "Crew", lambda *_, env, **__: env)
-    env, _ = train.crew_of(who, Site(1), argparse.Namespace(batch_size=4))
-    if who == "torch-ddp":
-        assert not any(name.startswith("MALLOC") for name in env)
-    else:
-        assert env["MALLOC_TRIM_THRESHOLD_"] == env["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
-        assert env["MALLOC_TOP_PAD_"] == "67108864"
-
-
 def test_tuned_torch_trains_the_same_model():
     train_torch = pytest.importorskip("benchmarks.peers.ranks.train_torch")
 
@@ -145,13 +122,3 @@ def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
     out = capsys.readouterr().out
     assert ("# distopt: the ranks' parameters differ" if fault == "differ" else "# not measured: distopt x2") in out
     assert "\n distopt               1 " in out
-
-
-def test_between_hosts_contradictions_are_told(capsys):
-    for words, text in (
-        (["--rate", "1gbit"], "add --emulate 2x1"),
-        (["--emulate", "2x1", "--np", "2"], "contradict each other"),
-        (["--emulate", "2x1", "--backend", "shm"], "--backend shm does not reach another host"),
-    ):
-        assert main(["train", *words]) == 2
-        assert text in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 from distopt import autograd, device, layer, model, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core import changes
-from distopt.nn.core.mode import mode
 from distopt.nn.core.operation import Operation
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import matrix
@@ -244,8 +243,7 @@ class Net(model.Model):
         return loss
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_recorded_step_lets_its_inputs_change_between_calls_and_checks_nothing(graph, monkeypatch):
+def test_inputs_may_change_between_steps():
     rng = np.random.default_rng(3)
     cpu = device.get_default_device()
     images, labels = rng.standard_normal((5, 2, 2, 6, 6)).astype(F32), rng.integers(0, 4, (5, 2)).astype(np.int32)
@@ -253,26 +251,21 @@ def test_a_recorded_step_lets_its_inputs_change_between_calls_and_checks_nothing
     net = Net(lambda x: None)
     net.set_optimizer(opt.SGD(lr=0.1, momentum=0.9))
     cpu.SetRandSeed(3)
-    net.compile([x], is_train=True, use_graph=graph)
+    net.compile([x], is_train=True)
     losses = []
     for step in range(5):
         x.copy_from_numpy(images[step])
         y.copy_from_numpy(labels[step])
-        if net.graph_replays:
-            monkeypatch.setattr(changes, "check", lambda op: pytest.fail("a replay checks"))
         losses.append(net(x, y).item())
         x += 1
-    assert bool(net.graph_replays) == graph
     assert len(set(losses)) == 5
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_step_that_changes_its_input_before_backward_is_refused(graph):
+def test_a_step_that_changes_its_input_before_backward_is_refused():
     x, y = ramp(2, 2, 6, 6), Tensor((2,), dtype=tensor.int32)
     net = Net(shifted)
     net.set_optimizer(opt.SGD(lr=0.1))
-    net.compile([x], is_train=True, use_graph=graph)
+    net.compile([x], is_train=True)
     for _ in range(3):
         with pytest.raises(UsageError, match="gradient of Conv2d needs were changed in place"):
             net(x, y)
-    assert mode.ran is None

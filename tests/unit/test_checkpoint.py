@@ -432,6 +432,16 @@ def test_no_flipped_bit_goes_unnoticed(copy, caplog, file, place, bit):
         path.write_bytes(content)
 
 
+@pytest.mark.parametrize("wrong", [{1: 0}, {0: 1}, {0: 1, 1: 0}], ids=str)
+def test_a_file_of_another_rank_is_refused(copy, caplog, wrong):
+    """Each file is whole, and not where it belongs."""
+    newest = copy / step_name(3)
+    contents = [(newest / rank_file(rank)).read_bytes() for rank in range(RANKS)]
+    for rank, other in wrong.items():
+        (newest / rank_file(rank)).write_bytes(contents[other])
+    assert_refused(copy, "rank-0000", "of rank ", caplog=caplog)
+
+
 def json_or_none(content):
     try:
         return json.loads(bytes(content))
@@ -911,13 +921,6 @@ def test_misuse_is_told(tmp_path):
     with pytest.raises(UsageError, match="a Net has no states yet; call compile"):
         empty.save()
     empty.close()
-    weights = Weights(0)
-    weights.note = {1, 2}
-    saver = Checkpoint(tmp_path, weights=weights)
-    saver.resume()
-    with pytest.raises(UsageError, match=r"get_states\(\)\['note'\] is a set, which"):
-        saver.save()
-    saver.close()
 
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------

@@ -8,13 +8,7 @@ F32 = np.float32
 SIZES = [0, 1, 3, 15, 16, 17, 511, 4095, 4096, 5000, 70001]
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
-
-@pytest.fixture(params=_core.supported_isas(), autouse=True)
-def isa(request):
-    before = _core.isa()
-    _core.set_isa(request.param)
-    yield request.param
-    _core.set_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def unaligned(array):

@@ -20,7 +20,7 @@ public = lambda thing: [name for name in vars(thing) if not name.startswith("_")
 own = {"FUNCTIONS", "TYPES", "annotations", "Any"}
 print(json.dumps({
     "cupy": [*cupy.FUNCTIONS, *cupy.TYPES, "empty", "full", "zeros", "ones", "arange", "array", "asarray", "asnumpy",
-             "ascontiguousarray", "from_dlpack", "get_array_module", "shares_memory", "may_share_memory", "ndarray"],
+             "ascontiguousarray", "from_dlpack", "shares_memory", "may_share_memory", "ndarray"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
     "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer", "UnownedMemory", "Graph"],

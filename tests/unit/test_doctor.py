@@ -14,9 +14,8 @@ import pytest
 from distopt import cli
 from distopt.cli import doctor
 from distopt.cli.doctor import gpu, host, mpi
-from distopt.cli.doctor.ask import QUESTIONS, Ended, ask, run_bounded, unlaunched_environment
+from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
-from distopt.comm.gpu import dotted_version
 from distopt.errors import DistoptError
 
 
@@ -87,14 +86,6 @@ def test_marks_fit_the_encoding_of_the_output(encoding, mark):
     text = style.row("path", ok("/home/Jürgen/→", "see ✓"))
     assert text.startswith(mark)
     text.encode(encoding)
-
-
-def test_long_rows_continue_below_themselves(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    lines = Style.of(sys.stdout).row("long", ok("word " * 40, "cure " * 20)).splitlines()
-    assert len(lines) > 4
-    assert all(len(line) <= 70 for line in lines)
-    assert len({len(line) - len(line.lstrip()) for line in lines[1:4]}) == 1
 
 
 def test_the_real_doctor_ends_well(capfd):
@@ -177,18 +168,6 @@ def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):
     assert "pip install" in finding.cure
 
 
-def test_settings_name_the_variable(monkeypatch):
-    monkeypatch.setenv("DISTOPT_TIMEOUT", "soon")
-    assert host.settings().state == "failed"
-    assert "DISTOPT_TIMEOUT='soon'" in host.settings().found
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(host, "version_of", lambda name: None if name == "safetensors" else "1.0")
-    assert host.packages().found == "not installed: safetensors"
-    assert host.packages().cure == "pip install safetensors"
-
-
 # -- machine -----------------------------------------------------------------------------------------------------------
 def control_group(tmp_path, membership, files):
     for name, text in files.items():
@@ -216,14 +195,6 @@ def test_cpu_quota(tmp_path, membership, files, quota):
     assert control_group(tmp_path, membership, files) == quota
 
 
-@pytest.mark.parametrize(("quota", "cure"), [(None, False), (1.5, True), (64.0, False)])
-def test_cores_advise_when_the_quota_is_smaller_than_the_affinity(monkeypatch, quota, cure):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
-    assert bool(host.cores().cure) is cure
-
-
 @pytest.mark.parametrize(("free", "state"), [(1 << 30, "ok"), (0, "failed")])
 def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
     def refuse(name, flags):
@@ -235,12 +206,6 @@ def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
     assert finding.state == state
     assert "Operation not permitted" in finding.found
     assert "shm-size" in finding.cure
-
-
-def test_a_host_name_that_does_not_resolve(answer):
-    answer["resolve"] = DistoptError("gaierror: [Errno -2] Name or service not known")
-    assert host.host_name().state == "failed"
-    assert "/etc/hosts" in host.host_name().cure
 
 
 STEP = {
@@ -286,21 +251,6 @@ MPICH = {
 HYDRA = Ended(0, "HYDRA build details: Version: 5.0.2", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "vendor"),
-    [
-        ("Open MPI v5.0.11, package: Open MPI", "Open MPI"),
-        ("mpirun (Open MPI) 4.1", "Open MPI"),
-        ("prterun (PRRTE) 3.0", "Open MPI"),
-        ("Intel(R) MPI Library 2021.17, MPICH ABI", "Intel MPI"),
-        ("HYDRA build details:", "MPICH"),
-        ("something else", None),
-    ],
-)
-def test_vendor(text, vendor):
-    assert mpi.vendor_of(text) == vendor
-
-
 def test_mpi_library_row(answer, monkeypatch):
     answer["mpi"] = MPICH
     monkeypatch.setattr(mpi, "version_of", lambda name: "1" if name == "mpich" else None)
@@ -340,12 +290,6 @@ def test_mpiexec_is_tried(answer, monkeypatch, ended, state, text):
     assert finding.cure or state == "ok"
 
 
-def test_without_mpiexec(monkeypatch, tmp_path):
-    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(mpi.shutil, "which", lambda name: None)
-    assert mpi.launcher().state == "absent"
-
-
 @pytest.mark.parametrize(
     ("first", "said"),
     [
@@ -373,10 +317,6 @@ def test_the_mpiexec_beside_this_python_is_tried_first(answer, monkeypatch, tmp_
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 NO_LIBRARY = DistoptError("OSError: libcuda.so.1: cannot open shared object file: No such file or directory")
-H200 = {
-    "driver": "580.1",
-    "devices": [{"name": "H200", "memory_bytes": 141 << 30}, {"name": "MIG", "memory_bytes": None}],
-}
 
 
 def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
@@ -396,31 +336,6 @@ def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, dri
     assert extra in gpu.cupy().cure
     assert extra in gpu.cudnn().cure
     assert (gpu.nccl().state == "absent") == (extra in gpu.nccl().cure)
-
-
-def test_gpus_are_listed(answer, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    answer["devices"] = H200
-    assert gpu.devices().found == "0: H200 (141 GiB), 1: MIG (driver 580.1); CUDA_VISIBLE_DEVICES=1"
-
-
-def test_a_broken_driver_is_a_failure(answer):
-    answer.update(driver=DistoptError("OSError: cuDriverGetVersion returned 803"), devices=DistoptError("NVML 18"))
-    assert gpu.driver().state == "failed"
-    assert gpu.devices().state == "failed"
-
-
-@pytest.mark.parametrize(
-    ("number", "state", "text"), [(23203, "ok", "2.32.3"), (21805, "ok", "2.18.5"), (21600, "failed", "2.16.0")]
-)
-def test_nccl_versions(answer, monkeypatch, number, state, text):
-    answer["nccl"] = lambda major: {"version": number, "dotted": dotted_version(number), "path": f"/{major}/libnccl"}
-    answer["driver"] = {"version": 13000, "path": ""}
-    monkeypatch.setattr(gpu, "version_of", lambda name: None)
-    assert gpu.nccl().state == state
-    assert gpu.nccl().found == f"{text}, /13/libnccl"
-    monkeypatch.setattr(gpu, "version_of", lambda name: "13.6" if name == "cupy-cuda12x" else None)
-    assert gpu.nccl().found == f"{text}, /12/libnccl"  # CuPy's, as for communicators
 
 
 @pytest.mark.parametrize(("made", "fact", "cure"), [(False, "is not a file", "give the path"), (True, "short", "pip")])
@@ -451,22 +366,3 @@ def test_cudnn(answer, monkeypatch, said, state, text, cure):
     assert gpu.cudnn().state == state
     assert gpu.cudnn().found.startswith(text)
     assert cure in gpu.cudnn().cure
-
-
-def test_what_the_child_says_about_cudnn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=int, backend_version_string=str))
-    assert QUESTIONS["cudnn"]() == {"version": ""}
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert "cannot be imported" in QUESTIONS["cudnn"]()["missing_part"]
-
-    def not_found():
-        raise RuntimeError("Unable to find symbol cudnnGetVersion")
-
-    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=not_found, __version__="1.32.0"))
-    assert "cudnn-frontend 1.32.0 finds no libcudnn.so.9" in QUESTIONS["cudnn"]()["missing_part"]
-
-
-def test_two_cupys(answer, monkeypatch):
-    monkeypatch.setattr(gpu, "version_of", lambda name: "14.0" if "cuda" in name else None)
-    assert gpu.cupy().state == "failed"
-    assert gpu.cupy().cure == "keep one: pip uninstall cupy-cuda13x"

@@ -62,35 +62,6 @@ def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
 
 @pytest.mark.slow
 @pytest.mark.sweep
-def test_warp_operations(library):
-    out = np.zeros((64, 8), np.int32)
-    library.run_warp(pointer(out), 0)
-    library.synchronize(0)
-    for thread, found in enumerate(out.tolist()):
-        lane, base = thread % 32, thread // 32 * 32
-        ballot = sum(1 << i for i in range(32) if (base + i) % 3 == 0)
-        assert found[0] % 2**32 == ballot
-        assert found[1] == base + 5
-        assert found[2] == thread - (2 if lane >= 2 else 0)
-        assert found[3] == thread + (3 if lane % 8 < 5 else 0)
-        assert found[4] == thread ^ 1
-        assert found[5] == sum(range(base, base + 32))
-        assert found[6] == (base + 31 if lane % 2 else base)
-        assert found[7] == 13
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_atomics_and_threads_that_end_early(library):
-    count, largest = np.zeros(1, np.int32), np.zeros(1, np.uint64)
-    library.run_count(pointer(count), pointer(largest), 0)
-    library.run_early_exit(pointer(count), 0)
-    library.synchronize(0)
-    assert (count[0], largest[0]) == (7 * 33 + 32, 7 * 33 - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "fact"), [("diverged", "different operations"), ("waiting", "wait for each other")])
 def test_threads_that_cannot_meet_end_the_process_and_are_named(path, name, fact):
     code = f"import ctypes\nlib = ctypes.CDLL({str(path)!r})\nlib.run_{name}(None, 0)\nlib.synchronize(0)"
@@ -189,29 +160,6 @@ SCRIPTS = {
         cuda.memcpy_async(ctypes.addressof(page), device, size, D2H, first)
         assert page[0] == b"\\x02"
     """,
-    "queries make progress": """
-        event = cuda.event_create()
-        cuda.memset_async(device, 1, size, first)
-        cuda.event_record(event, first)
-        assert cuda.event_query(event)
-        assert byte(device) == 1
-        assert cuda.stream_query(first)
-    """,
-    "a task may say that it has to wait": """
-        calls, ready = [], threading.Event()
-        step = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: calls.append(0) or int(ready.is_set()))
-        event = cuda.event_create()
-        enqueue = ctypes.CDLL(None).emulation_enqueue
-        assert enqueue(ctypes.c_void_p(first), step, None) == 0
-        cuda.event_record(event, first)
-        cuda.memset_async(device, 1, size, first)
-        assert not cuda.event_query(event) and not cuda.stream_query(first) and len(calls) == 2
-        assert byte(device) == 0xFF
-        threading.Timer(0.05, ready.set).start()
-        cuda.stream_synchronize(first)
-        assert byte(device) == 1 and cuda.event_query(event)
-        assert enqueue(ctypes.c_void_p(12345), step, None) == 400
-    """,
     "memory that is given back too early is spoilt": """
         memory = cuda.pool_malloc(size, first)
         cuda.memset_async(memory, 7, size, first)
@@ -296,15 +244,6 @@ SCRIPTS = {
         cuda.stream_synchronize(first)
         assert byte(device) == 6
     """,
-    "the legacy stream does not wait for a recording": """
-        blocking = cuda.stream_create(False)
-        _cuda.begin_capture(blocking)
-        fails(906, cuda.memset_async, device, 1, size, 0)
-        fails(901, _cuda.end_capture, blocking)
-        _cuda.begin_capture(first)
-        cuda.memset_async(device, 1, size, 0)
-        _cuda.end_capture(first)
-    """,
     "a graph holds no copy from or to the host": """
         for to, source in ((device, pinned), (pinned, device)):
             _cuda.begin_capture(first)
@@ -317,34 +256,6 @@ SCRIPTS = {
                 raise AssertionError("no error")
         cuda.memset_async(device, 1, size, first)
         cuda.stream_synchronize(first)
-    """,
-    "wrong arguments are errors": """
-        fails(1, cuda.memcpy_async, device, device, size, H2D, first)
-        fails(1, cuda.memcpy_async, device, other, size + 1, 3, first)
-        fails(1, cuda.memset_async, pinned, 0, size, first)
-        fails(1, cuda.free, pinned)
-        fails(400, cuda.stream_synchronize, 12345)
-        cuda.stream_destroy(first)
-        fails(400, cuda.memset_async, device, 0, size, first)
-        fails(101, cuda.set_device, 8)
-    """,
-    "devices are those that are visible": """
-        os.environ["CUDA_VISIBLE_DEVICES"] = "6,2,9,1"
-        assert cuda.device_count() == 2
-        assert [cuda.pci_bus_id(i) for i in range(2)] == ["0000:07:00.0", "0000:03:00.0"]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        fails(100, cuda.device_count)
-        os.environ["DISTOPT_EMULATED_GPUS"] = "-1"
-        fails(35, cuda.device_count)
-    """,
-    "a stream that was destroyed still serves those who wait for it": """
-        event = cuda.event_create()
-        cuda.memset_async(device, 1, size, first)
-        cuda.event_record(event, first)
-        cuda.stream_destroy(first)
-        cuda.stream_wait_event(second, event)
-        cuda.stream_synchronize(second)
-        assert byte(device) == 1
     """,
 }
 

@@ -59,46 +59,6 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert "time.sleep(600)" not in ended, "what a part started ends with it"
 
 
-def test_the_table_is_written_after_every_part(tmp_path):
-    look = f"print(open({str(tmp_path / 'first-gpu.md')!r}).read().count('its turn has not come'))"
-    rows, _ = runs(
-        tmp_path, tuple(Part(f"part {i}", 20, ("-c", look if i else "print('first')"), ()) for i in range(4))
-    )
-    assert [row.says for row in rows] == ["first", "3", "2", "1"]
-
-
-@pytest.mark.slow
-def test_parts_for_which_no_time_is_left_are_not_run(tmp_path):
-    parts = tuple(Part(f"part {i}", 60, ("-c", "import time; time.sleep(60)"), ()) for i in range(2))
-    rows, _ = runs(tmp_path, parts, minutes=1.5 / 60)
-    assert [row.result for row in rows] == ["stopped after 1 s", "not run"]
-    assert "minutes are over" in rows[1].says
-
-
-@pytest.mark.parametrize(
-    ("results", "code"), [(["passed"], 0), (["passed", "not run"], 77), (["not run", "crashed"], 1), (["failed"], 1)]
-)
-def test_exit_code(results, code):
-    assert first_gpu.exit_code([first_gpu.Row("", result) for result in results]) == code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("allowed", ["", ", allow_module_level=True"])
-def test_a_file_of_which_all_tests_are_skipped_is_not_run(tmp_path, allowed):
-    skip = f"pytest.skip('no GPU here'{allowed})"
-    (tmp_path / "test_skips.py").write_text(f"import pytest\n{'' if allowed else 'def test_gpu(): '}{skip}\n")
-    parts = (Part("tests", 60, ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)), ()),)
-    rows, _ = runs(tmp_path, parts)
-    assert rows[0].result == "not run"
-    assert "1 skipped" in rows[0].says
-
-
-def test_without_a_gpu_five_minutes_suffice():
-    """They end the whole, look-around included, and no part may take them all."""
-    assert first_gpu.MINUTES_WITHOUT_GPU < 5
-    assert max(part.seconds for part in first_gpu.WITHOUT_GPU) < 60 * first_gpu.MINUTES_WITHOUT_GPU
-
-
 def test_every_part_names_something_that_exists():
     for part in (first_gpu.VERSIONS, *first_gpu.WITHOUT_GPU, *first_gpu.ON_GPU):
         for word in part.arguments:
@@ -139,45 +99,10 @@ def test_a_part_for_a_gpu(name):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-@pytest.mark.slow
-def test_the_tables_of_kernels():
-    """A sparse sum must at least write the result and read what is summed, so it can reach a copy's bandwidth."""
-    build.build()
-    code = """
-from tests.emulation import activate
-activate()
-from benchmarks import gpu
-from benchmarks.__main__ import main
-asked, copy_of = [], gpu.copy_of
-gpu.copy_of = lambda cupy, n: asked.append(n) or copy_of(cupy, n)
-gpu.device_ms = lambda cupy, *calls, **_: [(call(), 2.0)[1] for call in calls]
-main("gpu --only ceilings kernels select --elements 1000 --selected-from 1000".split())
-print(asked)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
-    *table, asked = ended.stdout.splitlines()
-    names = [line.split(" | ")[0] for line in table if "a copy of the same bytes" in line]
-    n_bytes = dict(zip(names, json.loads(asked)[1:], strict=True))  # the first is the ceiling
-    assert n_bytes["| sparse sum of 1 %, 1,000 elements"] == 4 * 1000 + 8 * 10
-    assert n_bytes["| cast to float16, 1,000 elements"] == 6 * 1000
-    assert "| copy, 1,000 elements | 2.000 ms | | 0 GB/s | |" in table
-
-
 def test_a_killed_peer():
     build.build()
     first, _ = run_ranks(test_peers.lose, 2, "killed", True, timeout=100.0)
     assert first.error is None, first.trace
-
-
-def test_spills_are_found():
-    report = (
-        "ptxas info    : Compiling entry function '_Zfew' for 'sm_80'\n    0 bytes stack frame, 0 bytes spill stores, "
-        "0 bytes spill loads\nptxas info    : Used 34 registers, used 1 barriers\n"
-        "ptxas info    : Compiling entry function '_Zmany' for 'sm_90'\n    8 bytes stack, 16 bytes spill stores, "
-        "24 bytes spill loads\nptxas info    : Used 255 registers\n"
-    )
-    assert first_parts.usage(report) == ([34, 255], ["'_Zmany' for 'sm_90': spills 16 bytes, loads 24"])
 
 
 # -- the pack ----------------------------------------------------------------------------------------------------------
@@ -227,13 +152,6 @@ def test_only_code_for_the_architecture_stays_in_a_library():
     again = bytearray(after)
     pack.cut(again, [90])
     assert again == after
-
-
-def test_a_container_of_an_unknown_form_is_refused():
-    wrong = bytearray(container(entry(2, 90, b"new")))
-    struct.pack_into("<H", wrong, 4, 2)
-    with pytest.raises(ValueError, match="unknown form; pack the library uncut"):
-        pack.cut(library(nv_fatbin=bytes(wrong)), [90])
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import subprocess
 import sys
 
 import numpy as np
@@ -274,9 +273,3 @@ def test_of_ranks_that_a_script_starts_itself_the_cause_is_printed_last(method, 
     ended = Program([sys.executable, str(script), method]).end()
     assert ended.stderr.count("Traceback") == 3
     assert ended.stderr.splitlines()[-1] == "TypeError: only 0-dimensional arrays"
-
-
-def test_the_command_alone_prints_its_help():
-    done = subprocess.run([sys.executable, "-m", "distopt"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "doctor" in done.stdout

@@ -20,14 +20,6 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    "command", ['install "NAME[mpi]"', "install NAME", "install -U 'NAME[mpi]' x", "add NAME; more"]
-)
-def test_the_pattern_finds_such_commands_and_not_those_of_a_folder_or_wheel(command):
-    assert BY_NAME.search(f"x; pip {command}".replace("NAME", "distopt"))
-    assert not BY_NAME.search(f"x; pip {command}".replace("NAME", "./distopt"))
-
-
 def test_no_file_has_pip_install_distopt_by_its_name():
     found = {
         f"{path.relative_to(ROOT)}: {line}"

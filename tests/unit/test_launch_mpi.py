@@ -72,15 +72,6 @@ def test_exit_code_of_sys_exit_is_that_of_the_job():
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["SystemExit", "return"])
-def test_rank_that_leaves_early_is_named_by_those_who_wait(how):
-    ended = mpiexec(2, SCRIPT, how)
-    assert ended.code != 0
-    assert "CommunicatorClosedError: rank 0 (host " in ended.stderr
-    assert "has closed the communicator" in ended.stderr
-
-
 def test_killed_rank_ends_the_job():
     assert mpiexec(2, SCRIPT, "SIGKILL").code != 0
 

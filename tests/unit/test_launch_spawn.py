@@ -198,22 +198,6 @@ def test_spawned_ranks_find_each_other(world_size, tmp_path):
     assert len(list(tmp_path.iterdir())) == world_size
 
 
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_that_a_script_starts_itself_find_each_other(method, tmp_path):
-    import multiprocessing
-
-    context = multiprocessing.get_context(method)
-    ticket = launch.Ticket()
-    processes = [context.Process(target=exchange, args=(ticket, rank, 2, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.slow
 def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     ranks = [LauncherInfo("srun", rank, 3, rank, 3, f"SLURM_PROCID={rank}") for rank in range(3)]

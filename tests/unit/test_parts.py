@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tests.parts import cover
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "from tests.parts import pytest_addoption, pytest_collection_modifyitems"
@@ -112,15 +107,3 @@ def test_the_parts_are_the_suite(collect):
         "test_a_value_is_slower[2-2]",
         "test_swept_but_for_the_quick_part[1]",
     ]
-
-
-@given(st.lists(st.frozensets(st.integers(0, 9)), min_size=1))
-def test_the_cover_has_every_value(cases):
-    chosen = cover(cases)
-    assert len(set(chosen)) == len(chosen)
-    assert set().union(*(cases[i] for i in chosen)) == set().union(*cases)
-
-
-def test_a_product_is_covered_by_as_many_cases_as_the_longest_parameter_has_values():
-    cases = [frozenset(enumerate(values)) for values in product(range(2), range(7), range(3))]
-    assert len(cover(cases)) == 7

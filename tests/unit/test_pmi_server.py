@@ -10,7 +10,6 @@ import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch.end_together.server import Server
-from distopt.launch.end_together.watch import Watch
 from distopt.launch.gate import proof
 from distopt.launch.launchers import LauncherInfo
 from distopt.launch.rendezvous import pmi
@@ -105,31 +104,6 @@ def test_ranks_exchange_values():
         assert ranks[1].ask("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
         assert ranks[1].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
         ranks[1].hang_up()
-
-
-def test_lost_rank_is_named_once(capfd):
-    with served(3):
-        ranks = join(3)
-        ranks[1].hang_up()
-        name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
-        text = f"{name} has ended before the others; see its output"
-        assert ranks[0].told() == ranks[2].told() == f"end 1 -1 {text}"  # for their reports: the server prints it
-        assert capfd.readouterr().err == f"{text}\n"
-        ranks[0].hang_up()
-        ranks[2].hang_up()
-
-
-def test_rank_that_has_left_is_not_missed():
-    with served():
-        ranks = join()
-        Watch.leave(ranks[1])
-        ranks[1].hang_up()
-        time.sleep(0.1)
-        assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
-        Watch.leave(ranks[0])
-        with pytest.raises(ConnectionError):  # no ranks left to serve
-            ranks[0].told()
-        ranks[0].hang_up()
 
 
 def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):

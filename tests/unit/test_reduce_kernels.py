@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,17 +12,6 @@ from distopt.comm.base import DTYPES, OPS
 from tests.conformance import nonfinite
 from tests.conformance.checks import COMBINATIONS, assert_same_bits, values
 from tests.conformance.oracle import bfloat16_to, reduce_in_rank_order
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(params=_core.supported_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _core.isa()
-    _core.set_isa(request.param)
-    yield request.param
-    _core.set_isa(before)
 
 
 def reduce(outputs: list, inputs: list, dtype: str, op: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.singa import unit
-from tests.singa.checkout import environment, rename_imports
+from tests.singa.checkout import environment
 
 CASES = """
 import os, time, unittest
@@ -50,16 +50,6 @@ def test_an_import_error_fails_all_cases(tmp_path):
     assert all("No module named 'absent_module'" in reason for reason in report.failed.values())
 
 
-def test_a_case_passes_if_it_passes_on_every_rank(tmp_path):
-    pytest.importorskip("mpi4py")
-    cases = CASES.replace("assertEqual([1], [2])", "assertNotEqual(MPI.COMM_WORLD.Get_rank(), 1)")
-    cases = "from mpi4py import MPI\n" + cases
-    (tmp_path / "test_dist.py").write_text(cases.split("    def test_c")[0])
-    report = unit.run_file(tmp_path, "test_dist.py", 3, environment())
-    assert report.passed == ["test_a_passes"]
-    assert list(report.failed) == ["test_b_fails"]
-
-
 @pytest.mark.slow
 def test_faults_are_named(report):
     listed = {"test_b_fails": "why", "test_g_passes": "why", "test_h": "why"}
@@ -75,13 +65,3 @@ def test_faults_are_named(report):
     assert unit.faults_of([report], {"test_opt.py": {"test_b_fails": "why"}}) == [
         "test_opt.py: 1 cases are listed; 0 of 6 may be"
     ]
-
-
-def test_only_imports_change(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    text = "from singa import opt\nif opt:\n    from singa.tensor import Tensor  # from singa import\nsinga = 'singa'\n"
-    (source / "x.py").write_text(text)
-    rename_imports(source, tmp_path / "target")
-    expected = text.replace("from singa", "from distopt", 2)
-    assert (tmp_path / "target" / "x.py").read_text() == expected

@@ -60,7 +60,7 @@ class Trainer(train.Trainer):
         else:
             net = resnet(name, setup["image_size"])
         batch = train.synthetic_batch(setup, self.rank)
-        self._net, self._x, self._y = compiled(self._dist_opt, batch, use_graph=True, net=net)
+        self._net, self._x, self._y = compiled(self._dist_opt, batch, net=net)
         self.about = f"distopt, {where.name} communicator{_blas()}"
 
     def step(self) -> None:

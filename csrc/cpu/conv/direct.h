@@ -1,4 +1,4 @@
-// Convolution of stride 1 of images with few channels, which stay in the first cache: nothing is lowered. Included by
+// Convolution of stride 1 of images with few channels, which stay in the L1 cache: nothing is lowered. Included by
 // conv.cpp.
 //
 // Forward, the rows of B are the image itself, moved by a tap. Backward after max pooling, only the largest of a window

@@ -2,11 +2,11 @@
 // pixels (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016, sections 4.1 and 4.2). A tile
 // d gives
 //
-//   y = A^T ((G g G^T) * (B^T d B)) A    where * multiplies the 64 "frequencies" of a tile, each for itself,
+//   y = A^T ((G g G^T) * (B^T d B)) A    where * multiplies the 64 "frequencies" of a tile one by one,
 //
-// and the sum over channels makes a product of matrices of each frequency. A tile takes 64 multiplications for 400 of
-// the direct sum with 5 x 5, 324 with 3 x 3. Backward is the adjoint of each step. For float32 only: the results are
-// wrong by about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv.cpp.
+// and the sum over channels is a matrix product for each frequency. A tile takes 64 multiplications; the direct sum
+// takes 400 with 5 x 5, and 324 with 3 x 3. The backward pass is the adjoint of each step. For float32 only: the error
+// is about 2e-6 standard deviations of the results, and 1e-7 by the direct sum. Included by conv.cpp.
 #pragma once
 
 #include "cpu/conv.h"
@@ -102,16 +102,16 @@ class Winograd {
   static constexpr Index kLine = 64 / sizeof(float);
   static constexpr Index kWidth = kLanes<float> > kTile ? kLanes<float> : kTile;
   // Input and output channels of all tiles of a chunk, 1 MiB over all frequencies: each chunk reads and writes the
-  // whole gradient of the weight, which costs more than leaving the second cache.
+  // whole gradient of the weight, which costs more than exceeding the L2 cache.
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
-  // Weights whose frequencies, twice as many as these times 64, take 32 MiB.
+  // Elements of the largest weight: its frequencies, 64 for each and in two layouts, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
 
   // The chunks decide about the order of sums, so they have one size on every set.
   Index most_of_tile() const { return round_up(s_.c, kMostLanes<float>) + round_up(s_.m, kMostLanes<float>); }
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
-  // transposed [m][c]. An odd number of lines of the cache keeps frequencies from competing for a few sets of it.
+  // transposed [m][c]. An odd number of cache lines keeps frequencies from competing for a few sets of the cache.
   static Index slice(Index elements) { return ((elements + kLine - 1) / kLine | 1) * kLine; }
   Index c_slice() const { return slice(chunk_ * c_row_); }
   Index m_slice() const { return slice(chunk_ * m_row_); }
@@ -132,8 +132,8 @@ class Winograd {
     const Index y = tile_y * kEdge, x = tile_x * kEdge;
     for (Index c = 0; c < channels; c += kTile)
       f(c,
-        Block{rows * columns, columns, smaller(kTile, channels - c), smaller(edge, rows - y),
-              smaller(edge, columns - x)},
+        PlaneBlock{rows * columns, columns, smaller(kTile, channels - c), smaller(edge, rows - y),
+                   smaller(edge, columns - x)},
         (c * rows + y) * columns + x);
   }
 
@@ -149,14 +149,14 @@ class Winograd {
 
   void expand_input(const float* x, Index tile, float* out) const {
     x += tile / per_image_ * s_.c * s_.h * s_.w;
-    for_input(tile % per_image_, [&](Index c, const Block& block, Index at) {
+    for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       expand_block<kInput, kTile>(block, x + at, out + c, c_slice());
     });
   }
 
   void contract_input(const float* in, Index tile, float* dx) const {
     dx += tile / per_image_ * s_.c * s_.h * s_.w;
-    for_input(tile % per_image_, [&](Index c, const Block& block, Index at) {
+    for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       contract_block<kInput, kTile>(block, in + c, c_slice(), false, [&](Index plane, Index row, Eight v) {
         float* const to = dx + at + plane * block.plane + row * block.row;
         store_eight(to, load_eight(to, block.columns) + v, block.columns);
@@ -165,7 +165,7 @@ class Winograd {
   }
 
   void expand_slope(const float* slope, Index tile, float* out) const {
-    for_output(tile, [&](Index m, const Block& block, Index at) {
+    for_output(tile, [&](Index m, const PlaneBlock& block, Index at) {
       expand_block<kOutput<kEdge>, kEdge>(block, slope + at, out + m, m_slice());
     });
   }
@@ -173,7 +173,7 @@ class Winograd {
   void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
     // The frequency of point 1 reaches all outputs equally.
     for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
-    for_output(tile, [&](Index m, const Block& block, Index at) {
+    for_output(tile, [&](Index m, const PlaneBlock& block, Index at) {
       contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {
         store_eight(y + at + plane * block.plane + row * block.row, v, block.columns);
       });

@@ -14,27 +14,27 @@ typedef std::int32_t EightIntegers __attribute__((vector_size(32)));
 // In memory; GCC 12 copies 32 bytes by halves, which a load of the whole then has to wait for.
 typedef float EightAnywhere __attribute__((vector_size(32), aligned(4), may_alias));
 
-// Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next in nothing
-// but the signs of odd columns.
+// Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next row only
+// in the signs of odd columns.
 template <Index K>
-struct Matrix {
+struct Transform {
   float at[kTile][K];
 };
 
-constexpr Matrix<8> kInput = {{{1, 0, -5.25f, 0, 5.25f, 0, -1, 0},
-                               {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
-                               {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},
-                               {0, 0.5f, 0.25f, -2.5f, -1.25f, 2, 1, 0},
-                               {0, -0.5f, 0.25f, 2.5f, -1.25f, -2, 1, 0},
-                               {0, 2, 4, -2.5f, -5, 0.5f, 1, 0},
-                               {0, -2, 4, 2.5f, -5, -0.5f, 1, 0},
-                               {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}}};  // B^T
+constexpr Transform<8> kInput = {{{1, 0, -5.25f, 0, 5.25f, 0, -1, 0},
+                                  {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
+                                  {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},
+                                  {0, 0.5f, 0.25f, -2.5f, -1.25f, 2, 1, 0},
+                                  {0, -0.5f, 0.25f, 2.5f, -1.25f, -2, 1, 0},
+                                  {0, 2, 4, -2.5f, -5, 0.5f, 1, 0},
+                                  {0, -2, 4, 2.5f, -5, -0.5f, 1, 0},
+                                  {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}}};  // B^T
 
 // The powers 0 ... K - 1 of each point, times a factor.
 template <Index K>
-constexpr Matrix<K> powers(const float (&factor)[kTile]) {
+constexpr Transform<K> powers(const float (&factor)[kTile]) {
   constexpr float points[kTile - 1] = {0, 1, -1, 2, -2, 0.5f, -0.5f};
-  Matrix<K> m = {};
+  Transform<K> m = {};
   for (Index i = 0; i < kTile - 1; ++i) {
     float power = factor[i];
     for (Index k = 0; k < K; ++k, power *= points[i]) m.at[i][k] = power;
@@ -44,9 +44,9 @@ constexpr Matrix<K> powers(const float (&factor)[kTile]) {
 }
 
 template <Index K>
-constexpr Matrix<K> kWeight = powers<K>({1, -2.f / 9, -2.f / 9, 1.f / 90, 1.f / 90, 32.f / 45, 32.f / 45, 1});  // G
+constexpr Transform<K> kWeight = powers<K>({1, -2.f / 9, -2.f / 9, 1.f / 90, 1.f / 90, 32.f / 45, 32.f / 45, 1});  // G
 template <Index K>
-constexpr Matrix<K> kOutput = powers<K>({1, 1, 1, 1, 1, 1, 1, 1});  // A
+constexpr Transform<K> kOutput = powers<K>({1, 1, 1, 1, 1, 1, 1, 1});  // A
 
 // A sum of multiples; the factors are constants once the loops below are unrolled, and zeros vanish.
 struct Accumulator {
@@ -185,14 +185,14 @@ template <Index K>
 constexpr Index kRows = K == kTile / 2 ? 2 : 1;
 
 // Up to 8 planes of an array, and the part of a block of K x K that exists.
-struct Block {
+struct PlaneBlock {
   Index plane, row;  // steps, in elements
   Index planes, rows, columns;
 };
 
 // out[frequency] = m (the block) m^T, of 8 planes; missing elements count as 0.
 template <const auto& m, Index K>
-void expand_block(const Block& b, const float* from, float* out, Index slice) {
+void expand_block(const PlaneBlock& b, const float* from, float* out, Index slice) {
   Eight half[kTile][K], all[kTile];
   {
     Eight pixels[K][K];
@@ -221,7 +221,7 @@ void expand_block(const Block& b, const float* from, float* out, Index slice) {
 // The block m^T in[frequency] m of 8 planes: calls f(plane, row, its K elements, the rest of the lanes being
 // undefined).
 template <const auto& m, Index K, class F>
-void contract_block(const Block& b, const float* in, Index slice, bool relu, F f) {
+void contract_block(const PlaneBlock& b, const float* in, Index slice, bool relu, F f) {
   Eight half[K][kTile];
   for (Index j = 0; j < kTile; ++j) {
     Eight column[kTile];

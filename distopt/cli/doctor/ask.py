@@ -1,4 +1,4 @@
-"""Questions to child processes with a timeout, so that a library that crashes or hangs does so there."""
+"""Questions to child processes with a timeout: there, a library may crash or hang."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | No
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

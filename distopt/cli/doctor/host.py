@@ -18,7 +18,7 @@ _REQUIRED = ("numpy", "safetensors", "threadpoolctl")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
-_RESOLVE_SECONDS = 5.0  # after which the doctor reports that the name has no address
+_RESOLVE_SECONDS = 5.0  # then the doctor reports that the name has no address
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def cores() -> Finding:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """CPU quota of this process's control groups, in cores; None if there is no limit.
+    """CPU quota of this process's control groups, in cores; None without a limit.
 
     Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), from this process's group up to the root; the
     smallest limit applies. In a container, the process's own group is mounted as the root.

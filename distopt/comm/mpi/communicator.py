@@ -57,10 +57,10 @@ class MpiCommunicator(NativeCommunicator):
         """Collective.
 
         Args:
-            job: that of mpiexec.
+            job: the job of mpiexec.
             inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
-            chunk_bytes: size of the messages in which larger ones travel.
+            chunk_bytes: the largest size of a message; larger data are sent in several.
         """
         if inline_bytes is None:
             size = job.topology.world_size
@@ -85,7 +85,7 @@ class MpiCommunicator(NativeCommunicator):
         self._waits.core = self.core
         self._messages = MpiMessages(mpi, job.comm.Dup(), self._waits)
         self._waits.help = self._messages.advance
-        self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
+        self._farewell: Callable[[], None] = lambda: None  # of a subgroup; closes its own job
         close_at_exit(self)
 
     def progress(self) -> None:  # noqa: D102
@@ -132,7 +132,7 @@ class MpiCommunicator(NativeCommunicator):
         try:
             self.core.progress()  # refuses a communicator that is closed or has failed
             self._messages.start(message)
-        except CommunicatorError:  # recorded: `done` and `wait` raise it, whichever call meets it first
+        except CommunicatorError:  # recorded: the next `done` or `wait` raises it
             if self.closed:
                 raise
         return message

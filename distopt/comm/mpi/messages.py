@@ -1,7 +1,7 @@
 """Messages between two ranks over MPI, apart from the collectives and from their order.
 
-A header goes before the data, because MPI's tags are narrow, and it does not compare types. What arrives before its
-receive has begun is put aside, so that it holds up no other message.
+A header goes before the data, because MPI's tags are narrow, and it does not compare types. A message that arrives
+before its receive has begun is put aside, to delay no other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MpiMessage(MessageWork):
         peer: rank at the other end; -1: any, until the message has begun to arrive.
         header: tag, code of the type, elements.
         data: its bytes, the caller's memory.
-        requests: those of MPI, once it has begun to move.
-        early: the message that it takes over, if it began to come before its receive.
+        requests: MPI's, once the message has begun to move.
+        early: the message that it takes over, if this arrived, in part or whole, before its receive.
     """
 
     def __init__(self, messages: MpiMessages, sends: bool, peer: int, header: Array, data: Array) -> None:
@@ -49,7 +49,7 @@ class MpiMessage(MessageWork):
 
     @property
     def what(self) -> str:
-        """Local. What it carries, in words."""
+        """Local. Its count and type, as text."""
         return f"{self.header[2]:,} {_NAMES[self.header[1]]}"
 
     def done(self) -> bool:
@@ -65,7 +65,7 @@ class MpiMessage(MessageWork):
         return self.ended()
 
     def ended(self) -> bool:
-        """Local. Whether it has, as far as is known."""
+        """Local. Whether it has ended, as far as is known."""
         if self.early is not None and self.early.ended():
             self.data[:], self.requests, self.early = self.early.data, [], None
         return self.requests is not None and all(request.Test() for request in self.requests)
@@ -89,7 +89,7 @@ class MpiMessages:
     Args:
         mpi: the module `mpi4py.MPI`.
         comm: an MPI communicator that carries nothing else.
-        waits: those of its rank, whose communicator a wait for a message moves along.
+        waits: of its rank; a wait for a message also moves the collectives of their communicator.
     """
 
     def __init__(self, mpi: Any, comm: Any, waits: Waits) -> None:
@@ -97,8 +97,8 @@ class MpiMessages:
         self._comm = comm
         self.waits = waits
         self._awaiting: list[MpiMessage] = []
-        self._aside: list[MpiMessage] = []  # has come, or comes, before its receive
-        self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
+        self._aside: list[MpiMessage] = []  # has arrived, or arrives, before its receive
+        self._moving: list[MpiMessage] = []  # keeps them and their arrays alive
         self._has_refused = False
 
     def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
@@ -160,7 +160,7 @@ class MpiMessages:
         self._awaiting.append(message)
 
     def _take(self, source: int, header: Array) -> None:
-        """A message has begun to come."""
+        """Receive a message whose header has arrived."""
         message = next((m for m in self._awaiting if self._fits(m, source, header)), None)
         if message is None:
             data = np.empty(header[2] * storage_of(_NAMES[header[1]]).itemsize, np.uint8)
@@ -173,7 +173,7 @@ class MpiMessages:
         message.requests = [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(message.data)]
 
     def _fits(self, message: MpiMessage, source: int, header: Array) -> bool:
-        """Whether it is the one that `message` awaits; an error if it is, but of another type or length."""
+        """Whether it is the message that `message` awaits; an error if it is, but of another type or length."""
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False
         if not np.array_equal(message.header, header):

@@ -19,7 +19,7 @@ class MpiNotes:
 
     Attributes:
         waiting: when a rank was last heard to wait, on the clock of `time.monotonic`, by rank.
-        closed: number of collectives that a rank had finished when it closed, by rank.
+        closed: by rank, the number of collectives that it had finished when it closed.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:

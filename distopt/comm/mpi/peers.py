@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 
 from ...launch.processes import end_of
 
-# A rank counts as lost so long after its end. Messages that it sent before may arrive until then.
+# Then a rank that has ended counts as lost. Messages that it sent before may arrive until then.
 _PATIENCE_SECONDS = 0.5
 
 

@@ -19,8 +19,8 @@ from .peers import LocalPeers
 
 _log = logging.getLogger("distopt")
 
-_ANSWER_SECONDS = 0.2  # ranks that wait answer each other within it; a silent one is blamed
-_FAREWELL_SECONDS = 1.0  # at exit, a rank stops waiting for the others to close their communicators
+_ANSWER_SECONDS = 0.2  # ranks that wait answer each other within this time; a silent one is blamed
+_FAREWELL_SECONDS = 1.0  # then a rank that exits stops waiting for the others to close their communicators
 
 _closed: list[MpiNotes] = []
 
@@ -49,7 +49,7 @@ class Waits:
         self._mpi = mpi
         self._rank = job.topology.rank
         self.settings = Settings.from_env()
-        # First, because it does not wait without end for a rank that will not come, as Dup does.
+        # First, because it has a timeout: Dup would wait forever for an absent rank.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
         self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
@@ -68,7 +68,7 @@ class Waits:
         self.answer()
 
     def answer(self, *, asks: bool = False) -> None:
-        """Local. If others have said that they wait, say that this rank waits or polls, too; in any case if it `asks`.
+        """Local. If others note that they wait, note that this rank waits or polls, too; in any case if it `asks`.
 
         A silent rank is blamed. A rank answers once in a short time only: answers to answers would never end.
         """
@@ -125,7 +125,7 @@ class Waits:
             check: raises an error if it can end no more.
             describe: the wait as text, and the ranks that have not arrived.
             timeout: in seconds (default: `Settings.timeout`).
-            quiet: after so many seconds, for how long nothing has moved.
+            quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
         watch = Stopwatch()

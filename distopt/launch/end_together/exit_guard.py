@@ -6,7 +6,7 @@ one rank:
 - An uncaught exception prints its traceback and calls MPI_Abort(1). The code of an error of distopt is the error's own,
   Ctrl-C gives 130.
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before. MPICH's
-  mpiexec ends with 9 instead of n where it had to kill another rank.
+  mpiexec ends with 9 instead of n if it has to kill another rank.
 - `os._exit(0)` and C's `exit(0)` print a line, and end this process with code 1. After the job was closed,
   `os._exit(0)` calls MPI_Finalize first.
 
@@ -86,12 +86,12 @@ class ExitGuard:
             end_with_parent(launched=True)
 
     def watch(self, job: object) -> None:
-        """Local. A job has been joined."""
+        """Local. Watch this process, which has joined a job."""
         self._jobs.add(id(job))
         self._left = False
 
     def forget(self, job: object) -> None:
-        """Local. A job has been closed. If it was the last, this process leaves no peer behind."""
+        """Local. Stop watching for a job that has been closed. After the last one, this process may end early."""
         if id(job) in self._jobs:
             self._jobs.remove(id(job))
             self._left = not self._jobs
@@ -170,8 +170,7 @@ class ExitGuard:
     def abort(self, code: int) -> None:
         """Local. End all ranks of the launcher's job."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
-                stream.flush()
+            _try(stream.flush)
         time.sleep(mpi_quirks.FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
             if self.others is not None:
@@ -180,8 +179,13 @@ class ExitGuard:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
-        sys.stderr.write(text)
+    _try(partial(sys.stderr.write, text))
+
+
+def _try(use: Callable[[], object]) -> None:
+    """Use a standard stream, if that is possible."""
+    with contextlib.suppress(OSError, ValueError):  # its reader has ended; the script has closed it
+        use()
 
 
 def finalize_at_exit(mpi: Any) -> None:

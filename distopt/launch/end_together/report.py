@@ -4,11 +4,11 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
 
 - `begun`: the script and the function have been imported;
 - `leaves`: whether, from now on, the rank ends by itself after a signal ("does");
-- `left`: it does so now, because of one, together with all other ranks;
+- `left`: it ends now, because of a signal, together with all other ranks;
 - `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
   processes of a host have), and whether as a consequence of another rank's end ("is_consequence").
 
-A program that does not run distopt says nothing; of its end, only the exit status is known.
+A program that does not run distopt sends no messages; only the exit status of its end is known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reports:
     def find(self) -> None:
         """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
         agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
-        if agent == str(os.getppid()):  # else the variable belongs to a process further up
+        if agent == str(os.getppid()):  # else the variable belongs to an ancestor
             with contextlib.suppress(OSError):  # the program has closed it
                 if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
                     self.open(int(fd))
@@ -56,11 +56,12 @@ class Reports:
         self._fd, self._pid = fd, os.getpid()
 
     @property
-    def is_heard(self) -> bool:  # noqa: D102
+    def is_heard(self) -> bool:
+        """Local. Whether this process has a supervisor that reads its reports."""
         return self._fd >= 0 and os.getpid() == self._pid
 
     def say(self, what: str, **content: Any) -> None:
-        """Local. Send a message, if there is anybody to hear it."""
+        """Local. Send a message, if there is a supervisor."""
         if self.is_heard:
             line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
             with contextlib.suppress(OSError):  # the supervisor has ended
@@ -71,7 +72,7 @@ class Reports:
         """Local. Say why this rank fails, once; later failures follow from it.
 
         Args:
-            code: the exit code with which it is about to end.
+            code: the exit code of its end.
             text: why.
             error: the exception, if that is why; it records whether it is a consequence of another rank's end.
             is_consequence: whether this end is known to be one.

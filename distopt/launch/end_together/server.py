@@ -31,7 +31,6 @@ import sys
 from ..gate import Gate, Link, proof, turn
 from ..stopwatch import Stopwatch
 
-_LOOK_SECONDS = 0.2
 _ENDED = "has ended before the others; see its output"
 _UNREACHABLE = "cannot be reached; see whether its host and the network are up"
 
@@ -53,7 +52,7 @@ class Server(Gate):
         listener: a listening TCP socket.
         key: the job's key.
         size: number of ranks.
-        timeout: seconds within which all ranks must join.
+        timeout: seconds that the ranks have to join.
         parent: process id of rank 0, the parent of this process.
     """
 
@@ -84,7 +83,7 @@ class Server(Gate):
     def _run(self) -> None:
         watch = Stopwatch()
         while not self._ended and len(self._finalized) < self._size:
-            turn(self._selector, _LOOK_SECONDS)
+            turn(self._selector)
             self._drop_slow_strangers()
             if watch.seconds() > self._timeout and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
@@ -114,7 +113,7 @@ class Server(Gate):
         if links is self._watchers and len(self._watchers) == self._size:
             self._began = True
             for watcher in self._watchers.values():
-                self._send(watcher, "go\n")
+                self._send(watcher, "go")
 
     def _lost(self, link: Link) -> None:
         # The last messages of the rank may still be unread on its other connection.
@@ -137,11 +136,11 @@ class Server(Gate):
             self._ended = True
             others = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
-                with contextlib.suppress(OSError):  # its reader has gone
+                with contextlib.suppress(OSError):  # its reader has ended
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(others, default=-1)
             for rank in others:
-                self._send(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
+                self._send(self._watchers[rank], f"{kind} {code} {speaker} {text}")
 
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
@@ -166,7 +165,7 @@ class Server(Gate):
             if len(self._waiting) == self._size:
                 self._waiting.clear()
                 for other in self._mpi.values():
-                    self._send(other, "cmd=barrier_out rc=0\n")
+                    self._send(other, "cmd=barrier_out rc=0")
             return
         elif command == "abort":
             self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
@@ -175,7 +174,7 @@ class Server(Gate):
             answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
         if command == "finalize":
             self._finalized.add(link.rank)
-        self._send(link, f"cmd={answer}\n")
+        self._send(link, f"cmd={answer}")
 
 
 def _exit_code(digits: str) -> int:
@@ -183,7 +182,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.end_together.watch.start_server`, which started this program, specified."""
+    """Serve with the arguments that `distopt.launch.end_together.watch.start_server` has passed to this program."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -29,13 +29,13 @@ from .report import supervisor
 
 _log = logging.getLogger("distopt")
 
-_LEAVE_SECONDS = 10.0
-_LISTEN_SECONDS = 2.0
+_LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
+_LISTEN_SECONDS = 2.0  # then a process that fails does not wait for what its siblings print
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
 class Absence:
-    """Ranks of this host that have not joined: warns about them, and notices when they cannot join any more.
+    """Watches for ranks of this host that have not joined: warns, and notices when they cannot join any more.
 
     Args:
         stall_warning: seconds before the warning.
@@ -55,7 +55,7 @@ class Absence:
             who: clause that names the missing ranks.
             absent: number of missing ranks.
             present: process ids of the ranks that have joined.
-            patience: seconds for which there must be too few processes before ranks count as lost.
+            patience: ranks count as lost after this number of seconds with too few processes.
 
         Raises:
             LaunchError: siblings have ended, and fewer are left than ranks are missing.
@@ -99,8 +99,11 @@ class Closable(Protocol):
     """A communicator, for this room."""
 
     @property
-    def closed(self) -> bool: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def closed(self) -> bool:
+        """Local. Whether it has been closed."""
+
+    def close(self) -> None:
+        """Local. Release it; the other ranks' operations then fail."""
 
 
 def speak_last(communicator: Closable) -> None:

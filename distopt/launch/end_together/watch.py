@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, say
 from ..mpi_quirks import end_waiting_daemon
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
 _RETRY_SECONDS = 0.01  # pause before the next call of a server that was absent
-# The connection may end that long before MPI_Finalize returns.
+# Then MPI_Finalize has not returned, and the end of the connection is a failure.
 _FINALIZED_SECONDS = 0.3
-
 
 # When a process ends, Linux closes the highest descriptors first. The server must notice the end before other ranks
 # notice it through MPI: that may crash them at once.
@@ -50,7 +49,7 @@ def start_server(
         listener: a listening socket; the caller closes it.
         key: 32 bytes that only the job's ranks know.
         size: number of ranks.
-        timeout: seconds within which all ranks must join.
+        timeout: seconds that the ranks have to join.
         speaks: whether it says on stderr why the job has failed.
 
     Raises:
@@ -80,7 +79,7 @@ class Watch:
         size: number of ranks.
         key: 32 bytes that only the job's ranks know.
         places: where the server may be: address and TCP port.
-        timeout: seconds after which to give up.
+        timeout: seconds that an attempt to connect lasts.
         source: where the addresses come from, for messages.
         speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
 
@@ -111,7 +110,7 @@ class Watch:
         self._source = source
         self._speaks = speaks
         self._left = False
-        self._patience = 0.0  # seconds by which this process outlives the failure of another rank
+        self._patience = 0.0  # seconds from the failure of another rank to the end of this process
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", timeout)
         with contextlib.suppress(OSError):  # the limit is lower
@@ -140,7 +139,7 @@ class Watch:
         self._say("left")
 
     def end_others(self, code: int) -> None:
-        """Local. This rank has failed, and has said so: end the others with this exit code."""
+        """Local. End the other ranks with this exit code, after this rank has reported its failure."""
         self._say(f"end {code}")
 
     def close(self) -> None:
@@ -175,14 +174,13 @@ class Watch:
             time.sleep(_RETRY_SECONDS)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            self._link.sendall(f"{line}\n".encode())
+        say(self._link, line)
 
     def _read_line(self) -> str:
         """The server's next message.
 
         Raises:
-            OSError: there is none: the server has ended (ConnectionError), or cannot be reached.
+            OSError: the server has ended (ConnectionError), or cannot be reached.
         """
         line = bytearray()
         while (byte := self._link.recv(1)) != b"\n":
@@ -209,7 +207,7 @@ class Watch:
             return
         kind, code, speaker, text = line.split(" ", 3)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
-        with contextlib.suppress(Exception):  # streams of the script's own; whatever they raise, this process ends
+        with contextlib.suppress(Exception):  # the script may have replaced the streams; this process ends in any case
             sys.stdout.flush()
             if text and int(speaker) == self._rank:
                 sys.stderr.write(f"{text}\n")
@@ -219,4 +217,4 @@ class Watch:
             if self._speaks:
                 end_waiting_daemon()
             self._abort(int(code))
-        os._exit(int(code))  # not by MPI_Abort, as others do at this moment: see `mpi_quirks`
+        os._exit(int(code))  # not by MPI_Abort, which other ranks call at this moment: see `mpi_quirks`

@@ -2,11 +2,11 @@
 
 `ForkServer` is the agent's side. This file is also the program of that process. Spare processes, forked in advance,
 take the orders. An order is a JSON object in a memory file, sent together with the descriptors that the rank gets. A
-spare is forked twice, so that the agent, to which the kernel gives orphans of its descendants, becomes its parent. With
+spare is forked twice, so that the agent becomes its parent: the kernel gives it the orphans of its descendants. With
 an order, it runs the script as the main module of an ordinary interpreter, with exit handlers.
 
 A fork of a process with several threads may hang, since locks of the others stay taken. OpenMP and BLAS libraries
-therefore get one thread here, and their numbers in the rank.
+therefore get one thread here, and their usual number in the rank.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ..threads import THREAD_VARIABLES
 from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-_FORK_SECONDS = 20.0
-_REST_SECONDS = 0.5  # a spare is replaced that much later: ranks that start have more use for the cores
-_AHEAD_SECONDS = 0.1  # the longest lead of rank 0
+_FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a forked rank
+_REST_SECONDS = 0.5  # delay of a new spare: ranks that start have more use for the cores
+_AHEAD_SECONDS = 0.1  # then another rank no longer waits for rank 0 to listen
 _N_FDS = 5  # the order, and the four for the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkServer:
-    """The process from which this one has its ranks forked.
+    """The process that forks the ranks of this one.
 
     Args:
         modules: names of the modules to import, in this order; failing imports are left out.
@@ -115,7 +115,7 @@ class ForkServer:
     def close(self) -> None:
         """Local. End the process; idempotent."""
         self.ready, self.ended = False, True
-        with contextlib.suppress(KeyError, ValueError):  # closed before
+        if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
         self._link.close()
         self._orders.close()
@@ -236,7 +236,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 
 def _let_listen(env: Mapping[str, str]) -> None:
-    """Let rank 0 be ahead: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
+    """Wait until rank 0 listens: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
     end = time.monotonic() + _AHEAD_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # not yet

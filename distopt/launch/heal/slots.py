@@ -1,4 +1,4 @@
-"""Memory of an agent in which its ranks keep their states: two slots for each, which it writes in turns.
+"""Memory of an agent, where its ranks keep their states: two slots for each rank, which it writes in turns.
 
 On several nodes there is a third: one of them stays until the next states have also gone to another node.
 A slot is a memory file. Its header says to which step the states belong, and is written after the rest: it makes the
@@ -39,7 +39,7 @@ class Slots:
 
     @property
     def variable(self) -> dict[str, str]:
-        """Local. The variable for the ranks."""
+        """Local. The environment variable that names the slots to the ranks."""
         return {VARIABLE: " ".join(map(str, self.fds))}
 
     @property

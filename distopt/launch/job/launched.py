@@ -52,6 +52,6 @@ class LaunchedJob(MultiprocessJob):
 
 
 def _leave(watch: Watch) -> None:
-    """At the end of the interpreter: an uncaught exception is a failure, which the others are notified of."""
+    """At the end of the interpreter, leave the job, unless an uncaught exception has ended it: that is a failure."""
     if getattr(sys, "last_value", None) is None:
         watch.leave()

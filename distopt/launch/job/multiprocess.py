@@ -33,7 +33,7 @@ from .topology import Topology
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16
-_SEEN_SECONDS = 2.0  # a process stays that long, so that siblings which start later see it
+_SEEN_SECONDS = 2.0  # how long a process stays after its message, for siblings that start later to see it
 
 
 def is_importing() -> bool:
@@ -71,7 +71,7 @@ def _parent() -> int:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that a process is by the variables with which it was started, if this process has the same."""
+    """The rank of a process by its variables at its start, if this process has the same variables."""
     with contextlib.suppress(OSError, LaunchError):  # it has ended; its variables contradict each other
         pairs = (os.fsdecode(pair).partition("=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         theirs = launcher({name: value for name, _, value in pairs})
@@ -86,7 +86,7 @@ def _print_once(text: str, *_: object) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         time.sleep(_SEEN_SECONDS)
-        if "PoolWorker" in current_process().name:  # `multiprocessing.Pool` would start others for ever
+        if "PoolWorker" in current_process().name:  # `multiprocessing.Pool` would start others forever
             with contextlib.suppress(OSError):  # the rank has ended
                 os.kill(_parent(), signal.SIGTERM)
 
@@ -118,7 +118,7 @@ class Ticket:
 
     Attributes:
         secret: the 16 bytes.
-        handed_out: number of processes, including this one, to which multiprocessing has pickled the ticket.
+        handed_out: number of processes that have the ticket: this one, and those that multiprocessing has sent it to.
     """
 
     secret: bytes = field(default_factory=_new_secret, repr=False)
@@ -147,7 +147,7 @@ class MultiprocessJob(Job):
 
     Raises:
         LaunchError: the other ranks have another ticket, or `local_rank` is not one of `world_size` ranks.
-        UsageError: a number is no integer.
+        UsageError: a number is not an integer.
     """
 
     def __init__(self, ticket: Ticket, local_rank: int, world_size: int) -> None:
@@ -184,7 +184,7 @@ class MultiprocessJob(Job):
 
 @contextlib.contextmanager
 def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
-    """Hold a name that only one process at a time can have. Without, two of rank 1 would wait for rank 0 in vain."""
+    """Hold a name that only one process at a time can have. Without it, two ranks 1 would wait for rank 0."""
     name = "\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as holder:
         try:

@@ -1,4 +1,4 @@
-"""The place of a process in a job, as far as whatever started it has said."""
+"""The place of a process in a job, as far as the process that started it has given it one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Origin:
     Attributes:
         invitation: ticket, rank and world size of the job whose `main` or `spawn` started this process, if one did.
         place: rank and world size, if `main` runs its function in this process, as a rank of a launcher's job.
-        tickets: the secrets of the tickets made here, and by which process: this one or one that it was forked from.
+        tickets: for each secret of a ticket made here, the process that made it: this one, or an ancestor by fork.
     """
 
     invitation: tuple[Any, int, int] | None = None

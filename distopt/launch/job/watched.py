@@ -13,7 +13,7 @@ from ..end_together.watch import Watch, start_server
 from ..gate import listen
 from .base import Job
 
-_JOIN_SECONDS = 5.0  # short, because the job can do without
+_JOIN_SECONDS = 5.0  # then a rank gives up joining the watch, which the job can do without
 _log = logging.getLogger("distopt")
 
 
@@ -26,7 +26,7 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
     """
     topology, offer, server = job.topology, b"", None
     if topology.rank == 0:
-        # No port or process may be had.
+        # All ports or processes may be in use.
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(32)
             server = start_server(listener, key, topology.world_size, timeout)

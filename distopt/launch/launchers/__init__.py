@@ -1,4 +1,4 @@
-"""Which launcher started a process: everything that is true of one launcher stands in its file.
+"""Which launcher started a process: everything that is true of one launcher is in its file.
 
 Imports the launchers' base and quirks of MPI libraries, and never knows how ranks are connected or supervised.
 A new launcher is a file with a subclass of `Launcher`, and a line in `LAUNCHERS`.

@@ -42,14 +42,14 @@ class Launcher(ABC):
         rank: the variable with the rank.
         size: the variable with the number of ranks.
         local_rank: the variable with the rank among the processes of the host.
-        local_size: the variable with the number of ranks of the host; None if there is none.
+        local_size: the variable with the number of ranks of the host; None without such a variable.
         prefixes: how its variables begin; a `distopt run` that it has started does not pass them on to ranks.
         may_start_launchers: whether its processes may be agents or daemons of another launcher, so that its numbers
             are not those of the ranks.
-        has_agents: whether it ends all ranks when one has failed or Ctrl-C was pressed, and reports it, once for all.
+        has_agents: whether it ends all ranks when one has failed or by Ctrl-C, and reports that once for all ranks.
         job_variables: the variables whose values together belong to one job only; the first two are always set. Empty
             if the launcher connects all ranks by itself.
-        address: with `job_variables`, the variable that says where rank 0 runs.
+        address: with `job_variables`, the variable that names the host of rank 0.
     """
 
     name: str

@@ -13,7 +13,9 @@ from .torchrun import Torchrun
 _RUN_ID = "DISTOPT_RUN_ID"
 
 
-class DistoptRun(Torchrun):  # noqa: D101
+class DistoptRun(Torchrun):
+    """`distopt run`, by torchrun's variables and DISTOPT_RUN_ID."""
+
     name = "distopt run"
     has_agents = True
 
@@ -42,8 +44,8 @@ class DistoptRun(Torchrun):  # noqa: D101
             local_size: number of ranks of this node.
             node: number of this node.
             nodes: number of nodes.
-            address: where PyTorch's rank 0 listens.
-            port: at which TCP port.
+            address: the host where PyTorch's rank 0 listens.
+            port: the TCP port there.
             attempt: how many times the ranks have been started before.
             restarts: how many times they may be started again.
         """

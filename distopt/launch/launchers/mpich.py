@@ -9,14 +9,16 @@ from .base import Launcher, LauncherInfo
 from .srun import SRUN
 
 
-class Mpich(Launcher):  # noqa: D101
+class Mpich(Launcher):
+    """mpiexec of MPICH or Intel MPI, by the variables of its process manager, Hydra."""
+
     name = "mpiexec of MPICH or Intel MPI"
     rank, size = "PMI_RANK", "PMI_SIZE"
     local_rank, local_size = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     prefixes = ("PMI_", "MPI_LOCAL", "HYDI_")
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. As of every launcher; srun --mpi=pmi2 numbers its tasks in these variables, too, and is then meant."""
+        """Local. See `Launcher.read`; None for tasks of srun --mpi=pmi2, which have these variables, too."""
         info = super().read(env)
         task = SRUN.read(env) if info is not None and "PMI_JOBID" in env else None
         return None if info is not None and task is not None and task.agrees(info) else info

@@ -8,7 +8,9 @@ from ..mpi_quirks import is_open_mpi
 from .base import Launcher
 
 
-class OpenMpi(Launcher):  # noqa: D101
+class OpenMpi(Launcher):
+    """mpiexec of Open MPI, by the variables OMPI_COMM_WORLD_*."""
+
     name = "mpiexec of Open MPI"
     rank, size = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
     local_rank, local_size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"

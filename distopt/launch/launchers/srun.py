@@ -23,7 +23,9 @@ _INTERACTIVE_STEP = "4294967290"  # the shell of salloc; SLURM_INTERACTIVE_STEP 
 _VARIABLES_OF_PLUGINS = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 
-class Srun(Launcher):  # noqa: D101
+class Srun(Launcher):
+    """srun, by the variables that Slurm sets for each task of a step."""
+
     name = "srun"
     rank, size, local_rank = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
     may_start_launchers = True

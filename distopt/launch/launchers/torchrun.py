@@ -14,7 +14,9 @@ from .base import Launcher, LauncherInfo
 from .srun import in_step
 
 
-class Torchrun(Launcher):  # noqa: D101
+class Torchrun(Launcher):
+    """torchrun, or a script that sets RANK and WORLD_SIZE itself."""
+
     name = "torchrun"
     rank, size = "RANK", "WORLD_SIZE"
     local_rank, local_size = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -23,7 +25,7 @@ class Torchrun(Launcher):  # noqa: D101
     address = "MASTER_ADDR"
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. As of every launcher; WORLD_SIZE alone, and RANK alone in a step of srun, are a job script's."""
+        """Local. See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
         is_alone = self.size not in env and in_step(env)
         return super().read(env) if self.rank in env and not is_alone else None
 

@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call, listen, turn
+from ..gate import (
+    CONNECT_SECONDS,
+    LONGEST_CALL_SECONDS,
+    RefusedError,
+    SilentError,
+    StrangerError,
+    call,
+    listen,
+    say,
+    turn,
+)
 from ..heal.slots import Slots
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
@@ -37,13 +47,12 @@ if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
     from .options import RunOptions
 
-_LOOK_SECONDS = 0.2
-_RETRY_SECONDS = 0.03
-_FOREIGN_SECONDS = 3.0  # another program may still hold the endpoint for so long
+_RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
+_FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_STILL_SECONDS = 1.0  # the last lines of a job that has failed, or must end, wait so long for a reader that takes none
-_RECONNECT_SECONDS = 0.25  # time for one attempt
-# A rank may be stopped so long before the others when the whole job is, by scontrol suspend, for example.
+_STILL_SECONDS = 1.0  # then the last lines of a job that has failed, or must end, are dropped if no reader takes them
+_RECONNECT_SECONDS = 0.25  # then an attempt to reach a lost owner gives up
+# Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
@@ -132,7 +141,7 @@ class _Agent:
                 before, clock = unread, Stopwatch()
             elif (self._code or self._caught or ending) and clock.seconds() > _STILL_SECONDS:
                 break
-            turn(self._selector, _LOOK_SECONDS)
+            turn(self._selector)
         for output in self._outputs:
             output.close()
         self._held.close()
@@ -236,7 +245,7 @@ class _Agent:
         elif do == "end" and self._ranks is not None:
             self._make_room()
             if message["patience"]:
-                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # the ranks have got it, too
+                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
             else:
@@ -356,8 +365,7 @@ class _Remote:
         self._selector.register(link, selectors.EVENT_READ, self._read)
 
     def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            self._link.sendall(json.dumps(message).encode() + b"\n")
+        say(self._link, json.dumps(message))
 
     def close(self) -> None:
         if self._link.fileno() >= 0:

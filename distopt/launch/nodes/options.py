@@ -22,7 +22,7 @@ class RunOptions:
         restarts: how many times to start all ranks again after a failure.
         heal: whether to start all ranks again as long as that leads to new steps, by a fork and from states in memory.
         log_dir: folder for the output of the ranks.
-        timeout: seconds within which all nodes must come.
+        timeout: seconds that the nodes have to join.
     """
 
     program: tuple[str, ...]
@@ -40,5 +40,5 @@ class RunOptions:
 
     @property
     def endpoint(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"{self.host}:{self.port}"

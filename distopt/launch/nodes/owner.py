@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...settings import Settings
 from ..addresses import is_own
 from ..gate import Gate, Link
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
-_ANSWER_SECONDS = 5.0  # an agent must report within them that its ranks have been killed
+_ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
-SILENT_SECONDS = 1.2  # an agent without a sign of life for so long counts as cut off
+SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
 _SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
 _MOST_ATTEMPTS = 5  # attempts of healing without a new step
-_WAITING_SECONDS = 10.0  # then the owner prints how many nodes it waits for
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Node:
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
-        steps: the newest that each of its ranks has done; 0: none, as of an agent in the place of another.
+        steps: the newest that each of its ranks has done; 0: none, for example if the agent has replaced another.
         away: whether it is cut off or lost, and the others wait for it, or for another in its place.
         heard: since the last sign of life.
     """
@@ -72,7 +72,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"{self.host} (pid {self.pid})"
 
 
@@ -111,7 +111,7 @@ class Owner(Gate):
         self._end_by = float("inf")  # on that clock
         self._finished = False
         self._warned = False
-        self._say_at = _WAITING_SECONDS
+        self._say_at = Settings.from_env().stall_warning  # when to print how many nodes are missing, on the clock
         self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
         self._failed_at = 0.0  # on the clock
         self._cause = ""  # the last failure, until a step has been done after it
@@ -151,9 +151,8 @@ class Owner(Gate):
             node.signals = [int(signum) for signum in message["signals"]]
             for one in message["failures"]:
                 failure = Failure(**one)
-                self._failures.setdefault(
-                    failure.rank, failure
-                )  # a rank that cannot start may be reported as ended, too
+                # A rank that cannot start may be reported as ended, too.
+                self._failures.setdefault(failure.rank, failure)
             self._killed |= say == "kill"
             node.ended |= say == "ended"
             if self._failures or say == "kill":
@@ -170,7 +169,7 @@ class Owner(Gate):
                 self._lost(link)
 
     def look(self) -> None:
-        """Local. Act on the passing of time."""
+        """Local. Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()
         if self._attempt < 0:
@@ -196,10 +195,8 @@ class Owner(Gate):
         who = f"{link.host} (pid {link.pid})"
         if self._options.heal and self._attempt >= 0:
             for old, node in list(self._by_link.items()):
-                if (node.host, node.pid) == (
-                    link.host,
-                    link.pid,
-                ):  # the agent itself has noticed first that it was cut off
+                # The agent has noticed before this one that it was cut off.
+                if (node.host, node.pid) == (link.host, link.pid):
                     self._drop(old)
                     self._lost(old)
             if self._place_of(link) is not None:
@@ -217,7 +214,7 @@ class Owner(Gate):
 
     def _admitted(self, link: Link) -> None:
         def send(message: dict[str, Any]) -> None:
-            self._send(link, json.dumps(message) + "\n")
+            self._send(link, json.dumps(message))
 
         # Two hosts may have the same name. Other nodes may not know this host by its own addresses.
         address = self._own.address if is_own(link.address) else link.address
@@ -230,7 +227,7 @@ class Owner(Gate):
         self._by_link[link] = node
 
     def _place_of(self, link: Link) -> Node | None:
-        """The node that is away, and that the agent at the other end is, or takes the place of."""
+        """The absent node that the agent at the other end is, or replaces."""
         away = [node for node in self._nodes if node.away and node not in self._by_link.values()]
         away = [node for node in away if link.rank in {NO_RANK, node.number}]
         away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
@@ -268,7 +265,7 @@ class Owner(Gate):
         return ", ".join(node.name for node in self._nodes)
 
     def _number(self) -> None:
-        """Numbers that the command lines give count; others follow the owner in the order of their names."""
+        """Number the nodes as their command lines say, and the others after the owner, in the order of their names."""
         free = [number for number in range(self._size) if number not in [node.wanted for node in self._nodes]]
         for node in sorted(self._nodes, key=lambda node: (node is not self._own, node.host, node.pid)):
             node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
@@ -332,7 +329,7 @@ class Owner(Gate):
         return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
-        """All ranks have ended, and each node is ready to start its ranks again, except those that are away."""
+        """Finish the job or start it again: all ranks have ended, and each node that is not away can start them."""
         if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:
@@ -357,10 +354,9 @@ class Owner(Gate):
             self._start(f"{first.text}; {again}")
 
     def _heal(self, first: Failure) -> None:
-        """Start all ranks again, unless that has been in vain, or is bound to be."""
-        steps = [
-            step for node in self._nodes for step in node.steps or [0] * node.ranks
-        ]  # an agent without --heal reports none
+        """Start all ranks again, unless they keep failing at the same step."""
+        # An agent without --heal reports no steps.
+        steps = [step for node in self._nodes for step in node.steps or [0] * node.ranks]
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()

@@ -36,6 +36,6 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             attempt=order["attempt"],
             restarts=options.restarts,
         ),
-        # Never sent. As secret as the key that the nodes had in common before; on one node, known to no other process.
+        # Never sent. As secret as the key that the nodes share; on one node, no other process knows it.
         "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
     }

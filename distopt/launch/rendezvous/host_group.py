@@ -35,7 +35,7 @@ from ..gate import (
     receive_exactly,
     turn,
 )
-from ..stopwatch import Deadline
+from ..stopwatch import GRACE_SECONDS, Deadline
 
 _log = logging.getLogger("distopt")
 
@@ -44,9 +44,8 @@ _FD = struct.Struct("i")
 _HEADER = struct.Struct("!BI")  # kind and length of a message
 _DATA, _ERROR = 0, 1
 MAX_BYTES = 16 << 20
-_SENDER_SECONDS = 0.5  # the sender of a reason to give up may end within them
-_GRACE_SECONDS = 5.0  # joining ranks wait longer than rank 0, because it can report who is missing
-_LOOK_SECONDS = 0.1  # time between two looks of rank 0 for absent ranks
+_SENDER_SECONDS = 0.5  # then a rank that gives up no longer waits for the sender of the reason to end
+_LOOK_SECONDS = 0.1  # between two looks of rank 0 for absent ranks
 
 
 class HostGroup:
@@ -101,7 +100,7 @@ class HostGroup:
             with _rank_named(0):
                 with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason can still be read
                     _send(link, payload, deadline)
-                return unpack(_receive(link, Deadline(self._timeout + _GRACE_SECONDS)), self.size)
+                return unpack(_receive(link, Deadline(self._timeout + GRACE_SECONDS)), self.size)
         payloads = [payload]
         with self._reporting_errors():
             for q, link in sorted(self._links.items()):
@@ -131,7 +130,7 @@ class HostGroup:
             return fd
         link = self._links[0]
         with _rank_named(0):
-            deadline = Deadline(self._timeout + _GRACE_SECONDS)
+            deadline = Deadline(self._timeout + GRACE_SECONDS)
             _receive(link, deadline)
             # socket.recv_fds drops the flag, and a child that another thread starts now would inherit the file.
             _, ancillary, _, _ = in_slices(
@@ -186,7 +185,7 @@ def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _
 
     Raises:
         LaunchError: it is too long.
-        OSError: the other end has gone, or did not read it in time.
+        OSError: the other end has closed the link, or did not read it in time.
     """
     check_length(payload)
     left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
@@ -205,7 +204,7 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
 
     Raises:
         LaunchError: it is a reason to give up, or no message.
-        OSError: the other end has gone, or sent nothing in time.
+        OSError: the other end has closed the link, or sent nothing in time.
     """
     kind, length = _HEADER.unpack(receive_exactly(link, _HEADER.size, deadline))
     if length > 2 * MAX_BYTES or kind not in (_DATA, _ERROR):
@@ -214,7 +213,7 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
     if kind == _ERROR:
         received = LaunchError(payload.decode(errors="replace"))
         received.is_consequence = True
-        with contextlib.suppress(OSError):  # the sender fails for this reason, and should be the first to say so
+        with contextlib.suppress(OSError):  # the sender, which fails for this reason, should report it first
             in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
         raise received
     return payload
@@ -269,7 +268,7 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
                     raise ConnectionRefusedError
                 introduce(link, ticket, b"h", rank, size, deadline)
                 with _rank_named(0):
-                    answer = _receive(link, Deadline(deadline.left() + _GRACE_SECONDS))
+                    answer = _receive(link, Deadline(deadline.left() + GRACE_SECONDS))
                 stack.pop_all()
                 return link, answer
             except TimeoutError:
@@ -383,7 +382,7 @@ class _Listener(Gate):
         self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
 
     def _serve(self, link: Link, line: str) -> None:
-        """A rank that has joined says nothing until all have."""
+        """Nothing: a rank that has joined sends no lines until all have."""
 
     def _absent(self) -> str:
         absent = [str(q) for q in range(1, self._size) if q not in self._peers]

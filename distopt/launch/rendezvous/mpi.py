@@ -51,7 +51,7 @@ def import_mpi() -> ModuleType:
         import mpi4py
 
         if "mpi4py.MPI" not in sys.modules:
-            # A library that the launcher does not fit aborts in MPI_Init; see `finalize_at_exit`.
+            # MPI_Init aborts if the library does not fit the launcher; see `finalize_at_exit`.
             mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi

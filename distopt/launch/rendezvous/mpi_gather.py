@@ -11,12 +11,10 @@ from typing import Any
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.siblings import Absence
-from ..stopwatch import Stopwatch
+from ..stopwatch import GRACE_SECONDS, Stopwatch
 from .host_group import MAX_BYTES, check_length, pack, unpack
 
 _TAG = 17_185  # the first exchange uses a communicator that the user may also use
-# The other ranks wait that much longer than rank 0, because it can report who is missing.
-_GRACE_SECONDS = 5.0
 # Time between two looks at this host's processes. An end counts if seen twice: mpiexec may be ending all ranks.
 _LOOK_SECONDS = 0.3
 
@@ -41,7 +39,7 @@ def all_gather(mpi: Any, comm: Any, payload: bytes, settings: Settings) -> list[
         return [payload]
     if comm.rank != 0:
         _send(mpi, comm, settings, payload, [0], settings.timeout)
-        message = _receive(mpi, comm, settings, [0], settings.timeout + _GRACE_SECONDS)[0]
+        message = _receive(mpi, comm, settings, [0], settings.timeout + GRACE_SECONDS)[0]
         return unpack(message, comm.size)
     others = range(1, comm.size)
     received = _receive(mpi, comm, settings, others, settings.timeout)

@@ -13,14 +13,12 @@ from ..end_together.watch import Watch, start_server
 from ..gate import CONNECT_SECONDS, in_slices, listen
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
-from ..stopwatch import Deadline
+from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
 
-# Ranks wait that much longer than the server, because it can report who is missing.
-_GRACE_SECONDS = 5.0
-# The agents of `distopt run` end all ranks within them when one has failed.
+# Then a rank ends itself, if the agents of `distopt run` have not ended it after the failure of another.
 _AGENTS_SECONDS = 3.0
-# Linux gives ports from 32768 on to outgoing connections; services have lower ones than these.
+# Linux gives ports from 32768 on to outgoing connections; services use lower ports than these.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
@@ -32,7 +30,7 @@ class Member(Watch):
     Args:
         info: the launcher's view of this process.
         place: how the ranks meet.
-        timeout: seconds within which all ranks must join.
+        timeout: seconds that the ranks have to join.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
@@ -45,14 +43,14 @@ class Member(Watch):
             self._serve(info, place, timeout)
             address = "localhost"
         places = [(address, port) for port in ports(place.key)]
-        # The agents of `distopt run` know which rank was the first, and end the others.
+        # The agents of `distopt run` know which rank failed first, and end the others.
         speaks = not self._has_agents and not info.local_rank
         super().__init__(info.rank, info.size, place.key, places, timeout, source=place.source, speaks=speaks)
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             self._mpi = stack.enter_context(self._connect(b"m", timeout))
-            self._wait_for_all(Deadline(timeout + _GRACE_SECONDS))
+            self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
 
     def environment(self) -> contextlib.AbstractContextManager[None]:

@@ -98,14 +98,14 @@ def _check_part(name: str, part: Any, cure: str) -> None:
 
 
 def check_script(fn: object) -> None:
-    """Local. Check that child processes can import the script with `fn`, and that this is not one of them, doing so.
+    """Local. Check that child processes can import the script with `fn`, and that this process is not one that does.
 
     Raises:
-        UsageError: the script comes from stdin, or there is none, as in a notebook, but `fn` would be of it; or this
-            process imports it, but not to be a rank. A rank that imports it ends here, with exit code `_NO_GUARD`.
+        UsageError: `fn` is defined in a script from stdin, or in a notebook; or this process imports the script, but
+            not to be a rank. A rank that imports it ends here, with exit code `_NO_GUARD`.
     """
     if is_importing():
-        if multiprocessing.current_process().name.startswith("rank "):  # its parent reports this, once for all ranks
+        if multiprocessing.current_process().name.startswith("rank "):  # its parent reports this once, for all ranks
             sys.stdout.flush()
             os._exit(_NO_GUARD)
         raise UsageError(f"this process {UNGUARDED}")
@@ -208,7 +208,7 @@ def _import_on_demand(main: str) -> None:
 def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for _ in range(3):  # frames of multiprocessing
         trace = trace.tb_next if trace else None
-    if trace:  # unpickling has called code of the user's
+    if trace:  # unpickling has called the user's code
         _fail(1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)), error)
     cure = "pass args that pickle can restore"
     if isinstance(error, (AttributeError, ImportError)):
@@ -235,7 +235,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
     except KeyboardInterrupt as error:
         if signal.getsignal(signal.SIGINT) is not _nothing:  # the script has raised it
             _fail_by(error)
-        raise SystemExit(128 + signal.SIGINT) from None  # the parent reports it, once for all ranks
+        raise SystemExit(128 + signal.SIGINT) from None  # the parent reports it once, for all ranks
     except SystemExit as error:
         if not (code := exit_status(error.code)):
             return

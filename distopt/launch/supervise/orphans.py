@@ -2,7 +2,7 @@
 
 The kernel kills the ranks then (`die_with`), but not their children, such as the workers of a data loader, which init
 adopts. They are found by a variable inherited from their rank. Processes in a session of their own have left
-the job on purpose, as daemons do, and live on.
+the job on purpose, as daemons do, and are not ended.
 
 This file is also the program of that process. It uses the standard library only, so that it starts at once.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-_LOOK_SECONDS = 0.02  # time between two looks: processes may have started others
+_LOOK_SECONDS = 0.02  # between two looks: processes may have started others
 
 
 class Orphans:
@@ -40,13 +40,13 @@ class Orphans:
             )
 
     def add(self, pid: int) -> None:
-        """Local. A rank has been started: its session is the job's."""
+        """Local. Add the session of a rank that has been started."""
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # either has ended
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # the rank or this helper has ended
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:
-        """Local. The ranks have ended, and this process continues; idempotent."""
+        """Local. End the process: the ranks have ended, and this process continues. Idempotent."""
         if self._process is not None:
             with self._process:
                 self._process.kill()

@@ -45,7 +45,7 @@ class _MarkedStream:
 def open_standard_streams() -> None:
     """Local. Open each of stdin, stdout and stderr on /dev/null if the parent of this process has closed it.
 
-    Otherwise sockets and shared memory would get their numbers, and the ranks' output would be written there.
+    Otherwise sockets and shared memory would get the numbers 0 to 2, and the ranks' output would be written there.
     """
     for fd in (0, 1, 2):
         try:
@@ -74,7 +74,7 @@ def mark_output(rank: int) -> None:
 class Output:
     """A stream of this process, written without waiting for its reader.
 
-    While the reader stands still, nothing is read from `sources` beyond `room`. Lines that cannot be written, as on a
+    While the reader takes nothing, `sources` are read only up to `room`. Lines that cannot be written, as on a
     full disk, are dropped and counted.
 
     Args:
@@ -102,8 +102,8 @@ class Output:
         self._files.callback(self.sources.close)
         self._fd = fd
         mode = os.fstat(fd).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened, for others may rely on its blocking
-            with contextlib.suppress(OSError):  # it is another user's; its reader has gone
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened, because other processes may rely on its blocking
+            with contextlib.suppress(OSError):  # it is another user's; its reader has ended
                 self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self._files.callback(os.close, self._fd)
         self._arrange()
@@ -129,7 +129,7 @@ class Output:
         self._files.close()
 
     def _arrange(self) -> None:
-        """Wait for the reader if anything does, and for the sources if there is room."""
+        """Wait for the reader if output is unread, and for the sources if there is room."""
         self._wait_for(self._fd, bool(self.unread))
         self._wait_for(self.sources, len(self.unread) <= self.room)
 
@@ -169,7 +169,7 @@ class Relay:
         copy: file that gets the lines without marks.
 
     Attributes:
-        source: non-blocking descriptor from which the lines are read; closed at the end of the stream.
+        source: non-blocking descriptor to read the lines from; closed at the end of the stream.
         sink: the descriptor to write to, for the process.
         error: the last line of the last Python traceback that has passed, which names the exception.
     """

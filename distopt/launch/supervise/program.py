@@ -29,13 +29,13 @@ class Program(Rank):
         rank: rank in the job.
         program: the words of the command.
         env: its environment.
-        folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
+        folder: where its output also goes, as `stdout.log` and `stderr.log`.
         outputs: where its stdout and stderr are shown.
         server: the process that forks it, if it is not to start cold.
 
     Raises:
         OSError: the program cannot be started, or the log files cannot be written.
-        subprocess.SubprocessError: this process has ended meanwhile.
+        subprocess.SubprocessError: this process is ending.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Program(Rank):
             os.waitpid(self.pid, 0)
 
     def _poll(self) -> int | None:
-        """It stays a zombie, so that no other process gets the number of its group."""
+        """Leave it a zombie, so that no other process gets the number of its group."""
         state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if state is None:
             return None
@@ -107,7 +107,7 @@ class Program(Rank):
             quoted = reported or (self._relays[1].error if exit_code > 0 else "")
             text = f"{text}: {quoted}" if quoted else text
         else:
-            text = f"failed: {reported}"  # a signal has come while it ended
+            text = f"failed: {reported}"  # a signal has arrived while it ended
         if self._folder is not None:
             text = f"{text}; see {self._folder}"
         return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"

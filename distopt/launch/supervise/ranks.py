@@ -2,8 +2,8 @@
 
 A rank that runs distopt reports why it fails (`distopt.launch.end_together.report`). Of another program only the exit
 status counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without a
-message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its supervisor
-ends the job.
+message, and its end may be noticed later. So does a rank that its supervisor ends by
+SIGTERM or SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..processes import end_of
 from ..stopwatch import Stopwatch
 from .orphans import Orphans
 
-_LOOK_SECONDS = 0.2
-_FREEZER_SECONDS = 0.09  # time between two looks at the control groups: each takes a few files
+_FREEZER_SECONDS = 0.09  # between two looks at the control groups: each takes a few files
 LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
     errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
@@ -48,7 +47,7 @@ class Failure:
         code: the exit code that a shell would see.
         text: who has failed, and how.
         is_consequence: whether another failure is known to be the cause, or is more likely to be.
-        is_final: whether to start again would be in vain.
+        is_final: whether another start would fail, too.
         is_of_node: whether a node has failed.
     """
 
@@ -73,7 +72,7 @@ def starting(rank: int) -> Iterator[None]:
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
-    """Local. The failure that caused the others; they are given in the order in which they arrived.
+    """Local. The failure that caused the others; `failures` are in the order of their arrival.
 
     A lost node comes before ranks, and consequences come last. Among equals the earliest counts. Between hosts, a crash
     of MPI may be a consequence, too.
@@ -92,7 +91,7 @@ class Rank:
     Attributes:
         rank: rank in the job.
         pid: process id.
-        source: descriptor from which its reports are read.
+        source: descriptor to read its reports from.
         sink: its other end, for the process.
         said: its last message of each kind; see `distopt.launch.end_together.report`.
         exit_code: once it has ended; -n if signal n has ended it.
@@ -114,7 +113,7 @@ class Rank:
         self.failure: Failure | None = None
         self.failed_at = 0
         self._received = b""
-        self._sent: set[int] = set()  # the signals by which its supervisor ends it
+        self._sent: set[int] = set()  # signals from its supervisor that end it
 
     # For subclasses.
     def _poll(self) -> int | None:
@@ -134,13 +133,13 @@ class Rank:
 
     @property
     def frozen(self) -> bool:
-        """Whether a control group of version 2 freezes the process. Of version 1, it could not be killed either."""
+        """Whether cgroup version 2 has frozen the process. A process that version 1 has frozen could not be killed."""
         with contextlib.suppress(OSError):  # it has ended
             groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
             path = "".join(group[3:] for group in groups if group.startswith("0::"))
             for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
-                with contextlib.suppress(OSError):  # not mounted there
-                    return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+                if (events := Path(f"{root}{path}/cgroup.events")).exists():
+                    return "frozen 1" in events.read_text()
         return False
 
     def release(self) -> None:
@@ -215,7 +214,7 @@ class LocalRanks:
         selector: the ranks' reports are registered with it, each with a function to call.
 
     Attributes:
-        failures: of the ranks that have failed, in the order in which they did.
+        failures: of the ranks that have failed, in the order of their failures.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -238,7 +237,7 @@ class LocalRanks:
 
     @property
     def running(self) -> list[Rank]:
-        """The ranks that had not ended when last polled."""
+        """The ranks that have not ended, as of the last poll."""
         return [rank for rank in self.ranks if not rank.ended]
 
     @property
@@ -255,7 +254,7 @@ class LocalRanks:
         for rank in self.ranks:
             rank.look(now)
         found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
-        # If two ends are noticed together, the one by a signal is more likely to have caused the other.
+        # If two ends are noticed together, an end by a signal is more likely to have caused the other.
         found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
         self.failures += [rank.failure for rank in found if rank.failure is not None]
 
@@ -287,13 +286,13 @@ class LocalRanks:
                 rank.end(signal.SIGTERM)
 
     def end(self, seconds: float) -> None:
-        """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
+        """Local. End all ranks by SIGTERM and, after `seconds`, by SIGKILL."""
         self.terminate()
         clock = Stopwatch()
         while self.running:
             if clock.seconds() >= seconds:
                 self.kill()
-            turn(self._selector, _LOOK_SECONDS)
+            turn(self._selector)
             self.look()
 
     def close(self) -> None:
@@ -318,5 +317,5 @@ class LocalRanks:
             self._forget(rank.source)
 
     def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):  # forgotten before
+        if fd in self._selector.get_map():
             self._selector.unregister(fd)

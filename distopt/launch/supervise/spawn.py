@@ -36,8 +36,9 @@ from ..threads import cores, thread_variables
 from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
 
-_GRACE_SECONDS = 2.0
-_LOOK_SECONDS = 0.2
+_END_SECONDS = 2.0  # from SIGTERM to SIGKILL
+_FIRST_SECONDS = 0.2  # lead of rank 0 if all ranks are about to print the same
+_SAME_SECONDS = 1.0  # then a rank that prints the same line prints it again
 _RANKS_PER_CORE = 32  # more are a mistake
 _USER_ERROR = UsageError.exit_code
 
@@ -47,13 +48,12 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
 
     The children are started with multiprocessing's "spawn" method, so they import the script: it must be a file, and
     call this function under `if __name__ == "__main__":`. `fn` must be a function of a module's or the script's top
-    level, and `args` picklable. The children write to this process's stdout and stderr, end with this process however
-    it ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
+    level, and `args` picklable. The children write to this process's stdout and stderr, end when this process
+    ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
     above 0 begin with "[rank 1] " and so on. On SIGINT, `fn` gets a KeyboardInterrupt on every rank, and has 30 s to
-    end; a second SIGINT kills the ranks. On SIGTERM, all ranks are ended; so they are on SIGUSR1 and SIGUSR2, if the
-    script has no handler for them. Then the signal takes its previous effect (KeyboardInterrupt, end of the process),
-    unless `fn` has returned on all ranks. Ranks that leave by themselves, see `Checkpoint(preemptible=True)`, are
-    waited for.
+    end; a second SIGINT kills the ranks. SIGTERM ends all ranks, as do SIGUSR1 and SIGUSR2 if the script has no handler
+    for them. Then the signal has its previous effect (KeyboardInterrupt, end of the process), unless `fn` has returned
+    on all ranks. The call waits for ranks that leave by themselves; see `Checkpoint(preemptible=True)`.
 
     Raises:
         UsageError: `world_size` is not a positive integer, or is more than 32 times the number of cores; `fn` cannot be
@@ -78,7 +78,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
 
     The exit code comes from the first rank that failed. Its traceback is the last output on stderr. A usage error
     prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143. So
-    do SIGUSR1 and SIGUSR2. After a signal that has had the job queued again, the exit code is 0.
+    do SIGUSR1 and SIGUSR2. If a signal has queued the job again, the exit code is 0.
 
     Raises:
         SystemExit: a rank failed, or a signal arrived.
@@ -110,7 +110,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         info = launcher()
         if info is None or not launcher_of(info).has_agents:
             raise
-        sys.stdout.flush()  # the agent reports this, once for all ranks
+        sys.stdout.flush()  # the agent reports this once, for all ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
@@ -136,7 +136,7 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         _last_words(text)
         return
     if info.rank > 0:
-        time.sleep(_GRACE_SECONDS / 10)  # rank 0 goes first if it reports the same, and may end the job
+        time.sleep(_FIRST_SECONDS)  # rank 0 goes first if it reports the same, and may end the job
     same = text.replace(info.source, "")  # it has the rank's own numbers
     name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {same}".encode()).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
@@ -145,7 +145,7 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         except OSError:
             return
         _last_words(text)
-        time.sleep(_GRACE_SECONDS / 2)  # slower ranks still find the name taken
+        time.sleep(_SAME_SECONDS)  # slower ranks still find the name taken
 
 
 def _last_words(text: str) -> None:
@@ -181,7 +181,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
             local.look()
             failed = bool(local.failures)  # looked at before this process ends any
             returned = not (failed or local.running)
-            local.end(_GRACE_SECONDS)
+            local.end(_END_SECONDS)
             left = [rank.exit_code or 0 for rank in local.ranks if rank.left]
             local.close()
     if len(left) == world_size:
@@ -210,10 +210,10 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
 
 
 def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSelector) -> None:
-    """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
+    """Return when all ranks have ended, one has failed, or a signal has arrived that ends ranks."""
     passed_on = 0
     while local.running and not local.failures:
-        turn(selector, _LOOK_SECONDS)
+        turn(selector)
         local.look()
         while passed_on < len(caught):
             signum = caught[passed_on]
@@ -231,7 +231,7 @@ def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     local.signal(signal.SIGINT)
     clock = Stopwatch()
     while local.running and clock.seconds() < SAVING_SECONDS:
-        turn(selector, _LOOK_SECONDS)
+        turn(selector)
         local.look()
         if caught.count(signal.SIGINT) > 1:
             local.kill()

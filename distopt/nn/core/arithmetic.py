@@ -27,7 +27,7 @@ class Broadcast(Operation):
     slopes: ClassVar[tuple[Slope, ...]] = ()
 
     def value(self, *operands: Array) -> Array:
-        """The result, in NumPy's type for it. A `ValueError` says that the shapes do not fit."""
+        """The result, in NumPy's type for it. A `ValueError` means that the shapes do not fit."""
         raise NotImplementedError
 
     def forward(self, *operands: Array) -> Array:
@@ -94,8 +94,6 @@ class MatMul(Broadcast):
 
 class Reshape(Operation):
     """The elements of x with other dimensions."""
-
-    native = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)

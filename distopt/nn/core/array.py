@@ -26,7 +26,7 @@ def narrowed(data: Any) -> DTypeLike:
     dtype = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
     if dtype.kind not in "biuf":
         raise UsageError(f"a tensor holds numbers, not {dtype}")
-    if dtype.char == "d" and hasattr(data, "dtype"):  # Python's numbers have no other type
+    if dtype.char == "d" and hasattr(data, "dtype"):  # a Python float needs no notice
         tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
     if dtype == np.int64 and np.size(data) and not -(2**31) <= np.min(data) <= np.max(data) < 2**31:
         return dtype

@@ -18,13 +18,11 @@ switch.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator
 from typing import NamedTuple
 
 from ...errors import UsageError
 from ..kernels import kernels_of
-from ..kernels.recorder import noted
 from .array import Array
 from .mode import mode
 from .operation import Operation
@@ -63,7 +61,7 @@ def backward(
         dy: gradient of `loss`, of its shape, or a number for all elements (default: 1).
         pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
             graph ends at each of them, and the gradients in between are yielded only then.
-        retain_graph: whether the graph can be used again, with the values that the parameters have by then.
+        retain_graph: whether the graph can be used again, with the parameters' values at that time.
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
@@ -77,11 +75,11 @@ def backward(
         return
     if loss.device.recording == "forward":
         raise UsageError("the backward pass begins while the forward pass is captured; call self.optimizer(loss)")
-    if mode.ran is not None:
-        mode.ran.append("a backward pass begins before the forward pass is complete")
-    visits = plan(loss)
+    visits = _plan(loss)
     if dy is None:
-        pending = first_gradient(loss, visits)
+        if loss.size() != 1:
+            raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
+        pending = {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is not a gradient of a tensor of shape {loss.shape}")
     else:
@@ -91,7 +89,7 @@ def backward(
     del loss  # the traversal frees arrays as soon as it can
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
-        final = visit_one(visit, pending, retain_graph)
+        final = _visit(visit, pending, retain_graph)
         if not retain_graph:
             visit.op.inputs = None
         yield from final
@@ -106,7 +104,7 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
     _check(loss)
     if isinstance(loss.creator, Walk):
         return loss.creator.parameters()
-    return [param for visit in plan(loss) for param in visit.final]
+    return [param for visit in _plan(loss) for param in visit.final]
 
 
 def _check(loss: object) -> None:
@@ -145,7 +143,7 @@ def _inputs(op: Operation) -> tuple[Tensor, ...]:
 
 
 # -- traversal -----------------------------------------------------------------------------------------------------
-class Visit(NamedTuple):
+class _Visit(NamedTuple):
     """The work of the backward pass at one operation.
 
     Attributes:
@@ -164,14 +162,14 @@ class Visit(NamedTuple):
     scale: float
 
 
-def plan(loss: Tensor) -> list[Visit]:
+def _plan(loss: Tensor) -> list[_Visit]:
     """Local. Plan the backward pass from `loss`, without computing anything.
 
     Raises:
         UsageError: as `backward`.
     """
     visits = []
-    last: dict[Tensor, Visit] = {}  # the last visit that contributes to a parameter's gradient
+    last: dict[Tensor, _Visit] = {}  # the last visit that contributes to a parameter's gradient
     met: set[Operation | Tensor | None] = set()
     ops = tape(loss)
     scale = mode.loss_scale if any(op.half for op in ops) else 1.0
@@ -179,7 +177,7 @@ def plan(loss: Tensor) -> list[Visit]:
         sinks = [
             (source.creator or source) if needed else None for source, needed in zip(_inputs(op), op.needs, strict=True)
         ]
-        visit = Visit(op, sinks, [], [], scale)
+        visit = _Visit(op, sinks, [], [], scale)
         for sink in sinks:
             visit.adds.append(sink in met)
             met.add(sink)
@@ -192,18 +190,7 @@ def plan(loss: Tensor) -> list[Visit]:
     return visits
 
 
-def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Array]:
-    """The pending gradients at the start of a traversal: the gradient of `loss` is 1.
-
-    Raises:
-        UsageError: `loss` has more than one element.
-    """
-    if loss.size() != 1:
-        raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
-    return {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
-
-
-def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False) -> list[tuple[Tensor, Tensor]]:
+def _visit(visit: _Visit, pending: dict[Operation, Array], retain_graph: bool) -> list[tuple[Tensor, Tensor]]:
     """Propagate the gradient of an operation's result to its inputs, and release the arrays that the operation saved.
 
     Args:
@@ -233,11 +220,11 @@ def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool 
             raise UsageError(f"{type(op).__name__} has no gradient for its input {source!r}, which needs one")
         if isinstance(sink, Tensor):
             if place is not gradient:
-                noted(operator.setitem, place, ..., gradient)
+                place[...] = gradient
             if more and sink.grad is not None:
-                noted(operator.iadd, sink.grad.array, place)
+                sink.grad.array += place
         elif more:
-            pending[sink] = noted(operator.iadd, pending[sink], gradient)
+            pending[sink] += gradient
         else:
             pending[sink] = gradient
     if scale != 1:

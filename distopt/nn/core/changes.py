@@ -2,7 +2,7 @@
 
 One clock numbers operations and changes. When a backward pass meets an operation that is older than a change, it
 compares the changed memory with the memory that the operation saved for its gradient. Otherwise it compares nothing;
-nor does the replay of a recorded step. Tensors that share memory, such as a tensor and its reshaped form, share its
+nor does the replay of a captured step. Tensors that share memory, such as a tensor and its reshaped form, share its
 changes. A change through an array itself, such as `Tensor.array`, goes unnoticed.
 """
 

@@ -29,7 +29,7 @@ def compute(op: Any, arrays: Sequence[Array]) -> Array:
 
 
 def gradients(op: Any, dy: Array, into: Sequence[Array | None]) -> list[Array | None]:
-    """Local. As `op.gradients`; those of float16 inputs are float16."""
+    """Local. As `op.gradients`; gradients of float16 inputs are float16."""
     op.saved = _mapped(op.saved, _widened)
     computed = op.gradients(_widened(dy), into)
     pairs = zip(computed, op.inputs, strict=True)

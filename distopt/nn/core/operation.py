@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 from ...errors import UsageError
 from . import changes, half
 from .array import Array, float32
-from .mode import Ran, mode
+from .mode import mode
 from .raw import raw
 
 Arrays: TypeAlias = Sequence[Array | None]  # one for each input of an operation, or None
@@ -29,7 +29,6 @@ class Operation:
     In training mode it stays attached to its result, as the tensor's `creator`, until a backward pass has used it.
 
     Attributes:
-        native: whether, on the CPU, it computes only through kernels of `distopt.nn.kernels.cpu`.
         saved: arrays that `forward` keeps for `gradients`, released after the backward pass, as are `inputs`.
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
@@ -38,7 +37,6 @@ class Operation:
         order: number of the recorded call by `changes.clock`; a backward pass may visit operations in descending order.
     """
 
-    native: ClassVar[bool] = False
     saved: Any = None
     inputs: tuple[Any, ...] | None = None
     needs: tuple[bool, ...] = ()
@@ -56,18 +54,17 @@ class Operation:
             if arrays[0].dtype.char == "e":
                 self.half = True
             data = device.timed(kind, self._compute, arrays) if device.verbosity else self._compute(arrays)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError) as error:
             if strange := [type(x).__name__ for x in inputs if not hasattr(x, "creator")]:
                 raise TypeError(f"{kind} takes tensors, got {strange[0]}; make one with tensor.from_numpy") from None
-            if self.native and inputs[0].dtype.kind != "f":
+            # The words are nanobind's, where a kernel of the CPU does not take an array's type.
+            if inputs[0].dtype.kind != "f" and "incompatible function arguments" in str(error):
                 raise UsageError(f"{kind} takes floats, got {inputs[0].dtype}; convert them by to_type") from None
             raise
         out = inputs[0].of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(changes.clock), self
             self.needs = tuple([(t.stores_grad and t._requires_grad) or t.in_graph for t in inputs])
-        if mode.ran is not None:
-            mode.ran.append(Ran(self, inputs, out))
         return cast("T", out)
 
     def _compute(self, arrays: list[Array]) -> Array:
@@ -77,7 +74,7 @@ class Operation:
         """`gradients`, in half precision where the forward pass was.
 
         Raises:
-            UsageError: values that it needs were changed in place meanwhile.
+            UsageError: values that it needs have been changed in place since.
         """
         changes.check(self)
         return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
@@ -87,7 +84,7 @@ class Operation:
         raise NotImplementedError
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        """The gradients of the inputs, given that of the result; None where `needs` is False.
+        """The gradients of the inputs, given the gradient of the result; None where `needs` is False.
 
         Args:
             dy: gradient of the result, which this call may overwrite or return.

@@ -77,7 +77,7 @@ class Tensor:
         self.name = name
 
     def _allocate(self, shape: Sequence[int], device: Device | None, dtype: DTypeLike | None, data: Any) -> None:
-        """Set `array` and `device`; the arguments are those of the constructor."""
+        """Set `array` and `device`; the arguments are as in the constructor."""
         if device is not None and not isinstance(device, Device):
             raise UsageError(f"{device!r} is no device; device.get_default_device() is one")
         try:
@@ -249,12 +249,7 @@ class Tensor:
 
     # -- overwriting -------------------------------------------------------------------------------------------------
     def changed(self) -> Tensor:
-        """Local. Report that this tensor changes in place; return it.
-
-        The replay of a recorded step would not repeat the change, and a graph may need the old values.
-        """
-        if mode.ran is not None:
-            mode.ran.append("a tensor is changed in place")
+        """Local. Report that this tensor changes in place, as a graph may need the old values; return it."""
         changes.changed(self.array)
         return self
 
@@ -497,7 +492,7 @@ class Tensor:
         check_unmasked(value)
         given = value if hasattr(value, "dtype") else np.asarray(value)
         if given.dtype.kind == "O" and isinstance(value, int):
-            with suppress(OverflowError):
+            with suppress(OverflowError):  # too large for a float: refused below
                 given = np.asarray(float(value))
         if given.dtype.kind not in "biuf":
             raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")

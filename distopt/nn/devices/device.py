@@ -34,7 +34,7 @@ class Device:
         host_rng: NumPy generator for initial parameters, so that a seed gives the same parameters on every device. On
             the CPU it is the same object as `rng`.
         recording: the pass that is being captured in a CUDA graph, "forward" or "backward"; else empty.
-        graph_generation: incremented when recorded steps become invalid.
+        graph_generation: incremented when captured steps become invalid.
         verbosity: if 1 or more, every operation is timed.
     """
 
@@ -144,7 +144,9 @@ class Device:
 
     # -- graph -------------------------------------------------------------------------------------------------------
     def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
-        """Whether models on this device record and replay training steps; see `distopt.nn.replay.graphs`.
+        """Whether models on this device capture and replay training steps; without effect on a CPU.
+
+        See `distopt.nn.replay.graphs`.
 
         Args:
             enabled: any value, taken as Python takes its truth: SINGA's scripts pass the text "True".
@@ -156,7 +158,7 @@ class Device:
         return self._graph
 
     def ResetGraph(self) -> None:  # noqa: N802
-        """Discard all recorded training steps; models record them again."""
+        """Discard all captured training steps; models capture them again."""
         self.graph_generation += 1
 
 

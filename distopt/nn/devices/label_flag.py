@@ -10,7 +10,7 @@ from ...errors import UsageError
 
 
 class LabelFlag:
-    """Host memory in which GPU kernels record a label that is out of range.
+    """Host memory where GPU kernels record a label that is out of range.
 
     Attributes:
         address: address, valid on the GPU, of four int64: whether a label was recorded, its sample, the label, and the

@@ -3,7 +3,7 @@
 Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
 images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
 `saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. A function changes
-an argument only if its docstring says so. Equal inputs give equal bits on all processors.
+an argument only as its docstring describes. Equal inputs give equal bits on all processors.
 
 Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
 or layout does not fit.
@@ -22,7 +22,6 @@ from ... import _core
 from ...errors import UsageError
 from .geometry import out_size, pool_out, with_border, without_border
 from .memory import empty
-from .recorder import noted
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
@@ -65,7 +64,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     y = empty((len(x), w.shape[1]), x.dtype)
-    noted(_core.linear, x, w, b, y, relu)
+    _core.linear(x, w, b, y, relu)
     return y, SavedLinear(x, w, y if relu else None)
 
 
@@ -73,7 +72,7 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed."""
     x, w, y = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
-    noted(_core.linear_backward, dy, y, x, w, dw, db, dx)
+    _core.linear_backward(dy, y, x, w, dw, db, dx)
     return dx
 
 
@@ -99,7 +98,7 @@ def sigmoid_backward(dy: Array, y: Array) -> Array:
 
 def _mapped(kernel: Callable[..., None], *xs: Array) -> Array:
     y = empty(xs[0].shape, xs[0].dtype)
-    noted(kernel, *xs, y)
+    kernel(*xs, y)
     return y
 
 
@@ -129,7 +128,10 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     else:
         index = _converted(labels, np.dtype(np.int64))
     probability, loss = empty(logits.shape, logits.dtype), empty((), logits.dtype)
-    noted(_cross_entropy, logits, index, target, probability, loss)
+    bad = _core.cross_entropy(logits, index, target, probability, loss)
+    if bad >= 0:
+        assert index is not None
+        raise UsageError(f"label {index[bad]} of sample {bad} is outside 0 ... {logits.shape[1] - 1}")
     return loss, SavedLoss(probability, index, target)
 
 
@@ -137,30 +139,17 @@ def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
     if x.dtype == dtype and x.flags.c_contiguous:
         return x
     y = empty(x.shape, dtype)
-    noted(np.copyto, y, x)
+    np.copyto(y, x)
     return y
-
-
-def _cross_entropy(logits: Array, index: Array | None, target: Array | None, probability: Array, loss: Array) -> None:
-    bad = _core.cross_entropy(logits, index, target, probability, loss)
-    if bad >= 0:
-        assert index is not None
-        raise UsageError(f"label {index[bad]} of sample {bad} is outside 0 ... {logits.shape[1] - 1}")
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
     """Return the gradient of the logits, times `scale`, a number or an array of one element."""
     probability, index, target = saved
     dlogits = empty(probability.shape, probability.dtype)
-    noted(_cross_entropy_backward, probability, index, target, scale, dlogits)
-    return dlogits
-
-
-def _cross_entropy_backward(
-    probability: Array, index: Array | None, target: Array | None, scale: float | Array, dlogits: Array
-) -> None:
     factor = scale.item() if isinstance(scale, np.ndarray) else scale
     _core.cross_entropy_backward(probability, index, target, factor / max(len(probability), 1), dlogits)
+    return dlogits
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -173,7 +162,7 @@ class _Conv(NamedTuple):
     pooling: tuple[Array, Pair, Pair, Pair] | None  # where the maxima were; kernel, stride, padding
 
 
-class _Pool(NamedTuple):
+class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     kernel: Pair
     stride: Pair
@@ -218,7 +207,7 @@ def conv2d(
         pooling = empty(shape, np.uint8), *pool
     y = empty(shape, x.dtype)
     x = with_border(x, padding, empty)
-    noted(_core.conv2d, x, w, b, y, stride, relu, pooling)
+    _core.conv2d(x, w, b, y, stride, relu, pooling)
     return y, _Conv(x, w, stride, padding, y if relu else None, pooling)
 
 
@@ -226,11 +215,11 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed.
 
     With pooling, and up to 4 channels, dw and db are sums over pooled pixels only if dx is not needed
-    (csrc/cpu/conv/direct.h). Their last bits may differ from those of convolution and pooling apart.
+    (csrc/cpu/conv/direct.h). Their last bits may differ from separate convolution and pooling.
     """
     x, w, stride, padding, y, pooling = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
-    noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride, pooling)
+    _core.conv2d_backward(dy, y, x, w, dw, db, dx, stride, pooling)
     return dx if dx is None else without_border(dx, padding, empty)
 
 
@@ -242,14 +231,14 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     """
     shape = pool_out(x.shape, kernel, stride, padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
-    noted(_core.max_pool2d, x, y, taken, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, taken)
+    _core.max_pool2d(x, y, taken, kernel, stride, padding)
+    return y, _SavedPool(x.shape, kernel, stride, padding, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
     """Return the gradient of x. Of several equal maxima the first in the window receives it."""
     dx = empty(saved.x_shape, dy.dtype)
-    noted(_core.max_pool2d_backward, dy, saved.taken, dx, saved.kernel, saved.stride, saved.padding)
+    _core.max_pool2d_backward(dy, saved.taken, dx, saved.kernel, saved.stride, saved.padding)
     return dx
 
 
@@ -260,14 +249,14 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
         y [N, C, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved, which does not refer to x.
     """
     y = empty(pool_out(x.shape, kernel, stride, padding), x.dtype)
-    noted(_core.avg_pool2d, x, y, kernel, stride, padding)
-    return y, _Pool(x.shape, kernel, stride, padding, None)
+    _core.avg_pool2d(x, y, kernel, stride, padding)
+    return y, _SavedPool(x.shape, kernel, stride, padding, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     """Return the gradient of x."""
     dx = empty(saved.x_shape, dy.dtype)
-    noted(_core.avg_pool2d_backward, dy, dx, saved.kernel, saved.stride, saved.padding)
+    _core.avg_pool2d_backward(dy, dx, saved.kernel, saved.stride, saved.padding)
     return dx
 
 
@@ -301,28 +290,14 @@ def batch_norm2d(
     count = x.shape[0] * x.shape[2] * x.shape[3]
     if training and count == 1:
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
-    mean, inverse_deviation, y = np.empty_like(running_mean), np.empty_like(running_var), empty(x.shape, x.dtype)
-    running = running_mean, running_var
-    noted(
-        _channel_statistics, _planes(x), running, momentum if training and count else None, eps, mean, inverse_deviation
-    )
-    noted(_core.normalize, _planes(x), mean, inverse_deviation, gamma, beta, _planes(y))
-    return y, SavedNorm(x, gamma, mean, inverse_deviation, training)
-
-
-def _channel_statistics(
-    x: Array, running: tuple[Array, Array], momentum: float | None, eps: float, mean: Array, inverse_deviation: Array
-) -> None:
-    """Compute mean and inverse deviation of x, and update the running ones; without momentum, take the running ones."""
-    running_mean, running_var = running
-    np.copyto(mean, running_mean)
-    var = running_var.copy()
-    if momentum is not None:
-        count = x.shape[0] * x.shape[2]
-        _core.channel_moments(x, mean, var)
+    mean, var, y = running_mean.copy(), running_var.copy(), empty(x.shape, x.dtype)
+    if training and count:
+        _core.channel_moments(_planes(x), mean, var)
         running_mean += momentum * (mean - running_mean)
         running_var += momentum * (var * (count / (count - 1)) - running_var)
-    np.copyto(inverse_deviation, 1 / np.sqrt(var + x.dtype.type(eps)))
+    inverse_deviation = 1 / np.sqrt(var + x.dtype.type(eps))
+    _core.normalize(_planes(x), mean, inverse_deviation, gamma, beta, _planes(y))
+    return y, SavedNorm(x, gamma, mean, inverse_deviation, training)
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
@@ -330,26 +305,21 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     x, gamma, mean, inverse_deviation, training = saved
     dx = empty(x.shape, x.dtype)
     planes = _planes(dy), _planes(x)
-    noted(_core.normalize_backward, *planes, mean, inverse_deviation, gamma, training, dgamma, dbeta, _planes(dx))
+    _core.normalize_backward(*planes, mean, inverse_deviation, gamma, training, dgamma, dbeta, _planes(dx))
     return dx
 
 
 def channel_sums(x: Array) -> Array:
     """Return each channel's sum, each channel's sum of squares, and the values of a channel: [2 C + 1] in float64."""
-    sums = np.empty(2 * x.shape[1] + 1)
-    noted(_channel_sums, _planes(x), sums)
-    return sums
-
-
-def _channel_sums(x: Array, sums: Array) -> None:
-    n, c, pixels = x.shape
+    n, c, h, w = x.shape
     mean, var = np.zeros((2, c), x.dtype)
-    if n * pixels:
-        _core.channel_moments(x, mean, var)
+    if x.size:
+        _core.channel_moments(_planes(x), mean, var)
     # Squares are computed from the variance: sums of float32 squares lose it where it is small relative to the mean.
     wide = mean.astype(np.float64)
-    np.concatenate([wide, var + wide * wide, [1.0]], out=sums)
-    sums *= n * pixels
+    sums: Array = np.concatenate([wide, var + wide * wide, [1.0]])
+    sums *= n * h * w
+    return sums
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------

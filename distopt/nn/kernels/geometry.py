@@ -6,13 +6,11 @@ bottom, left, right. Kernels take two; `with_border` makes four part of the imag
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from ...errors import ShapeError
-from .recorder import noted
 
 Pair: TypeAlias = tuple[int, int]
 Padding: TypeAlias = tuple[int, ...]
@@ -54,7 +52,7 @@ def pool_out(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Paddi
 
 @lru_cache(maxsize=1024)
 def same_padding(images: tuple[int, ...], kernel: Pair, stride: Pair, upper: bool) -> Padding:
-    """The padding with which results have the size of the images, divided by the stride and rounded up.
+    """The padding that gives results the size of the images, divided by the stride and rounded up.
 
     This is ONNX's `auto_pad`: of an odd number of rows or columns, one more is below and right (SAME_UPPER, also
     TensorFlow's SAME), or above and left (SAME_LOWER).
@@ -81,8 +79,8 @@ def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float
     (top, bottom), (left, right) = _sides(padding)
     n, c, h, w = x.shape
     wide = empty((n, c, top + h + bottom, left + w + right), x.dtype)
-    noted(wide.fill, fill)
-    noted(operator.setitem, wide[:, :, top : top + h, left : left + w], ..., x)
+    wide.fill(fill)
+    wide[:, :, top : top + h, left : left + w] = x
     return wide
 
 
@@ -93,5 +91,5 @@ def without_border(wide: Any, padding: Padding, empty: Callable[..., Any]) -> An
     (top, bottom), (left, right) = _sides(padding)
     n, c, h, w = wide.shape
     x = empty((n, c, h - top - bottom, w - left - right), wide.dtype)
-    noted(operator.setitem, x, ..., wide[:, :, top : h - bottom, left : w - right])
+    x[...] = wide[:, :, top : h - bottom, left : w - right]
     return x

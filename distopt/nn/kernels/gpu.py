@@ -1,4 +1,4 @@
-"""Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
+"""Kernels for CuPy arrays: from `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. Nothing
 waits for the device, so an invalid label is found late: the loss and its gradients are then NaN, and
@@ -28,22 +28,25 @@ from .gpu_base import Array, address_of, address_or_null, code_of, current_strea
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/layers.h
 
-SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
+SCRATCH_BYTES = 1 << 28  # for the lowered images of a chunk; one image may take more
 
 empty = cupy.empty
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
 def to_half(x: Array) -> Array:
+    """See `cpu.to_half`."""
     return x.astype(np.float16)
 
 
 def from_half(x: Array) -> Array:
+    """See `cpu.from_half`."""
     return x.astype(np.float32)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
+    """See `cpu.linear`; a product by cuBLAS, then one pass for bias and ReLU."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     address_of(x, x.shape, x.dtype)
@@ -56,6 +59,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.linear_backward`."""
     x, w, y = saved
     address_of(dy, (len(x), w.shape[1]), x.dtype)
     address_or_null(dw, w.shape, x.dtype)
@@ -70,18 +74,22 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
 
 
 def relu(x: Array) -> Array:
+    """See `cpu.relu`."""
     return _mapped(native.relu, x)
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
+    """See `cpu.relu_backward`."""
     return _mapped(native.relu_backward, dy, y)
 
 
 def sigmoid(x: Array) -> Array:
+    """See `cpu.sigmoid`."""
     return _mapped(native.sigmoid, x)
 
 
 def sigmoid_backward(dy: Array, y: Array) -> Array:
+    """See `cpu.sigmoid_backward`."""
     return _mapped(native.sigmoid_backward, dy, y)
 
 
@@ -101,6 +109,7 @@ def _matrix(x: Array) -> tuple[int, int]:
 
 
 def softmax(x: Array) -> Array:
+    """See `cpu.softmax`."""
     rows, columns = _matrix(x)
     y = cupy.empty(x.shape, x.dtype)
     native.softmax(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, rows, columns, current_stream())
@@ -148,7 +157,7 @@ class _Conv(NamedTuple):
     pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
 
 
-class _Pool(NamedTuple):
+class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     window: Sizes
     taken: Array | None  # of max pooling
@@ -173,7 +182,7 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
 def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
     """First image, number of images, their convolution, and whether that is rows [M, images * places].
 
-    Else it is [N, M, oh, ow] for all images at once, and stands in `y`, if given.
+    Else it is [N, M, oh, ow] for all images at once, in `y` if given.
     """
     if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
         y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
@@ -225,6 +234,7 @@ def conv2d(
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.conv2d_backward`; by cuDNN if it has plans for all gradients that are needed."""
     x, w, window, y, pooling = saved
     m, size = len(w), window[8:]
     shape = (len(x), m, *size) if pooling is None else pooling[0].shape
@@ -315,14 +325,16 @@ def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, 
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.max_pool2d`."""
     address, shape, window = _pooling(x, kernel, stride, padding)
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     addresses = y.data.ptr, taken.data.ptr
     native.max_pool(code_of(x), shape[:2], window, address, False, 0, False, *addresses, current_stream())
-    return y, _Pool(x.shape, window, taken)
+    return y, _SavedPool(x.shape, window, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.max_pool2d_backward`."""
     dx = cupy.empty(saved.x_shape, dy.dtype)
     addresses = address_of(dy, saved.taken.shape, dy.dtype), 0, saved.taken.data.ptr, dx.data.ptr
     native.max_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, *addresses, False, current_stream())
@@ -330,13 +342,15 @@ def max_pool2d_backward(dy: Array, saved: Any) -> Array:
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.avg_pool2d`."""
     address, shape, window = _pooling(x, kernel, stride, padding)
     y = cupy.empty(shape, x.dtype)
     native.avg_pool(code_of(x), shape[:2], window, address, y.data.ptr, current_stream())
-    return y, _Pool(x.shape, window, None)
+    return y, _SavedPool(x.shape, window, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.avg_pool2d_backward`."""
     dx = cupy.empty(saved.x_shape, dy.dtype)
     address = address_of(dy, (*saved.x_shape[:2], *saved.window[8:]), dy.dtype)
     native.avg_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, address, dx.data.ptr, current_stream())
@@ -354,6 +368,7 @@ def batch_norm2d(
     eps: float,
     training: bool,
 ) -> tuple[Array, Any]:
+    """See `cpu.batch_norm2d`."""
     n, c, h, w = x.shape
     if training and n * h * w == 1:
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
@@ -368,6 +383,7 @@ def batch_norm2d(
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
+    """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
     dx = cupy.empty(x.shape, x.dtype)
@@ -378,6 +394,7 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
 
 
 def channel_sums(x: Array) -> Array:
+    """See `cpu.channel_sums`; computed in float64 throughout."""
     if not x.size:
         return cupy.zeros(2 * x.shape[1] + 1)
     mean, var = (take(axis=(0, 2, 3), dtype=cupy.float64) for take in (x.mean, x.var))
@@ -386,5 +403,6 @@ def channel_sums(x: Array) -> Array:
 
 # -- updates -----------------------------------------------------------------------------------------------------------
 def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
+    """See `cpu.update`."""
     addresses = [address_or_null(array, param.shape, param.dtype) for array in (param, grad, *slots)]
     getattr(native, rule)(code_of(param), *addresses, param.size, *values, current_stream())

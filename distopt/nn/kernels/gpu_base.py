@@ -54,11 +54,11 @@ def address_or_null(array: Array | None, shape: tuple[int, ...], dtype: Any) -> 
 
 
 def code_of(array: Array) -> int:
-    """Local. What kernels call the type of `array`."""
+    """Local. The code of the type of `array` in kernels."""
     try:
         return _CODES[array.dtype]
     except KeyError:
-        raise TypeError(f"kernels compute in float32 and float64, not in {array.dtype}") from None
+        raise TypeError(f"kernels compute in float32 and float64, not in {array.dtype}; convert by to_type") from None
 
 
 def current_stream() -> int:
@@ -131,7 +131,7 @@ def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
 def _load_products(device: int) -> Any:
     named, major = Settings.from_env().cublas_library, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if named is None:
-        # CuPy loads the library for its own handle; of that name the process then has that one.
+        # CuPy loads the library for its own handle; to load this name then gives the same library.
         cupy.cuda.Device(device).cublas_handle  # noqa: B018
         named = f"libcublas.so.{major}"
     try:

@@ -30,7 +30,7 @@ from .gpu_base import Array, code_of, current_stream
 ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines
 WORKSPACE_BYTES = 1 << 28  # an engine that needs more is not used
 
-# The method of the graph, its arguments, and its result; y stands for its gradient, too.
+# The method of the graph, its arguments, and its result; y is also the name of its gradient.
 OPERATIONS = {
     "fprop": ("conv_fprop", {"image": "x", "weight": "w"}, "y"),
     "dgrad": ("conv_dgrad", {"loss": "y", "filter": "w"}, "x"),
@@ -66,7 +66,7 @@ class Plan:
             cupy.copyto(out, result)
 
 
-class _Library(NamedTuple):
+class _CudnnLibrary(NamedTuple):
     cudnn: Any
     handle: Any
     plans: dict[Any, Plan | None]
@@ -77,11 +77,11 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.wish = Settings.from_env().convolution
-        self.libraries: dict[tuple[str, int], _Library | None] = {}
+        self.libraries: dict[tuple[str, int], _CudnnLibrary | None] = {}
 
 
 _thread = _Thread()
-_kept: list[_Library] = []  # those of threads that have ended, too
+_kept: list[_CudnnLibrary] = []  # of all threads, even if they have ended
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
     return library.plans[key]
 
 
-def _library() -> _Library | None:
+def _library() -> _CudnnLibrary | None:
     """Of this thread and the current device; None where convolution is lowering."""
     key = _thread.wish, cupy.cuda.runtime.getDevice()
     if key not in _thread.libraries:
@@ -125,13 +125,13 @@ def _library() -> _Library | None:
     return _thread.libraries[key]
 
 
-def _open_library(wish: str) -> _Library | None:
+def _open_library(wish: str) -> _CudnnLibrary | None:
     if wish == "lowering":
         return None
     cudnn, missing = find_cudnn()
     if cudnn is not None:
         try:
-            library = _Library(cudnn, cudnn.create_handle(), {})
+            library = _CudnnLibrary(cudnn, cudnn.create_handle(), {})
             _kept.append(library)
         except RuntimeError as error:
             missing = f"cuDNN does not start ({error}); check that its CUDA is that of CuPy and of the driver"
@@ -150,7 +150,7 @@ def _tell_once(level: int, text: str) -> None:
     _log.log(level, "%s", text)
 
 
-def _plan(library: _Library, kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
+def _plan(library: _CudnnLibrary, kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
     cudnn, handle, _ = library
     shapes = {"x": x.shape, "w": w.shape, "y": (len(x), len(w), *window[8:])}
     what = f"{kind} of {x.dtype} {x.shape} with {w.shape}"
@@ -213,11 +213,11 @@ def build_graph(
 
 
 def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
-    """The numerical notes for which an engine is excluded."""
+    """The numerical notes that exclude an engine."""
     note = cudnn.numerical_note
     refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":
-        refused.append(note.TENSOR_CORE)  # these compute float32 in TF32; the switch is that of CuPy's products
+        refused.append(note.TENSOR_CORE)  # these compute float32 in TF32; CuPy's products have the same switch
     return refused
 
 

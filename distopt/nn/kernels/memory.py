@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 _SMALL = 4096  # bytes; malloc is as fast for smaller arrays
-_KEPT = 4096  # number of calls of `empty` after which an unused block is freed
+_KEPT = 4096  # an unused block is freed after this number of calls of `empty`
 
 
 @dataclass
@@ -32,8 +32,8 @@ def _find_idle(blocks: list[_Block], idle: int) -> _Block | None:
     return None
 
 
-# References to the memory of a block without other users: the least with which it is found. Measured, as
-# interpreters differ in the references they take themselves.
+# The reference count of the memory of a block without users. Measured, because interpreters differ in the references
+# that they take themselves.
 _IDLE = next(n for n in count() if _find_idle([_Block(np.empty(0, np.uint8), 0, 0)], n))
 
 

@@ -103,7 +103,7 @@ class Layer:
         """Whether a parameter of this layer or its sub-layers trains. Assigning freezes or unfreezes all of them.
 
         The layer must be initialized, as all are by `Model.compile`; see `Tensor.requires_grad`. Frozen parameters
-        remain in states. In training mode, a frozen layer computes as ever: batch normalization uses the batch and
+        remain in states. In training mode, a frozen layer computes as before: batch normalization uses the batch and
         moves its running statistics, as in PyTorch, and dropout drops.
 
         Raises:
@@ -202,7 +202,7 @@ class Layer:
             raise type(error)(f"{self._label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
-        """The number of channels: `given`, or that of the first input `x`."""
+        """The number of channels: `given`, or the channels of the first input `x`."""
         if len(x.shape) != 4:
             raise ShapeError(f"{self._label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given

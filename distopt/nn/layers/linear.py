@@ -70,7 +70,7 @@ class Gemm(TensorLayer):
         beta: factor of the bias.
         transA: A is [inputs, N]; else [N, inputs].
         transB: W is [nb_kernels, inputs]; else [inputs, nb_kernels].
-        bias: whether there is one.
+        bias: whether to add a bias.
         bias_shape: its shape, which is broadcast to [N, nb_kernels] (default: [1, nb_kernels]).
 
     Attributes:

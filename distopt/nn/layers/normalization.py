@@ -68,8 +68,8 @@ class SyncBatchNorm2d(BatchNorm2d):
 
     All values count equally, for any sizes of the ranks' batches. Running statistics are the same on all ranks,
     bit for bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
-    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A recorded step repeats
-    the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
+    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A CUDA graph cannot hold
+    the sums, so such a step runs without one.
 
     Args:
         channels: see `BatchNorm2d`.
@@ -90,7 +90,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         self.reduce, self._is_given = reduce, reduce is not None
 
     def take(self, reduce: normalization.Reduce | None) -> None:
-        """Local. Use `reduce`, that of the model's optimizer, unless the constructor was given another."""
+        """Local. Use `reduce`, from the model's optimizer, unless the constructor was given another."""
         if not self._is_given:
             self.reduce = reduce
 

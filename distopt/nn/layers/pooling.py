@@ -22,9 +22,9 @@ class Pooling2d(Windowed):
     Args:
         kernel_size: one integer or two, height and width of a window.
         stride: from one window to the next (default: the window's size).
-        padding: around the images, as of `Conv2d`: never the maximum, and zeros in a mean.
+        padding: around the images, as in `Conv2d`: never the maximum, and zeros in a mean.
         is_max: whether to take the maximum.
-        pad_mode: as of `Conv2d`.
+        pad_mode: as in `Conv2d`.
     """
 
     def __init__(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import setitem
 
 from ...kernels import array_module
 from ..core.array import Array
 from ..core.operation import Arrays
 from ..kernels import kernels_of
 from ..kernels.geometry import Padding, Pair, out_size, with_border, without_border
-from ..kernels.recorder import noted
 from .border import evened, trimmed
 from .weighted import Weighted
 
@@ -25,8 +23,6 @@ class Conv2d(Weighted):
         pool: kernel, stride and padding (two numbers) of a `MaxPool2d`, which pools the convolution's result while this
             is in the cache.
     """
-
-    native = True
 
     def __init__(
         self, stride: Pair, padding: Padding, relu: bool = False, pool: tuple[Pair, Pair, Padding] | None = None
@@ -54,8 +50,6 @@ class GroupedConv2d(Weighted):
         relu: whether to apply ReLU.
     """
 
-    native = True
-
     def __init__(self, groups: int, stride: Pair, padding: Padding, relu: bool) -> None:
         self.groups, self.stride, self.padding, self.relu = groups, stride, padding, relu
 
@@ -63,7 +57,7 @@ class GroupedConv2d(Weighted):
         """A copy of the channels of one group."""
         own = images[:, self._run_of(group, images.shape[1])]
         part = kernels_of(images).empty(own.shape, images.dtype)
-        noted(setitem, part, ..., own)
+        part[...] = own
         return part
 
     def _run_of(self, group: int, channels: int) -> slice:
@@ -75,7 +69,7 @@ class GroupedConv2d(Weighted):
         n, size, *sides = parts[0].shape
         images = kernels_of(parts[0]).empty((n, self.groups * size, *sides), parts[0].dtype)
         for group, part in enumerate(parts):
-            noted(setitem, images, (slice(None), self._run_of(group, images.shape[1])), part)
+            images[:, self._run_of(group, images.shape[1])] = part
         return images
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:

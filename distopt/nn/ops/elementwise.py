@@ -229,8 +229,6 @@ def selu(x: Tensor, alpha: float = 1.67326, gamma: float = 1.0507) -> Tensor:
 class ReLU(Operation):
     """max(x, 0)."""
 
-    native = True
-
     def forward(self, x: Array) -> Array:
         self.saved = kernels_of(x).relu(x)
         return self.saved
@@ -246,8 +244,6 @@ def relu(x: Tensor) -> Tensor:
 
 class Sigmoid(Operation):
     """1 / (1 + exp(-x))."""
-
-    native = True
 
     def forward(self, x: Array) -> Array:
         self.saved = kernels_of(x).sigmoid(x)
@@ -507,7 +503,7 @@ def logical_or(a: Tensor, b: Tensor) -> Tensor:
 
 
 def logical_xor(a: Tensor, b: Tensor) -> Tensor:
-    """1.0 where one, and only one, is not 0, else 0.0."""
+    """1.0 where exactly one is not 0, else 0.0."""
     return Truth("logical_xor")(a, b)
 
 

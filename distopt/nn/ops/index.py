@@ -53,7 +53,7 @@ def _put_back(dy: Array, index: Array, axis: int, length: int) -> Array:
 
 
 class Gather(Operation):
-    """The elements of x at the positions `index` along `axis`; the dimensions of `index` replace that one."""
+    """The elements of x at the positions `index` along `axis`; the dimensions of `index` replace `axis`."""
 
     def __init__(self, axis: int, index: Array) -> None:
         self.axis, self.index = axis, index
@@ -139,7 +139,7 @@ class Pad(Operation):
 
     Args:
         widths: for each dimension, the numbers of elements before and after it.
-        mode: "constant", "reflect" or "edge", as of `numpy.pad`.
+        mode: "constant", "reflect" or "edge", as in `numpy.pad`.
         constant: the value for the first mode.
     """
 
@@ -188,7 +188,7 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[float] | ArrayLike) -> Tensor:
-    """A tensor of float32 with a dimension more, in which only the elements at positions `indices` are "on".
+    """A tensor of float32 with a dimension more, where only the elements at positions `indices` are "on".
 
     Args:
         axis: the new dimension of the result.

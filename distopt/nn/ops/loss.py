@@ -24,7 +24,7 @@ class SoftMaxCrossEntropy(Operation):
     The labels are integers [N] or one distribution per row, [N, classes]; they have no gradient.
     """
 
-    native = own_type = True
+    own_type = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
         _check_labels(logits, labels)
@@ -70,6 +70,7 @@ class _Loss(Operation):
     own_type = True
 
     def terms(self, x: Array, t: Array) -> Array:
+        """The term of each element, of the shape of x."""
         raise NotImplementedError
 
     def slope(self, x: Array, t: Array) -> Array:

@@ -22,8 +22,6 @@ __all__ = [
 class Linear(Weighted):
     """x [N, in] @ w [in, out], plus b [out] if given, optionally with ReLU."""
 
-    native = True
-
     def __init__(self, relu: bool = False) -> None:
         self.relu = relu
 
@@ -122,7 +120,7 @@ def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
 
 
 class CosSim(Operation):
-    """The cosine of the angle between each row of a [N, M] and that of b [N, M]: [N]."""
+    """The cosines of the angles between the rows of a [N, M] and b [N, M]: [N]."""
 
     def forward(self, a: Array, b: Array) -> Array:
         xp = array_module(a)
@@ -139,7 +137,7 @@ class CosSim(Operation):
 
 
 def cossim(a: Tensor, b: Tensor) -> Tensor:
-    """The cosine of the angle between each row of `a` [N, M] and that of `b` [N, M]: [N]."""
+    """The cosines of the angles between the rows of `a` [N, M] and `b` [N, M]: [N]."""
     if a.ndim() != 2 or a.shape != b.shape:
         raise ShapeError(f"cossim compares the rows of two tensors of one shape [N, M]; got {a.shape} and {b.shape}")
     return CosSim()(a, b)

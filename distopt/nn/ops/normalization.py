@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from operator import iadd, imul, setitem
 from typing import Protocol
 
 from ..core.array import Array
 from ..core.mode import mode
 from ..core.operation import Arrays
 from ..kernels import kernels_of
-from ..kernels.recorder import noted
 from .weighted import Weighted
 
 
@@ -18,12 +16,12 @@ class BatchNorm2d(Weighted):
 
     Args:
         running_mean: [C]; updated in place during training, used otherwise.
-        running_var: [C]; likewise.
+        running_var: [C]; the same.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """
 
-    native = at_once = True
+    at_once = True
 
     def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float) -> None:
         self.running = running_mean, running_var
@@ -59,8 +57,6 @@ class SyncBatchNorm2d(BatchNorm2d):
         reduce: sums an array over the ranks.
     """
 
-    native = True
-
     def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float, reduce: Reduce) -> None:
         super().__init__(running_mean, running_var, momentum, eps)
         self.reduce = reduce
@@ -68,9 +64,13 @@ class SyncBatchNorm2d(BatchNorm2d):
     def forward(self, x: Array, gamma: Array, beta: Array) -> Array:
         kernels = kernels_of(x)
         sums = kernels.channel_sums(x)
-        noted(self.reduce, sums)
-        mean, var = (kernels.empty(array.shape, array.dtype) for array in self.running)
-        noted(_all_statistics, sums, mean, var, self.running, self.momentum)
+        self.reduce(sums)
+        (running_mean, running_var), channels = self.running, len(gamma)
+        count, wide = sums[-1], sums[:channels] / sums[-1]
+        mean = wide.astype(running_mean.dtype)
+        var = (sums[channels:-1] / count - wide * wide).clip(0).astype(running_var.dtype)  # biased
+        running_mean += self.momentum * (mean - running_mean)
+        running_var += self.momentum * (var * (count / (count - 1).clip(1)) - running_var)
         y, saved = kernels.batch_norm2d(x, gamma, beta, mean, var, 0.0, self.eps, False)
         self.saved = saved, mean, var, sums
         return y
@@ -83,33 +83,12 @@ class SyncBatchNorm2d(BatchNorm2d):
         if not self.needs[0]:
             return None, dgamma, dbeta
         totals = kernels.empty((2, len(mean)), "float64")
-        noted(setitem, totals, 0, dgamma)
-        noted(setitem, totals, 1, dbeta)
-        noted(imul, totals, saved.gamma)
-        noted(self.reduce, totals)
-        # Mean and variance depend on every x; through them the gradient gains an affine function of x.
-        slope, shift = (kernels.empty(mean.shape, mean.dtype) for _ in range(2))
-        noted(_through_statistics, totals, sums, saved.inverse_deviation, slope, shift)
+        totals[0], totals[1] = dgamma, dbeta
+        totals *= saved.gamma  # before the sum: between partial updates the ranks have different gammas
+        self.reduce(totals)
+        # Mean and variance depend on every x; through them the gradient gains an affine function of x: these are scale
+        # and shift of the normalized x.
+        slope, shift = (saved.inverse_deviation / -sums[-1] * totals).astype(mean.dtype)
         more, _ = kernels.batch_norm2d(saved.x, slope, shift, mean, var, 0.0, self.eps, False)
-        return noted(iadd, dx, more), dgamma, dbeta
-
-
-def _all_statistics(sums: Array, mean: Array, var: Array, running: tuple[Array, Array], momentum: float) -> None:
-    """Compute mean and biased variance from the `channel_sums` of all ranks, and update the running statistics."""
-    count, channels = sums[-1], len(mean)
-    wide = sums[:channels] / count
-    mean[...] = wide
-    var[...] = (sums[channels:-1] / count - wide * wide).clip(0)
-    running_mean, running_var = running
-    running_mean += momentum * (mean - running_mean)
-    running_var += momentum * (var * (count / (count - 1).clip(1)) - running_var)
-
-
-def _through_statistics(totals: Array, sums: Array, inverse_deviation: Array, slope: Array, shift: Array) -> None:
-    """Compute scale and shift of the normalized x in its gradient.
-
-    `totals` are the gradients of gamma and beta, times gamma, summed over all ranks. Each rank multiplies by gamma
-    before the sum, since between partial updates the ranks have different gammas.
-    """
-    factor = inverse_deviation / -sums[-1]
-    slope[...], shift[...] = factor * totals[0], factor * totals[1]
+        dx += more
+        return dx, dgamma, dbeta

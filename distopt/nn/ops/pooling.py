@@ -19,7 +19,7 @@ __all__ = [
 
 
 class _Pool2d(Operation):
-    fill: float  # of a border: a value without effect
+    fill: float  # of the border: a value without effect on the result
 
     def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
@@ -34,7 +34,6 @@ class _Pool2d(Operation):
 class MaxPool2d(_Pool2d):
     """The maximum of each window of x [N, C, H, W]."""
 
-    native = True
     fill = -inf
 
     def forward(self, x: Array) -> Array:
@@ -49,7 +48,6 @@ class MaxPool2d(_Pool2d):
 class AvgPool2d(_Pool2d):
     """The mean of each window of x [N, C, H, W]; padding counts as zeros."""
 
-    native = True
     fill = 0.0
 
     def forward(self, x: Array) -> Array:

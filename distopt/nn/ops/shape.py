@@ -136,7 +136,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
+    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps x's dimension."""
     sizes = [check_integer("a size of the shape", n) for n in several(shape)]
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
     try:
@@ -198,7 +198,7 @@ def slice(
     Args:
         x: any tensor.
         starts: for each axis, an index; a negative one counts from the end.
-        ends: likewise; beyond the dimension, it means its end.
+        ends: the same; a number beyond the dimension means its end.
         axes: by default, the first dimensions.
         steps: by default 1; not 0. A negative one goes backwards.
     """
@@ -212,13 +212,13 @@ def slice(
     return Slice(key)(x)
 
 
-class Part(Slice):
+class SplitPart(Slice):
     """A part of x, as `split` divides it along `axis`."""
 
     axis: int
 
     def backward(self, dy: Array = None, *others: Array) -> Any:
-        """As `Operation.backward`; given the gradients of all parts, in their order, that of x."""
+        """As `Operation.backward`; given the gradients of all parts, in their order, the gradient of x."""
         if not others:
             return super().backward(dy)
         return raw(array_module(dy).concatenate((dy, *others), self.axis))
@@ -237,7 +237,7 @@ def split(
         raise ShapeError(f"parts {parts} do not make up dimension {axis} of shape {x.shape}")
     tensors = []
     for start, end in pairwise([0, *accumulate(parts)]):
-        part = Part([*[_slice(None)] * axis, _slice(start, end)])
+        part = SplitPart([*[_slice(None)] * axis, _slice(start, end)])
         part.axis = axis
         tensors.append(part(x))
     return tuple(tensors)

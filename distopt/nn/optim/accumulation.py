@@ -10,7 +10,7 @@ from ..core.array import Array
 from ..core.tensor import Tensor
 
 
-class Accumulation:
+class GradientAccumulation:
     """The sums of gradients that an optimizer has collected inside `no_sync`. All methods are local.
 
     Attributes:
@@ -33,7 +33,7 @@ class Accumulation:
 
     def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add the gradients that a backward pass yields."""
-        for param, grad in list(pairs):  # the whole pass first: one that fails adds nothing
+        for param, grad in list(pairs):  # the whole pass first: a pass that fails adds nothing
             if param in self.sums:
                 self.sums[param] += grad.array
             else:

@@ -20,7 +20,7 @@ from ..core.numbers import number_of
 from ..core.tensor import Tensor
 from ..devices.device import get_default_device
 from ..singa.views import CurrentValue
-from .accumulation import Accumulation
+from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler
 
@@ -72,7 +72,7 @@ class Optimizer:
         self._slots: dict[Tensor, dict[str, Array]] = {}
         self._updated: dict[Tensor, int] = {}  # when, by `changes.clock`
         self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
-        self._accumulation = Accumulation()
+        self._accumulation = GradientAccumulation()
         self.lr = lr
 
     if not TYPE_CHECKING:  # with it, type checkers accept every name
@@ -120,7 +120,7 @@ class Optimizer:
 
     @property
     def clip_grad_norm(self) -> float | None:
-        """The norm to which `clip_gradients` limits a gradient; None for no limit, `math.inf` to measure only."""
+        """The largest norm that `clip_gradients` leaves; None for no limit, `math.inf` to measure only."""
         return self._clip_grad_norm
 
     @clip_grad_norm.setter
@@ -152,7 +152,7 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        training, mode.training = mode.training, False  # a rule that computes with tensors is not a forward pass
+        training, mode.training = mode.training, False  # a rule may compute with tensors, which must not record a graph
         if self._device is not param.device:
             self._device = param.device
         try:
@@ -183,7 +183,7 @@ class Optimizer:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Local. Everything that decides the next update besides parameters, gradients and slots, by name.
+        """Local. By name, the state that decides the next update, except parameters, gradients and slots.
 
         The values are numbers, booleans and strings. `DistOpt` checks in every step that all ranks have the same. A
         subclass with more constants adds them to this dict.
@@ -196,7 +196,7 @@ class Optimizer:
         }
 
     def step(self) -> None:
-        """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
+        """Local. Count a finished step, and set the hyperparameters of the next one; do nothing inside `no_sync`."""
         if not self._accumulation.active:
             changes.updated(self, self._updated)
             self._go_to(self._steps + 1)

@@ -66,7 +66,7 @@ class ExponentialDecay(_Formula):
 
     Args:
         init_value: the value at step 0.
-        decay_steps: number of steps in which it falls by the factor `decay_rate`.
+        decay_steps: number of steps that multiply it by `decay_rate`.
         decay_rate: in (0, 1].
         staircase: change only every `decay_steps` steps.
 
@@ -116,7 +116,7 @@ class CosineDecay(_Formula):
 
     Args:
         init_value: the value at step 0.
-        decay_steps: the step from which on it is `end_value`.
+        decay_steps: the first step with `end_value`.
         end_value: the last value.
 
     Raises:
@@ -141,8 +141,8 @@ class LinearWarmUp(_Formula):
 
     Args:
         schedule: the schedule that follows, or a number.
-        warm_up_steps: the step from which on it follows.
-        start_factor: the value at step 0 relative to that first value; the default is that of PyTorch's LinearLR.
+        warm_up_steps: the first step that follows it.
+        start_factor: the value at step 0 relative to that first value; the default is PyTorch's, of LinearLR.
 
     Raises:
         UsageError: a number makes no sense.

@@ -1,1 +1,1 @@
-"""Recording and replay of training steps: CUDA graphs on a GPU, calls of kernels on the CPU."""
+"""Capturing of training steps in CUDA graphs, and their replay; see `distopt.nn.replay.graphs`."""

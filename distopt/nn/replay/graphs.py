@@ -1,11 +1,10 @@
-"""Recording and replay of training steps: on a GPU as CUDA graphs, on the CPU as calls of kernels.
+"""Training steps as CUDA graphs: when they are captured, and when they are replayed.
 
-For the CPU, see `distopt.nn.replay.replayed`. On a GPU, the forward pass is captured, and so is the backward pass, in
-pieces that end at the parameters that complete a bucket (piecewise CUDA graphs). The optimizer's collectives, checks,
-codecs and updates are not captured, because they use values on the host and wait for the device. A replay
-launches the forward piece, then calls the optimizer method that `train_one_batch` called. That method's
-`autograd.backward` launches the remaining pieces in turn and yields the gradients of each. The optimizer needs no
-changes, and communication overlaps the remaining pieces.
+The forward pass is captured, and so is the backward pass, in pieces that end at the parameters that complete a bucket
+(piecewise CUDA graphs). The optimizer's collectives, checks, codecs and updates are not captured, because they use
+values on the host and wait for the device. A replay launches the forward piece, then calls the optimizer method that
+`train_one_batch` called. That method's `autograd.backward` launches the remaining pieces in turn and yields the
+gradients of each. The optimizer needs no changes, and communication overlaps the remaining pieces.
 
 The first calls with one kind of arguments run normally, and the next one is captured. Nothing runs on the GPU while a
 piece is captured; each piece is launched as soon as its results are needed, so this call also is a complete step. If
@@ -28,14 +27,11 @@ from ..core.mode import mode
 from ..core.tensor import Tensor
 from ..devices.device import Device
 from ..notices import tell_once
-from .captured import CapturedStep
-from .replayed import ReplayedStep
-from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
+from .step import CapturedStep, CaptureError, OptimizerCall, early_text, text_of
 
-# Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
-REHEARSALS = {"cpu": 1, "cuda": 2}
+REHEARSALS = 2  # steps before the first capture, in which momentum, buckets, plans and compiled kernels are created
 KINDS = 8  # most kinds of arguments; each kind has memory of its own
-CAPTURES = 3  # most recordings of one kind: each follows a move of parameters or buckets
+CAPTURES = 3  # most captures of one kind: each follows a move of parameters or buckets
 
 _log = logging.getLogger("distopt")
 
@@ -66,17 +62,16 @@ class _Watched:
 
 
 class _Kind:
-    """One kind of arguments: the attempts to record it, and the recorded step or the reason why there is none."""
+    """One kind of arguments: the attempts to capture it, and the captured step or the reason why there is none."""
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
-        self.step: RecordedStep | None = None
-        self.candidate: ReplayedStep | None = None  # becomes the step if the next one does the same
+        self.step: CapturedStep | None = None
         self.reason = ""
 
 
 class StepGraphs:
-    """The recorded training steps of a model.
+    """The captured training steps of a model on a GPU.
 
     Attributes:
         replays: number of steps that were replayed.
@@ -105,7 +100,7 @@ class StepGraphs:
         inputs: Sequence[Any],
         options: dict[str, Any],
     ) -> Any:
-        """Run one training step: replay it or record it where possible.
+        """Run one training step: replay it or capture it where possible.
 
         Args:
             train: `train_one_batch`.
@@ -114,7 +109,7 @@ class StepGraphs:
             inputs: arguments of `train`.
             options: likewise, by keyword.
         """
-        if self._device.recording or mode.ran is not None:  # a model within a model that is recorded
+        if self._device.recording:  # a model within a model that is captured
             return train(*inputs, **options)
         try:
             kind = self._kind_of(inputs, options)
@@ -124,20 +119,22 @@ class StepGraphs:
         if kind.step is not None and not kind.step.fits():
             kind.step = None
             if kind.captures == CAPTURES:
-                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} recordings"
+                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} captures"
                 self._tell(kind.reason)
         if kind.step is not None:
             self.replays += 1
             return kind.step.replay(optimizer, inputs, options)
         if kind.reason:
             return train(*inputs, **options)
-        if kind.rehearsals < REHEARSALS[self._device.kind]:
+        if kind.rehearsals < REHEARSALS:
             return self._rehearse(kind, train, inputs, options)
-        return self._record(kind, train, states, inputs, options)
+        return self._capture(kind, train, states, inputs, options)
 
     def _kind_of(self, inputs: Sequence[Any], options: dict[str, Any]) -> _Kind:
+        from ..kernels.gpu_base import current_stream
+
         named: list[tuple[int | str, Any]] = [*enumerate(inputs), *sorted(options.items())]
-        key = (self._stream(), *[self._trait(name, value) for name, value in named])
+        key = (current_stream(), *[self._trait(name, value) for name, value in named])
         try:
             kind = self._kinds.get(key)
         except TypeError as error:
@@ -147,13 +144,6 @@ class StepGraphs:
                 raise CaptureError(f"there were {KINDS} kinds of arguments of train_one_batch already")
             kind = self._kinds[key] = _Kind()
         return kind
-
-    def _stream(self) -> int:
-        if self._device.kind == "cpu":
-            return 0
-        from ..kernels.gpu_base import current_stream
-
-        return current_stream()
 
     def _trait(self, name: int | str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -182,7 +172,7 @@ class StepGraphs:
             self._tell(kind.reason)
         return results
 
-    def _record(
+    def _capture(
         self,
         kind: _Kind,
         train: Callable[..., Any],
@@ -190,48 +180,30 @@ class StepGraphs:
         inputs: Sequence[Any],
         options: dict[str, Any],
     ) -> Any:
-        step_type = ReplayedStep if self._device.kind == "cpu" else CapturedStep
-        step = step_type(self._device, inputs, options, states().values())
+        step = CapturedStep(self._device, inputs, options, states().values())
         failure = _calls_text(0)
         try:
             with self._watching(step.seen):
-                step.begin()
+                step.capture.begin("forward")
                 results = train(*step.inputs, **step.options)
         except Exception as error:
-            if step.begun:
-                raise  # the error is none of the recording
+            if step.forward is not None:
+                raise  # the error is none of the capture
             failure = f"the forward pass: {text_of(error)}"
         finally:
-            step.abort()
+            step.capture.abort()
         try:
-            if not step.begun:
+            if step.forward is None:
                 results = train(*inputs, **options)  # raises where the error was the script's
                 raise CaptureError(failure)
-            step.check(results)
-            if isinstance(step, ReplayedStep) and self._is_first(kind, step):
-                return step.hand_out()
+            results = step.finish(results)
         except CaptureError as error:
             kind.reason = str(error)
             self._tell(kind.reason)
             return results
         kind.step, kind.captures = step, kind.captures + 1
         _log.info("training step %s", step)
-        return step.hand_out()
-
-    @staticmethod
-    def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
-        """Whether this is the first recorded step of its kind, with none to compare it with.
-
-        Raises:
-            CaptureError: an earlier one did something else.
-        """
-        earlier, kind.candidate = kind.candidate, step
-        if earlier is None:
-            return True
-        kind.candidate = None
-        if difference := step.difference(earlier):
-            raise CaptureError(f"train_one_batch does not do the same in each step: {difference}")
-        return False
+        return results
 
     @contextlib.contextmanager
     def _watching(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:

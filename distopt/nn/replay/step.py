@@ -1,8 +1,7 @@
-"""A training step that is recorded once and then repeated: the common part of CUDA graphs and CPU replays."""
+"""A training step that is captured in CUDA graphs and then replayed; see `distopt.nn.replay.graphs`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,10 +11,11 @@ from ..core import autograd
 from ..core.array import Array
 from ..core.tensor import Tensor
 from ..devices.device import Device
+from .capture import Capture
 
 
 class CaptureError(DistoptError):
-    """A step cannot be recorded; the message says why."""
+    """A step cannot be captured; the message says why."""
 
 
 class OptimizerCall(NamedTuple):
@@ -32,17 +32,12 @@ class OptimizerCall(NamedTuple):
     place: int | str | None
 
     def on(self, optimizer: Any, loss: Tensor | None = None) -> Any:
-        """Make the same call of `optimizer`, with `loss` in place of the recorded loss if one is given."""
+        """Make the same call of `optimizer`, with `loss` in place of the captured loss if one is given."""
         values = [
             (key, loss if loss is not None and key == self.place else value) for key, value in self.values.items()
         ]
         args = [value for key, value in values if isinstance(key, int)]
         return getattr(optimizer, self.name)(*args, **{key: value for key, value in values if isinstance(key, str)})
-
-    @property
-    def others(self) -> tuple[Any, ...]:
-        """The call without its loss, to compare with other calls."""
-        return self.name, self.place, {key: value for key, value in self.values.items() if key != self.place}
 
     @property
     def loss(self) -> Tensor:
@@ -53,24 +48,25 @@ class OptimizerCall(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Work of the backward pass, and the parameters whose gradients are final after it, each with its gradient."""
+    """A graph of the backward pass, and the parameters whose gradients are final after it, each with its gradient."""
 
     work: Any
     pairs: list[tuple[Tensor, Array]]
 
 
-class RecordedStep(ABC):
-    """A step that was recorded, or is about to be.
+class CapturedStep:
+    """A step that was captured, or is about to be.
 
     Attributes:
         device: where it runs.
-        inputs: arguments for the call of `train_one_batch` that is recorded.
+        capture: captures its pieces, and owns their memory.
+        inputs: arguments for the call of `train_one_batch` that is captured.
         options: likewise, by keyword.
         call: that of the optimizer with the loss.
         later: calls of the optimizer that follow, such as `step`.
         results: of `train_one_batch`.
         failure: why the step cannot be repeated.
-        forward: work of the forward pass.
+        forward: graph of the forward pass; None until it is complete.
         pieces: the backward pass.
     """
 
@@ -78,8 +74,10 @@ class RecordedStep(ABC):
         self, device: Device, inputs: Sequence[Any], options: dict[str, Any], states: Iterable[Tensor]
     ) -> None:
         self.device = device
-        self.inputs = [_copied(value) for value in inputs]
-        self.options = {key: _copied(value) for key, value in options.items()}
+        self.capture = Capture(device)
+        with self.capture.own_memory():
+            self.inputs = [_copied(value) for value in inputs]
+            self.options = {key: _copied(value) for key, value in options.items()}
         self.call: OptimizerCall | None = None
         self.later: list[OptimizerCall] = []
         self.results: Any = None
@@ -88,26 +86,30 @@ class RecordedStep(ABC):
         self.pieces: list[Piece] = []
         self._calls = 0
         self._states = [(tensor, tensor.array) for tensor in states]
+        self._leaves: list[Array] = []
         self._moved = False  # whether a gradient must now be written elsewhere
 
-    # -- recording ---------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        nodes = self.forward.nodes + sum(piece.work.nodes for piece in self.pieces)
+        return f"captured in {1 + len(self.pieces)} CUDA graphs of {nodes} nodes"
+
+    # -- capture -----------------------------------------------------------------------------------------------------
     def seen(self, optimizer: Any, call: OptimizerCall) -> Any:
         """Handle a call of the optimizer. The first call with a loss completes the forward pass."""
-        if call.place is None and self._calls:
-            self.later.append(call)
-            return call.on(optimizer)
         if call.place is None:
-            self.failure = CaptureError(early_text(call))
-            if not self.begun:
+            if not self._calls:
+                self.failure = CaptureError(early_text(call))
                 raise self.failure
+            self.later.append(call)
             return call.on(optimizer)
         self._calls += 1
         if self._calls > 1:
             return call.on(optimizer)
         self.call = call
-        self.end_forward(call.loss)
-        order = partial(autograd.gradient_order, call.loss)
-        return call.on(optimizer, self._loss(autograd.Walk(partial(self._recorded, call.loss), order)))
+        self.forward = self.capture.end()
+        self.capture.launch(self.forward)
+        gradients, order = partial(self._backward, call.loss), partial(autograd.gradient_order, call.loss)
+        return call.on(optimizer, self._loss(autograd.Walk(gradients, order)))
 
     def _loss(self, walk: autograd.Walk) -> Tensor:
         assert self.call is not None
@@ -115,14 +117,40 @@ class RecordedStep(ABC):
         loss.creator = walk
         return loss
 
-    def _recorded(self, loss: Tensor, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients of the step that is recorded, as it runs."""
+    def _backward(self, loss: Tensor, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Capture the backward pass, in pieces that end at the parameters of `pauses`; yields as `autograd.backward`.
+
+        Notes a failure; the backward pass then runs normally.
+        """
         if dy is not None:
             self.failure = CaptureError("the optimizer passes `dy`")
-        return self.record_backward(loss, pauses) if self.failure is None else autograd.backward(loss, dy)
+        if self.failure is not None:
+            return autograd.backward(loss, dy)
+        kept = [(op, op.inputs, op.saved) for op in autograd.tape(loss)]
+        capture = self.capture
+        pairs: list[tuple[Tensor, Array]] = []
+        try:
+            capture.begin("backward")
+            for param, grad in autograd.backward(loss):
+                pairs.append((param, grad.array))
+                if param in pauses:
+                    self.pieces.append(Piece(capture.end(), pairs))
+                    pairs = []
+                    capture.begin("backward")
+            last = capture.end()
+            if pairs or last.nodes:
+                self.pieces.append(Piece(last, pairs))
+        except Exception as error:
+            capture.abort()
+            self.failure = error.with_traceback(None)  # its frames hold this step
+            for op, inputs, saved in kept:  # released arrays are valid again: nothing has overwritten them
+                op.inputs, op.saved = inputs, saved
+        # Other arrays that the step read: if their owners drop them, a replay reads old values, not foreign ones.
+        self._leaves = [source.array for _, inputs, _ in kept for source in inputs or () if not source.in_graph]
+        return self._gradients() if self.failure is None else autograd.backward(loss)
 
-    def check(self, results: Any) -> None:
-        """Take the results of `train_one_batch`.
+    def finish(self, results: Any) -> Any:
+        """Take the results of `train_one_batch`, and return them with copies of their tensors.
 
         Raises:
             CaptureError: a replay would not repeat this step.
@@ -137,50 +165,19 @@ class RecordedStep(ABC):
             raise CaptureError("the optimizer did not call autograd.backward for its loss")
         self._check_results(results)
         self.results = results
+        return _copied(results)
 
     def _check_results(self, results: Any) -> None:
         if type(results) in (tuple, list, dict):
             for value in results.values() if isinstance(results, dict) else results:
                 self._check_results(value)
         elif isinstance(results, Tensor):
-            if not self.computed(results):
+            if not self.capture.holds(results.array):
                 raise CaptureError("train_one_batch returns a tensor that was not computed before the optimizer's step")
         elif results is not None:
             raise CaptureError(
                 f"train_one_batch returns a {type(results).__name__}, which a replay would not compute again"
             )
-
-    @property
-    @abstractmethod
-    def begun(self) -> bool:
-        """Whether anything has been computed."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Record from now on."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave no recording under way."""
-
-    @abstractmethod
-    def end_forward(self, loss: Tensor) -> None:
-        """Complete the forward pass: end its recording, and compute it if the recording did not."""
-
-    @abstractmethod
-    def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute and record the backward pass, in pieces that end at the parameters of `pauses`.
-
-        Yields as `autograd.backward`; notes a failure.
-        """
-
-    @abstractmethod
-    def computed(self, tensor: Tensor) -> bool:
-        """Whether it was computed in the forward pass of this step."""
-
-    def hand_out(self) -> Any:
-        """`results` with copies of their tensors, which later replays leave alone."""
-        return _copied(self.results)
 
     # -- replay ------------------------------------------------------------------------------------------------------
     def replay(self, optimizer: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -190,40 +187,36 @@ class RecordedStep(ABC):
         for own, value in zip((*self.inputs, *self.options.values()), given, strict=True):
             if isinstance(own, Tensor):
                 own.array[...] = value.array
-        self.launch(self.forward)
-        results = self.hand_out()
-        self.call.on(optimizer, self._loss(autograd.Walk(self.gradients, self.parameters)))
+        self.capture.launch(self.forward)
+        results = _copied(self.results)  # the next replay overwrites them
+        self.call.on(optimizer, self._loss(autograd.Walk(self._gradients, self._parameters)))
         for call in self.later:
             call.on(optimizer)
         return results
 
     def fits(self) -> bool:
-        """Whether parameters, states and gradients are still at the recorded addresses."""
+        """Whether parameters, states and gradients are still at the captured addresses."""
         here = all(tensor.array is array for tensor, array in self._states)
         pairs = (pair for piece in self.pieces for pair in piece.pairs)
         return (
             here and not self._moved and all(param.grad is None or param.grad.array is array for param, array in pairs)
         )
 
-    @abstractmethod
-    def launch(self, work: Any) -> None:
-        """Do `forward`, or the work of a piece."""
-
-    def gradients(self, *_: object) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute the backward pass, and yield as `autograd.backward`, whose arguments were those of the recording."""
+    def _gradients(self, *_: object) -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute the backward pass, and yield as `autograd.backward`, whose arguments were those of the capture."""
         for work, pairs in self.pieces:
-            self.launch(work)
+            self.capture.launch(work)
             for param, array in pairs:
                 if param.grad is None:
                     param.grad = Tensor.of(array.copy(), self.device, requires_grad=False)
                     self._moved = True
-                elif param.grad.array is not array:  # another bucket: right all the same, and the next step is recorded
+                elif param.grad.array is not array:  # another bucket: right all the same, and the next step is captured
                     param.grad.array[...] = array
                     self._moved = True
                 yield param, param.grad
 
-    def parameters(self) -> list[Tensor]:
-        """In the order in which `gradients` yields them."""
+    def _parameters(self) -> list[Tensor]:
+        """In the order in which `_gradients` yields them."""
         return [param for _, pairs in self.pieces for param, _ in pairs]
 
 
@@ -239,7 +232,7 @@ def _copied(value: Any) -> Any:
 
 
 def early_text(call: OptimizerCall) -> str:
-    """Why a step with this call, which comes before that with the loss, is not recorded."""
+    """Why a step with this call, which comes before that with the loss, is not captured."""
     return f"train_one_batch calls self.optimizer.{call.name} before the forward pass is complete"
 
 

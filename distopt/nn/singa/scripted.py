@@ -19,7 +19,7 @@ class Operator:
 
     Subclasses implement `forward(self, *xs)`, which returns one array, and `backward(self, dy)`, which returns the
     gradient of the input, or a tuple of one for each input. All arguments are raw tensors; results may be any arrays of
-    their device. What `backward` needs is kept in attributes; an instance is used for one call.
+    their device. Attributes keep the arrays that `backward` needs; an instance is used for one call.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -46,7 +46,7 @@ class Operator:
         raise NotImplementedError
 
     def backward(self, *dys: Array) -> Any:
-        """The gradient of each input, given that of the result."""
+        """The gradient of each input, given the gradient of the result."""
         raise NotImplementedError
 
 

@@ -71,7 +71,7 @@ class Checkpoint(checkpoint.Checkpoint):
         )
 
     def resume(self, reset: bool = False) -> Resumed | None:
-        """Collective. Go on from the last whole checkpoint; see `distopt.checkpoint.Checkpoint.resume`."""
+        """Collective. Resume from the last complete checkpoint; see `distopt.checkpoint.Checkpoint.resume`."""
         resumed = super().resume(reset)
         if resumed is not None:
             for sampler in self._samplers:

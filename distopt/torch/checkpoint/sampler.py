@@ -20,7 +20,7 @@ class ResumableSampler(ShardedSampler):
     Args:
         data: the data set, or its number of samples.
         batch_size: samples per rank and step.
-        group: the ranks (default: all, or this process alone if there is no process group).
+        group: the ranks (default: all, or this process alone without a process group).
         seed: the same on all ranks.
         shuffle: if False, samples keep their order in every epoch.
         tail: see `ShardedSampler`.

@@ -1,7 +1,7 @@
 """The state dictionaries of PyTorch's objects as arrays and JSON, which checkpoints save.
 
 Nothing is pickled. A tensor becomes an array, named by its path; if NumPy lacks the type, as bfloat16, an array of its
-bits. Everything else becomes JSON, in which each dictionary, tuple and tensor is an object with one key for its kind. A
+bits. Everything else becomes JSON. Each dictionary, tuple and tensor is an object there, with one key for its kind. A
 rank saves its own shard of a DTensor, such as a parameter of FSDP2, so the job resumes with the same number of ranks
 only. For another number, `torch.distributed.checkpoint` reshards.
 """
@@ -107,7 +107,7 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
     def under(key: object, inner: Any) -> Any:
         return encode(inner, f"{path}/{key}" if path else str(key), arrays)
 
-    kind: type = type(value)  # exactly: an object of a derived class would come back as one of its base
+    kind: type = type(value)  # exactly: an object of a derived class would become one of its base
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
@@ -144,7 +144,7 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
     Args:
         node: JSON.
         arrays: the tensors, by name.
-        whole: returns, by the name of a shard, a DTensor with the layout of the one that the shard belongs to.
+        whole: returns, by the name of a shard, a DTensor with the layout of the shard's own.
     """
     if isinstance(node, list):
         return [decode(each, arrays, whole) for each in node]

@@ -1,6 +1,6 @@
 """Saves and restores the layout of DDP's buckets, since the bits of sums may depend on it.
 
-DDP first lays out its buckets in the order of the model's parameters. At its second forward pass it does so again, in
+DDP first lays out its buckets in the order of the model's parameters. At its second forward pass it repeats this in
 the order in which gradients became ready in the first backward pass. A ring, as in Gloo or NCCL, starts the sum of an
 element at a rank that depends on the place of the element in its bucket. So a job that resumes needs its old layout for
 the same bits.

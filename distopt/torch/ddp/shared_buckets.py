@@ -48,7 +48,7 @@ class _Seen:
 
 
 class SharedBuckets:
-    """Moves the storages that a lane reduces repeatedly.
+    """Moves the storages that a channel reduces repeatedly.
 
     Making shared memory is collective, but each rank alone knows which of its storages it has seen before. So every few
     operations the ranks start to gather which storages each would move. At the next such time all ranks know the
@@ -57,8 +57,8 @@ class SharedBuckets:
     looks at addresses.
 
     Args:
-        communicator: of the lane.
-        post: adds an action to the lane's operations, and returns its work.
+        communicator: of the channel.
+        post: adds an action to the channel's operations, and returns its work.
         timeout: of the group, in seconds.
     """
 

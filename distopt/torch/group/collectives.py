@@ -132,7 +132,7 @@ class Collectives:
             total = total + torch.sparse_coo_tensor(indices, part.view(nnz, *own.values().shape[1:]), own.shape)
         with torch.no_grad():  # instead of detach(), which copies a sparse tensor
             tensor.copy_(total.coalesce())
-            # PyTorch passes a complex tensor as a real view, whose entries are its own now.
+            # PyTorch passes a complex tensor as a real view, which has entries of its own now.
             if (base := complex_base(tensor)) is not None:
                 base.copy_(torch.view_as_complex(tensor))
 

@@ -2,7 +2,7 @@
 
 The time when a callback runs depends on the rank: at once if its operation has ended, else later and in another thread.
 So the collectives that callbacks call have no fixed place among the collectives that the script calls. They are put in
-a `Lane` of their own, in the order of the callbacks, which run one after the other.
+a `Channel` of their own, in the order of the callbacks, which run one after the other.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ import torch
 from ..private import untraced
 
 
-class Origin(NamedTuple):
+class CallbackOwner(NamedTuple):
     """An operation whose callbacks call other operations.
 
     Attributes:
-        lane: the name of the operation's lane, equal on all ranks.
-        number: its place in that lane.
+        channel: the name of the operation's channel, equal on all ranks.
+        number: its place in that channel.
     """
 
-    lane: str
+    channel: str
     number: int
 
 
 class _Running(threading.local):
-    origin: Origin | None = None
+    owner: CallbackOwner | None = None
 
 
 _running = _Running()
 
 
-def origin() -> Origin | None:
+def callback_owner() -> CallbackOwner | None:
     """Local. The operation whose callback runs in this thread; None outside of callbacks."""
-    return _running.origin
+    return _running.owner
 
 
 @contextlib.contextmanager
-def _runs_callbacks_of(whose: Origin) -> Iterator[None]:
-    before, _running.origin = _running.origin, whose
+def _runs_callbacks_of(whose: CallbackOwner) -> Iterator[None]:
+    before, _running.owner = _running.owner, whose
     try:
         yield
     finally:
-        _running.origin = before
+        _running.owner = before
 
 
 @untraced
 class CallbackFuture(torch.futures.Future[Any]):
-    """A future whose callbacks know, by `origin`, which operation they belong to.
+    """A future whose callbacks know, by `callback_owner`, which operation they belong to.
 
     Args:
         whose: the operation.
@@ -60,7 +60,9 @@ class CallbackFuture(torch.futures.Future[Any]):
         first: the operation's own future, if this future is the result of `then`.
     """
 
-    def __init__(self, whose: Origin, help_on: Callable[[], object], first: CallbackFuture | None = None) -> None:
+    def __init__(
+        self, whose: CallbackOwner, help_on: Callable[[], object], first: CallbackFuture | None = None
+    ) -> None:
         super().__init__()
         self._whose = whose
         self._help_on = help_on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -10,20 +9,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import Received, untraced
 from ..tensors import as_message, dense, give_back
-from .futures import CallbackFuture, Origin
+from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork
 
 if TYPE_CHECKING:
     from ...comm.base import Communicator
     from ...comm.work import MessageWork
 
-_NAP_SECONDS = 1e-3
+_NAP_SECONDS = 1e-3  # between two polls of the unfinished messages
 
 
 @untraced
@@ -61,7 +59,7 @@ class PendingMessage(Received, WaitedWork):
             DistBackendError: the other rank has ended, was late, or sent another count or type.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        self._ends(lambda: self._work.wait(seconds if seconds > 0 else self._seconds))
+        self._wait(seconds if seconds > 0 else self._seconds)
         if self._error is not None:
             raise self._error
         return True
@@ -74,14 +72,17 @@ class PendingMessage(Received, WaitedWork):
         """Local. A future of the tensor, or of the error; a thread waits for the message and completes it."""
         with self._lock:
             if self._future is None:
-                self._future = CallbackFuture(Origin("messages", 0), lambda: None)
+                self._future = CallbackFuture(CallbackOwner("messages", 0), lambda: None)
                 self._mail.run(self._complete)
         return self._future
 
     def _complete(self) -> None:
-        with contextlib.suppress(dist.DistBackendError):  # the future gets the error
-            self.wait()
+        self._wait(self._seconds)
         self._future.complete(self._tensors, self._error)  # type: ignore[union-attr] # made before
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the end, at most `seconds`; an error is kept."""
+        self._ends(lambda: self._work.wait(seconds))
 
     def _ends(self, step: Any) -> bool:
         """Whether the message has ended after `step`, which returns False if not. Copies a received message."""
@@ -145,8 +146,7 @@ class Mail:
     def drain(self, deadline: float) -> int:
         """Local. Wait for the messages that this rank has sent; how many have not ended at the deadline."""
         for message in self._sent:
-            with contextlib.suppress(dist.DistBackendError):
-                message.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+            message._wait(max(1e-3, deadline - time.monotonic()))
         return sum(not message.is_completed() for message in self._sent)
 
     def join(self, deadline: float) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-# The other ranks wait so much longer than rank 0, which knows who is absent; then rank 0 waits until they have read it.
-_GRACE_SECONDS = 5.0
+from ...launch.stopwatch import GRACE_SECONDS
+
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 
 
@@ -29,7 +29,7 @@ def monitored_barrier(
     """
     if rank != 0:
         store.set(str(rank), "")
-        if not _comes(lambda: store.check(["verdict"]), seconds + _GRACE_SECONDS):
+        if not _comes(lambda: store.check(["verdict"]), seconds + GRACE_SECONDS):
             raise dist.DistBackendError(f"rank 0 has not come to monitoredBarrier within {seconds:g} s: {who[0]}")
         verdict = store.get("verdict").decode()
         store.set(f"{rank} knows", "")  # rank 0, which may serve the store, waits for this before it leaves
@@ -56,7 +56,7 @@ def monitored_barrier(
             verdict = f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms: {verdict}"
     store.set("verdict", verdict)
     present = [f"{q} knows" for q in range(1, len(who)) if q not in absent]
-    _comes(lambda: store.check(present), _GRACE_SECONDS)
+    _comes(lambda: store.check(present), GRACE_SECONDS)  # until they have read the verdict
     if verdict:
         raise dist.DistBackendError(verdict)
 

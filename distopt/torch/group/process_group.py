@@ -25,12 +25,12 @@ from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import reduction_of, refuse_nan
+from .channels import Channel, Channels
 from .collectives import STARTS, Collectives, of_each
-from .lanes import Lane, Lanes
 from .messages import Mail
 from .monitored_barrier import monitored_barrier
 from .queue import PendingWork
-from .work import DoneWork
+from .work import CompletedWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("distopt")
 
-# A group that is destroyed completes its operations for so long, and then waits as long for its threads to end.
+# A destroyed group drops operations that are not complete after this time, and leaves threads that run for longer.
 _LEAVE_SECONDS = 2.0
 _DEFAULTS = dist.AllreduceOptions()  # options of other collectives have the same defaults
 _groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # all groups of this process
@@ -77,7 +77,7 @@ class DistoptProcessGroup(NamedGroup):
         self._store = store
         self._seconds = timeout.total_seconds()
         self._make = make
-        self._lanes = Lanes(Lane(name, communicator, who, self._seconds), connect)
+        self._channels = Channels(Channel(name, communicator, who, self._seconds), connect)
         self._mail = Mail(communicator)
         self._who = who
         self._barriers = 0
@@ -89,35 +89,58 @@ class DistoptProcessGroup(NamedGroup):
         _groups.add(self)
 
     # -- reductions --------------------------------------------------------------------------------------------------
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Collective. Replace the one tensor in `tensors` by its reduction over all ranks.
+
+        Like every operation here, it returns at once with `opts.asyncOp`, and else waits; errors of other ranks are
+        raised, as `DistBackendError`, by this call or by `wait` of the result.
+        """
         opts = _DEFAULTS if opts is None else opts
         (tensor,) = tensors = _list(tensors)
         action = Collectives.all_reduce
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
+        """Collective. Replace each of `tensors`, which share a dtype, by its reduction over all ranks."""
         _check_any("all_reduce_coalesced", tensors)
         reduction = reduction_of(opts.reduceOp, tensors[0])
         return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Collective. As `allreduce`, but only the tensor of rank `opts.rootRank` changes."""
         (tensor,) = tensors = _list(tensors)
         reduction = reduction_of(opts.reduceOp, tensor)
         return self._run(opts, tensors, Collectives.reduce, tensor, reduction, opts.rootRank)
 
-    def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:
+        """Collective. Write part r of the reduction to the one tensor in `outs` of rank r.
+
+        Args:
+            outs: a list of one tensor.
+            parts: a list of one list, with a tensor for each rank; sizes may differ between ranks.
+            opts: of PyTorch.
+
+        Raises:
+            ValueError: number, sizes or dtypes of the tensors do not fit.
+        """
         (out,), (lists,) = _list(outs), parts
         self._check_list("reduce_scatter", lists, "input")
         _check_count("reduce_scatter", out, lists[self.rank()])
         action = Collectives.reduce_scatter_list
         return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out))
 
-    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:  # noqa: D102
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:
+        """Collective. As `reduce_scatter`, with the equal parts of all ranks in `tensor`, one after the other.
+
+        Raises:
+            ValueError: `tensor` is not as long as the `out` of all ranks together, or of another dtype.
+        """
         self._check_whole("reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, out)
         return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
 
-    def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
+        """Collective. `reduce_scatter_single` for each pair of `outs` and `tensors`."""
         _check_any("reduce_scatter_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("reduce_scatter_single", out, tensor)
@@ -125,59 +148,93 @@ class DistoptProcessGroup(NamedGroup):
         return self._run(opts, outs, of_each(Collectives.reduce_scatter), [outs, tensors], reduction)
 
     # -- moves -------------------------------------------------------------------------------------------------------
-    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        """Collective. Overwrite the one tensor in `tensors` by that of rank `opts.rootRank`."""
         (tensor,) = tensors = _list(tensors)
         return self._run(opts, tensors, Collectives.broadcast, tensor, opts.rootRank)
 
-    def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+    def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
+        """Collective. Write the tensor of rank r to `outs[0][r]`.
+
+        Args:
+            outs: a list of one list, with a tensor for each rank; sizes may differ between ranks.
+            tensors: a list of one tensor.
+            opts: of PyTorch.
+
+        Raises:
+            ValueError: number, sizes or dtypes of the tensors do not fit.
+        """
         (tensor,), (each,) = _list(tensors), outs
         self._check_list("all_gather", each, "output", tensor)
         _check_count("all_gather", tensor, each[self.rank()])
         return self._run(opts, each, Collectives.all_gather_list, each, tensor)
 
-    def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
-        # PyTorch passes one list a rank, with one tensor for each tensor of that rank.
+    def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
+        """Collective. Write tensor i of rank r to `outs[r][i]`."""
+        # PyTorch passes one list for each rank, with one tensor for each tensor of that rank.
         _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
 
-    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Collective. Write the tensors of all ranks to `out`, one after the other.
+
+        Raises:
+            ValueError: `out` is not as long as the tensors of all ranks together, or of another dtype.
+        """
         self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, [out], Collectives.all_gather, out, tensor)
 
-    def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+    def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
+        """Collective. `all_gather_single` for each pair of `outs` and `tensors`."""
         _check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
 
-    def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
+        """Collective. Write the tensor of rank r to `outs[0][r]` of rank `opts.rootRank`; `outs` is else empty."""
         (tensor,), each = _list(tensors), outs[0] if outs else []
         if self.rank() == opts.rootRank:
             self._check_list("gather", each, "output", tensor)
             _check_count("gather", tensor, *each)
         return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
 
-    def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+    def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
+        """Collective. Write `tensors[0][r]` of rank `opts.rootRank` to `outs[0]` of rank r; `tensors` is else empty."""
         (out,), each = _list(outs), tensors[0] if tensors else []
         if self.rank() == opts.rootRank:
             self._check_list("scatter", each, "input", out)
             _check_count("scatter", out, *each)
         return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
-    def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+    def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
+        """Collective. Send `parts[r]` to rank r, and receive into `outs[r]` from rank r; sizes may differ."""
         for each, role in ((outs, "output"), (parts, "input")):
             self._check_list("all_to_all", each, role)
         return self._run(opts, outs, Collectives.all_to_all, outs, parts)
 
-    def all_to_all_single(  # noqa: D102
+    def all_to_all_single(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
+        """Collective. Send rows of `tensor` to each rank, and receive rows of `out` from each.
+
+        Args:
+            out: rows from rank 0, then from rank 1, and so on.
+            tensor: rows for rank 0, then for rank 1, and so on.
+            out_splits: number of rows from each rank; empty: equal numbers.
+            splits: number of rows for each rank; empty: equal numbers.
+            opts: of PyTorch.
+
+        Raises:
+            ValueError: the numbers do not add up to the rows of their tensor, or cannot be equal.
+        """
         outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
         return self._run(opts, [out], Collectives.all_to_all, outs, parts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Collective. Complete when every rank has called it."""
         return self._run(opts, [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -193,15 +250,18 @@ class DistoptProcessGroup(NamedGroup):
         monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
 
     # -- messages ----------------------------------------------------------------------------------------------------
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:  # noqa: D102
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Send the one tensor in `tensors` to rank `dst`, which calls `recv` with the same tag."""
         (tensor,) = _list(tensors)
         return self._message(self._mail.send, tensor, dst, tag)
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Receive the one tensor in `tensors` from rank `src`, which calls `send` with the same tag."""
         (tensor,) = _list(tensors)
         return self._message(self._mail.receive, tensor, src, tag)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:  # noqa: D102
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Receive the one tensor in `tensors` from the rank that first calls `send` with the same tag."""
         (tensor,) = _list(tensors)
         return self._message(self._mail.receive, tensor, None, tag)
 
@@ -232,7 +292,7 @@ class DistoptProcessGroup(NamedGroup):
     @property
     def count(self) -> int:
         """Local. The collectives that the script has called, the same on all ranks."""
-        return self._lanes.first.count
+        return self._channels.first.count
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Local. Do nothing: the ranks are connected."""
@@ -273,16 +333,16 @@ class DistoptProcessGroup(NamedGroup):
             return
         self._has_left = True
         deadline = time.monotonic() + seconds
-        lanes = self._lanes.all()
-        left = [*(lane.queue.drain(deadline) for lane in lanes), self._mail.drain(deadline)]
-        for lane in lanes:
-            lane.queue.close()
+        channels = self._channels.all()
+        left = [*(channel.queue.drain(deadline) for channel in channels), self._mail.drain(deadline)]
+        for channel in channels:
+            channel.queue.close()
             with contextlib.suppress(DistoptError):  # a thread that waits in it raises the error
-                lane.communicator.close()
+                channel.communicator.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
         self._mail.join(deadline)
-        for lane in lanes:
-            lane.queue.join(deadline)
+        for channel in channels:
+            channel.queue.join(deadline)
         if any(left):
             _log.warning(
                 "%s leaves %d operations and messages that nobody has waited for", self._who[self.rank()], sum(left)
@@ -303,27 +363,27 @@ class DistoptProcessGroup(NamedGroup):
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = self._seconds
-        lane, collectives = self._lanes.of_caller()
-        queue = lane.queue
+        channel, collectives = self._channels.of_caller()
+        queue = channel.queue
         # False in callbacks of a backward pass: DDP waits there for the operations that it starts there.
         in_backward = opts.asyncOp and current_autograd_node() is not None
-        with lane.lock:
-            lane.count += 1
-            if lane.shared_buckets is not None and action is Collectives.all_reduce:
-                lane.shared_buckets.look(args[0], in_backward=in_backward)
+        with channel.lock:
+            channel.count += 1
+            if channel.shared_buckets is not None and action is Collectives.all_reduce:
+                channel.shared_buckets.look(args[0], in_backward=in_backward)
             work = None
             if opts.asyncOp or not queue.enter():
                 start = STARTS.get(action)
                 whole = partial(action, collectives, *args, seconds)
                 start = start and partial(start, collectives, *args)
-                work = PendingWork(queue, start, whole, tensors, seconds, number=lane.count, in_backward=in_backward)
+                work = PendingWork(queue, start, whole, tensors, seconds, number=channel.count, in_backward=in_backward)
                 queue.post(work)
         if work is None:
             try:
                 action(collectives, *args, seconds)
             finally:
                 queue.leave()
-            return DoneWork(tensors)
+            return CompletedWork(tensors)
         if not opts.asyncOp:
             work.wait()
         elif in_backward:
@@ -386,7 +446,7 @@ def _list(tensors: Any) -> list[Tensor]:
 
 
 def _leave_at_exit() -> None:
-    """Leave all groups before the interpreter finalizes: it would end a thread in C++ that returns to it by SIGABRT."""
+    """Leave all groups before the interpreter finalizes: a thread that returns to it from C++ later would abort."""
     has_failed = hasattr(sys, "last_type")  # an uncaught exception
     for group in list(_groups):
         group._leave(0.0 if has_failed else _LEAVE_SECONDS)

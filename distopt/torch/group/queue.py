@@ -1,4 +1,4 @@
-"""The queue of a lane: it carries out operations one at a time, in the order of the calls, from any thread.
+"""The queue of a channel: it carries out operations one at a time, in the order of the calls, from any thread.
 
 The thread that waits for an operation carries it out, after all earlier ones. Operations called in a backward pass are
 carried out by a callback at the end of the pass, in the computing thread. The queue's own thread does the rest:
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
-from .futures import CallbackFuture, Origin
+from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
 
     from ...comm.work import Work
 
-# The queue's thread leaves an operation for so long to threads that may wait for it: they carry it out without a
-# switch.
+# The queue's thread carries out an operation only after this time: a thread that waits for it saves a switch.
 _GRACE_SECONDS = 2e-3
 _with_operations: set[OperationQueue] = set()  # the queues of this process that are not empty
 
 
 @untraced
 class PendingWork(WaitedWork):
-    """An operation in the queue of its lane.
+    """An operation in the queue of its channel.
 
     Args:
         queue: carries it out.
@@ -50,7 +49,7 @@ class PendingWork(WaitedWork):
         action: carries out the whole operation in its turn, if it has not started.
         tensors: the tensors that the operation writes.
         seconds: how long a started operation waits for other ranks.
-        number: its place in the lane, equal on all ranks.
+        number: its place in the channel, equal on all ranks.
         in_backward: it was called in a backward pass, and a callback at the end of the pass carries it out.
     """
 
@@ -142,7 +141,7 @@ class PendingWork(WaitedWork):
 
         Raises:
             DistBackendError: the operation has failed, and the message names the rank at fault; or it has not ended in
-                time, and goes on.
+                time, and continues.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not self.ended and seconds <= 0:
@@ -162,26 +161,26 @@ class PendingWork(WaitedWork):
         with self._lock:
             future = self._future
             if future is None:
-                future = self._future = CallbackFuture(Origin(self._queue.name, self._number), self._complete)
+                future = self._future = CallbackFuture(CallbackOwner(self._queue.name, self._number), self._complete)
                 if self.told:
                     future.complete(self._tensors, self._error)
         if not (self.told or (by_ddp and self.in_backward)):
             self._queue.attend(at_once=True)
         if by_ddp:
-            # DDP waits in C++, which takes only the error of a callback for an error.
+            # DDP waits in C++, where only the error of a callback counts.
             return torch.futures.Future.then(future, lambda _: self.result())
         return future
 
 
 class OperationQueue:
-    """The operations of a lane that have been called and not yet carried out.
+    """The operations of a channel that have been called and not yet carried out.
 
     An operation that can start before its turn starts as soon as all earlier ones have.
 
     Args:
-        name: of the lane.
-        by_thread: whether the queue's thread carries out every asynchronous operation, because operations progress only
-            while a thread waits for them, and this process is to compute meanwhile.
+        name: of the channel.
+        by_thread: whether the queue's thread carries out every asynchronous operation. Operations that progress only
+            while a thread waits for them need this to overlap with the computation of this process.
     """
 
     def __init__(self, name: str, *, by_thread: bool) -> None:
@@ -189,9 +188,9 @@ class OperationQueue:
         self._by_thread = by_thread
         self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
-        self._begun = 0  # so many operations at the front of the queue have started
+        self._begun = 0  # number of operations at the front of the queue that have started
         self._busy = False  # a thread uses the communicator
-        self._untold: deque[PendingWork] = deque()  # ended, with callbacks to run
+        self._untold: deque[PendingWork] = deque()  # operations that have ended, with callbacks to run
         self._teller = 0  # the thread that runs callbacks
         self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # a weak reference: the last backward pass
         self._thread: threading.Thread | None = None
@@ -201,7 +200,7 @@ class OperationQueue:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
-        """Local. Take the communicator if the queue is empty; whether it was. Then call `leave` after the operation."""
+        """Local. Take the communicator, and return True, if the queue is empty. Call `leave` after the operation."""
         self._let_others_go_on()
         with self._condition:
             if self._busy or self._queue:
@@ -244,7 +243,7 @@ class OperationQueue:
             self._condition.wait_for(lambda: work.told)
 
     def tell_within_callback(self, work: PendingWork) -> None:
-        """Local. If this thread runs a callback, run all later ones up to those of `work`, which it waits for.
+        """Local. If this thread waits for `work` in a callback, run all later callbacks up to those of `work`.
 
         Raises:
             RuntimeError: they are of the same operation, or of one whose callback waits for this one.

@@ -52,7 +52,7 @@ class WaitedWork(dist.Work):
 
 
 @untraced
-class DoneWork(WaitedWork):
+class CompletedWork(WaitedWork):
     """The work of an operation that has ended before the call returns."""
 
     def is_completed(self) -> bool:

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 # Bytes of a slice in a chunk: large enough to hide the time of a message, small enough that one chunk is on the network
 # while the next is inside the host.
 _SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 2 << 20, 4 << 20
-_CHUNKS = 4  # a slice is cut into so many, between these sizes
+_CHUNKS = 4  # of a slice, unless they would be smaller or larger than that
 _CHUNKS_REDUCED, _CHUNKS_GATHERED = 5, 1  # most chunks on the network in either phase of `Exchange`
 
 
@@ -81,7 +81,7 @@ class HostsCommunicator(Communicator):
         self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
         self.begins_at_once = len(hosts) == len(topology.hosts) == 2
-        # So many ranks of every host carry a slice. The carriers of this rank's slice are empty if it carries none.
+        # Number of ranks of every host that carry a slice. The carriers of this rank's slice are empty if it has none.
         self._n_slices = min(len(ranks) for ranks in hosts)
         self._between = Between(gloo, len(hosts), self._n_slices)
         place = topology.local_rank

@@ -47,7 +47,7 @@ class Description:
         return (self.number & 0x3FFF) << 16 | 2 * (1 + self.n_bytes % 0x7FFE) + phase
 
     def packed(self) -> bytes:
-        """Local. The part on which ranks must agree, in `CALL_BYTES` bytes."""
+        """Local. The part that must be equal on all ranks, in `CALL_BYTES` bytes."""
         label = f"{zlib.crc32(self.label.encode())}|{self.label[:31]}"  # cut off; the checksum compares the whole
         text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{label}"
         return text.encode().ljust(CALL_BYTES)

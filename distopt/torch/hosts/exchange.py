@@ -170,7 +170,7 @@ class Heads:
 
 
 class Exchange:
-    """A reduction over ranks of different hosts, one rank a host.
+    """A reduction over ranks of different hosts, one rank per host.
 
     Two ranks send each other whole arrays: the same bytes as in pieces, in one message time. More ranks send each other
     pieces, reduce one each, and gather the results (Rabenseifner, "Optimization of Collective Reduction Operations",

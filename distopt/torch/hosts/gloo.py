@@ -43,8 +43,8 @@ _MESSAGE = 1 << 30
 _TAG_BITS, _HASH_BITS = 20, 10
 _NEVER_TAG = (1 << 30) - 1  # no message has this tag
 _CAUSE_BYTES = 4096
-_CAUSE_SECONDS = 1.0  # how long a rank that fails waits for other ranks to report the cause
-_NAP_SECONDS = 0.01
+_CAUSE_SECONDS = 1.0  # then a rank that fails raises its own error, if no rank has reported the cause
+_NAP_SECONDS = 0.01  # between two looks for a reported cause
 
 
 class Transfer(NamedTuple):
@@ -94,7 +94,7 @@ class Gloo:
                 f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
-        self._keeps = self._notices  # keeps the connections open on which other ranks may report a cause
+        self._keeps = self._notices  # keeps connections open, so that other ranks can report a cause
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
         self._received: list[Any] = []
         self._waiting = 0  # number of threads in `wait`
@@ -214,7 +214,7 @@ class Gloo:
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
         for rank, process in enumerate(self.processes):
             if process is not self.me and notices is not None:
-                with suppress(RuntimeError):  # it has gone
+                with suppress(RuntimeError):  # it has ended
                     notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self, number: int) -> CommunicatorError | None:
@@ -281,10 +281,10 @@ class GlooMessage(MessageWork):
 
 
 def route_to(host: str) -> str:
-    """Local. This host's address on the route to `host`; empty if there is no route, or only the loopback."""
-    with suppress(OSError, UnicodeError):
+    """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
+    with suppress(OSError, UnicodeError):  # no host has this name
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
+            with suppress(OSError), socket.socket(family, kind) as probe:  # without a route
                 probe.connect(place)
                 address = str(probe.getsockname()[0])
                 if not address.startswith("127.") and address != "::1":

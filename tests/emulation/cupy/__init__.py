@@ -28,55 +28,16 @@ globals().update({name: getattr(_numpy, name) for name in TYPES})
 
 # Functions that CuPy has by the same name and with the same arguments, as far as they are used.
 FUNCTIONS = (
-    *("abs", "add", "all", "any", "argmax", "argmin", "argpartition", "argsort", "bincount", "broadcast_to", "clip"),
-    *(
-        "concatenate",
-        "count_nonzero",
-        "cumsum",
-        "divide",
-        "dot",
-        "equal",
-        "exp",
-        "expand_dims",
-        "flatnonzero",
-        "isfinite",
-    ),
-    *(
-        "frexp",
-        "isinf",
-        "isnan",
-        "ldexp",
-        "log",
-        "matmul",
-        "max",
-        "maximum",
-        "mean",
-        "min",
-        "minimum",
-        "multiply",
-        "negative",
-    ),
-    *("nonzero", "pad", "partition", "prod", "ravel", "repeat", "reshape", "searchsorted", "sign", "sort", "split"),
-    *(
-        "arccos",
-        "arccosh",
-        "arcsin",
-        "arcsinh",
-        "arctan",
-        "arctanh",
-        "ceil",
-        "cos",
-        "cosh",
-        "expm1",
-        "floor",
-        "greater",
-    ),
-    *("less", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "rint", "sin", "sinh", "tan"),
-    *("tanh", "trunc", "add.at"),
-    *("sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tile", "transpose", "unique", "where"),
-    *("empty_like", "full_like", "ones_like", "zeros_like", "array_equal", "allclose", "copyto", "linalg.norm"),
-    *("ceil", "einsum", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "power", "tanh"),
-    *("tensordot",),
+    *("abs", "add", "add.at", "all", "allclose", "any", "arccos", "arccosh", "arcsin", "arcsinh", "arctan"),
+    *("arctanh", "argmax", "argmin", "argpartition", "argsort", "array_equal", "bincount", "broadcast_to", "ceil"),
+    *("clip", "concatenate", "copyto", "cos", "cosh", "count_nonzero", "cumsum", "divide", "dot", "einsum"),
+    *("empty_like", "equal", "exp", "expand_dims", "expm1", "flatnonzero", "floor", "floor_divide", "frexp"),
+    *("full_like", "greater", "greater_equal", "isfinite", "isinf", "isnan", "ldexp", "less", "less_equal"),
+    *("linalg.norm", "log", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul"),
+    *("max", "maximum", "mean", "min", "minimum", "multiply", "negative", "nonzero", "not_equal", "ones_like"),
+    *("pad", "partition", "power", "prod", "ravel", "repeat", "reshape", "rint", "searchsorted", "sign", "sin"),
+    *("sinh", "sort", "split", "sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tan", "tanh"),
+    *("tensordot", "tile", "transpose", "trunc", "unique", "where", "zeros_like"),
 )
 
 
@@ -174,12 +135,6 @@ def from_dlpack(array: Any) -> ndarray:
     """Of arrays of this module, and what exports one."""
     own: ndarray = array.__dlpack__()
     return own
-
-
-def get_array_module(*args: Any) -> Any:
-    import sys
-
-    return sys.modules[__name__] if any(isinstance(a, ndarray) for a in args) else _numpy
 
 
 def shares_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:

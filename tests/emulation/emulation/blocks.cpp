@@ -79,22 +79,12 @@ class Block {
     used_ = 0;
   }
 
-  int barrier(Vote vote, int value) {
+  void barrier() {
     const unsigned generation = generation_;
-    if (arrived_++ == 0) {
-      vote_ = vote;
-      sum_ = either_ = 0;
-      both_ = 1;
-    } else if (vote != vote_) {
-      die("threads meet in different barriers", "__syncthreads");
-    }
-    sum_ += value;
-    either_ |= value;
-    both_ &= value;
+    ++arrived_;
     ++progress_;
     release_if_complete();
     while (generation_ == generation) suspend();
-    return result_;
   }
 
   const std::uint64_t* exchange(const char* operation, unsigned mask, std::uint64_t value) {
@@ -140,7 +130,6 @@ class Block {
 
   void release_if_complete() {
     if (!arrived_ || arrived_ < alive_) return;
-    result_ = vote_ == Vote::add ? sum_ : vote_ == Vote::either ? either_ : both_;
     arrived_ = 0;
     ++generation_;
     ++progress_;
@@ -204,8 +193,6 @@ class Block {
   std::vector<Values> received_;
   unsigned threads_ = 0, next_ = 0, alive_ = 0, progress_ = 0;
   unsigned arrived_ = 0, generation_ = 0;
-  Vote vote_ = Vote::none;
-  int sum_ = 0, either_ = 0, both_ = 1, result_ = 0;
 };
 
 Block& block() {
@@ -217,7 +204,7 @@ void Block::fiber_main() { block().take_threads(); }
 
 }  // namespace
 
-int block_barrier(Vote vote, int value) { return block().barrier(vote, value); }
+void block_barrier() { block().barrier(); }
 
 const std::uint64_t* warp_exchange(const char* operation, unsigned mask, std::uint64_t value) {
   return block().exchange(operation, mask, value);

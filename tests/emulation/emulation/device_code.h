@@ -12,8 +12,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ thread_local  // in a function: static as well
 
@@ -25,32 +23,17 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define EMULATION_VECTOR(type, name, alignment)                    \
-  struct alignas(alignment / 2) name##2 { type x, y; };            \
-  struct alignas(alignment) name##4 { type x, y, z, w; };          \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; } \
-  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-EMULATION_VECTOR(float, float, 16)
-EMULATION_VECTOR(int, int, 16)
-EMULATION_VECTOR(unsigned, uint, 16)
-EMULATION_VECTOR(unsigned short, ushort, 8)
-EMULATION_VECTOR(double, double, 16)
-#undef EMULATION_VECTOR
-
 #define EMULATION_BUILTIN extern thread_local
 EMULATION_BUILTIN uint3 threadIdx;
 EMULATION_BUILTIN uint3 blockIdx;
 EMULATION_BUILTIN dim3 blockDim;
 EMULATION_BUILTIN dim3 gridDim;
 #undef EMULATION_BUILTIN
-constexpr int warpSize = 32;
 
 namespace emulation {
 
-enum class Vote { none, add, either, both };
-
-// Waits for all threads of the block that have not ended; the combination of their values.
-int block_barrier(Vote vote, int value);
+// Waits for all threads of the block that have not ended.
+void block_barrier();
 // Waits for the lanes of `mask`; their values, by lane. `operation` tells apart what may not meet. Lanes that are not
 // in the mask hold rubbish.
 const std::uint64_t* warp_exchange(const char* operation, unsigned mask, std::uint64_t value);
@@ -78,30 +61,12 @@ T shuffle(const char* operation, unsigned mask, T value, int source, bool inside
   return inside ? from_bits<T>(all[source & 31]) : value;
 }
 
-template <class T, class Combine>
-T reduce(const char* operation, unsigned mask, T value, Combine combine) {
-  const std::uint64_t* all = warp_exchange(operation, mask, to_bits(value));
-  bool first = true;
-  T total{};
-  for (int i = 0; i < 32; ++i) {
-    if (!(mask >> i & 1)) continue;
-    total = first ? from_bits<T>(all[i]) : combine(total, from_bits<T>(all[i]));
-    first = false;
-  }
-  return total;
-}
-
 }  // namespace emulation
 
 // -- synchronisation
-// ----------------------------------------------------------------------------------------------------
-inline void __syncthreads() { emulation::block_barrier(emulation::Vote::none, 0); }
-inline int __syncthreads_count(int value) { return emulation::block_barrier(emulation::Vote::add, value != 0); }
-inline int __syncthreads_or(int value) { return emulation::block_barrier(emulation::Vote::either, value != 0); }
-inline int __syncthreads_and(int value) { return emulation::block_barrier(emulation::Vote::both, value != 0); }
+inline void __syncthreads() { emulation::block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffff) { emulation::warp_exchange("__syncwarp", mask, 0); }
 inline void __threadfence() {}
-inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned mask, int value) {
@@ -109,17 +74,6 @@ inline unsigned __ballot_sync(unsigned mask, int value) {
   unsigned bits = 0;
   for (int i = 0; i < 32; ++i)
     if (mask >> i & 1) bits |= static_cast<unsigned>(all[i]) << i;
-  return bits;
-}
-inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
-inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, value) == mask; }
-template <class T>
-unsigned __match_any_sync(unsigned mask, T value) {
-  const std::uint64_t own = emulation::to_bits(value);
-  const std::uint64_t* all = emulation::warp_exchange("__match_any_sync", mask, own);
-  unsigned bits = 0;
-  for (int i = 0; i < 32; ++i)
-    if ((mask >> i & 1) && all[i] == own) bits |= 1u << i;
   return bits;
 }
 
@@ -146,49 +100,25 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
 
 template <class T>
 T __reduce_add_sync(unsigned mask, T value) {
-  return emulation::reduce("__reduce_add_sync", mask, value, [](T a, T b) { return a + b; });
+  const std::uint64_t* all = emulation::warp_exchange("__reduce_add_sync", mask, emulation::to_bits(value));
+  T total{};
+  for (int i = 0; i < 32; ++i)
+    if (mask >> i & 1) total += emulation::from_bits<T>(all[i]);
+  return total;
 }
-template <class T>
-T __reduce_min_sync(unsigned mask, T value) {
-  return emulation::reduce("__reduce_min_sync", mask, value, [](T a, T b) { return a < b ? a : b; });
-}
-template <class T>
-T __reduce_max_sync(unsigned mask, T value) {
-  return emulation::reduce("__reduce_max_sync", mask, value, [](T a, T b) { return a < b ? b : a; });
-}
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-  return emulation::reduce("__reduce_or_sync", mask, value, [](unsigned a, unsigned b) { return a | b; });
-}
-inline unsigned __activemask() { return 0xffffffff; }
 
 // -- bits
-// ---------------------------------------------------------------------------------------------------------------
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __ffsll(long long x) { return __builtin_ffsll(x); }
-inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 inline int __float_as_int(float x) { return emulation::from_bits<int>(emulation::to_bits(x)); }
 inline unsigned __float_as_uint(float x) { return emulation::from_bits<unsigned>(emulation::to_bits(x)); }
 inline float __int_as_float(int x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
 inline float __uint_as_float(unsigned x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
-inline long long __double_as_longlong(double x) { return emulation::from_bits<long long>(emulation::to_bits(x)); }
 
 // -- arithmetic with a stated rounding: what nvcc does not contract
-// ----------------------------------------------------------
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return std::sqrt(a); }
-inline float __frsqrt_rn(float a) { return static_cast<float>(1 / std::sqrt(static_cast<double>(a))); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline double __dadd_rn(double a, double b) { return a + b; }
-inline double __dsub_rn(double a, double b) { return a - b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __ddiv_rn(double a, double b) { return a / b; }
-inline double __dsqrt_rn(double a) { return std::sqrt(a); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 #define EMULATION_ORDER(type)                               \
@@ -206,21 +136,7 @@ inline float max(float a, float b) { return std::fmax(a, b); }
 inline double min(double a, double b) { return std::fmin(a, b); }
 inline double max(double a, double b) { return std::fmax(a, b); }
 
-// -- memory
-// -------------------------------------------------------------------------------------------------------------
-template <class T>
-T __ldg(const T* at) {
-  return *at;
-}
-template <class T>
-T __ldcs(const T* at) {
-  return *at;
-}
-template <class T>
-void __stcs(T* at, T value) {
-  *at = value;
-}
-
+// -- atomics
 namespace emulation {
 // The fibers of a grid share one OS thread, but grids of several streams may run at a time.
 template <class T, class Change>
@@ -238,28 +154,12 @@ T atomic(T* at, Change change) {
   inline type atomicAdd(type* at, type x) {                                             \
     return emulation::atomic(at, [=](type old) { return static_cast<type>(old + x); }); \
   }                                                                                     \
-  inline type atomicMin(type* at, type x) {                                             \
-    return emulation::atomic(at, [=](type old) { return x < old ? x : old; });          \
-  }                                                                                     \
   inline type atomicMax(type* at, type x) {                                             \
     return emulation::atomic(at, [=](type old) { return old < x ? x : old; });          \
   }                                                                                     \
   inline type atomicExch(type* at, type x) {                                            \
     return emulation::atomic(at, [=](type) { return x; });                              \
-  }                                                                                     \
-  inline type atomicOr(type* at, type x) {                                              \
-    return emulation::atomic(at, [=](type old) { return static_cast<type>(old | x); }); \
-  }                                                                                     \
-  inline type atomicCAS(type* at, type compare, type x) {                               \
-    return emulation::atomic(at, [=](type old) { return old == compare ? x : old; });   \
   }
-EMULATION_ATOMICS(int)
 EMULATION_ATOMICS(unsigned)
 EMULATION_ATOMICS(unsigned long long)
 #undef EMULATION_ATOMICS
-inline float atomicAdd(float* at, float x) {
-  return emulation::atomic(at, [=](float old) { return old + x; });
-}
-inline double atomicAdd(double* at, double x) {
-  return emulation::atomic(at, [=](double old) { return old + x; });
-}

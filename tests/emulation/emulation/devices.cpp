@@ -63,7 +63,7 @@ cudaError_t check_configuration(dim3 grid, dim3 block) {
 
 using namespace emulation;
 
-const char* cudaGetErrorName(cudaError_t code) {
+const char* cudaGetErrorString(cudaError_t code) {
   switch (code) {
     case cudaSuccess:
       return "cudaSuccess";
@@ -104,21 +104,7 @@ const char* cudaGetErrorName(cudaError_t code) {
   return "unrecognized error code";
 }
 
-const char* cudaGetErrorString(cudaError_t code) { return cudaGetErrorName(code); }
-
-cudaError_t cudaPeekAtLastError() { return last_error; }
-
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = physical_devices() < 0 ? 0 : CUDART_VERSION;
-  return cudaSuccess;
-}
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 0;
@@ -149,23 +135,11 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (const cudaError_t code = require_device(device)) return report(code);
   switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = 1024;
-      return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = 1;  // so that grid-stride loops go round
       return cudaSuccess;
     case cudaDevAttrPciBusId:
       *value = visible_devices()[static_cast<std::size_t>(device)] + 1;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      return cudaSuccess;
-    case cudaDevAttrPciDeviceId:
-    case cudaDevAttrPciDomainId:
-    case cudaDevAttrComputeCapabilityMinor:
-    case cudaDevAttrMemoryPoolsSupported:
-      *value = 0;
       return cudaSuccess;
   }
   return report(cudaErrorInvalidValue);
@@ -182,12 +156,5 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
-  *free = std::size_t{8} << 30;
-  *total = std::size_t{16} << 30;
   return cudaSuccess;
 }

@@ -28,32 +28,6 @@ __global__ void rotate_kernel(int* numbers) {
   numbers[threadIdx.x] = left;
 }
 
-__global__ void warp_kernel(int* out) {
-  const unsigned all = 0xffffffff;
-  const int own = static_cast<int>(threadIdx.x);
-  int* const mine = out + own * 8;
-  mine[0] = static_cast<int>(__ballot_sync(all, own % 3 == 0));
-  mine[1] = __shfl_sync(all, own, 5);
-  mine[2] = __shfl_up_sync(all, own, 2);
-  mine[3] = __shfl_down_sync(all, own, 3, 8);
-  mine[4] = __shfl_xor_sync(all, own, 1);
-  mine[5] = __reduce_add_sync(all, own);
-  mine[6] = own % 2 ? __reduce_max_sync(0xaaaaaaaa, own) : __reduce_min_sync(0x55555555, own);
-  mine[7] = __syncthreads_count(own % 5 == 0);
-}
-
-__global__ void count_kernel(int* out, unsigned long long* largest) {
-  atomicAdd(out, 1);
-  atomicMax(largest, static_cast<unsigned long long>(blockIdx.x * blockDim.x + threadIdx.x));
-}
-
-// Half of the threads have gone when the others meet: allowed; a barrier that only some reach is not.
-__global__ void early_exit_kernel(int* out) {
-  if (threadIdx.x >= 32) return;
-  __syncthreads();
-  atomicAdd(out, 1);
-}
-
 __global__ void diverged_kernel(int*) {
   if (threadIdx.x < 16)
     __ballot_sync(0xffffffff, 1);
@@ -77,11 +51,6 @@ EXPORT run_tree(bool barriers, const int* in, int* out, unsigned blocks, std::ui
 EXPORT run_rotate(bool barrier, int* numbers, std::uintptr_t stream) {
   launch(barrier ? &rotate_kernel<true> : &rotate_kernel<false>, 1, 256, stream_of(stream), numbers);
 }
-EXPORT run_warp(int* out, std::uintptr_t stream) { launch(&warp_kernel, 1, 64, stream_of(stream), out); }
-EXPORT run_count(int* out, unsigned long long* largest, std::uintptr_t stream) {
-  launch(&count_kernel, dim3(7), dim3(33), stream_of(stream), out, largest);
-}
-EXPORT run_early_exit(int* out, std::uintptr_t stream) { launch(&early_exit_kernel, 1, 64, stream_of(stream), out); }
 EXPORT run_diverged(int* out, std::uintptr_t stream) { launch(&diverged_kernel, 1, 32, stream_of(stream), out); }
 EXPORT run_waiting(int* out, std::uintptr_t stream) { launch(&waiting_kernel, 1, 32, stream_of(stream), out); }
 extern "C" __attribute__((visibility("default"))) int synchronize(std::uintptr_t stream) {

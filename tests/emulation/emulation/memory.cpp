@@ -71,7 +71,6 @@ using namespace emulation;
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::device); }
 cudaError_t cudaFree(void* pointer) { return release(pointer, Memory::device); }
 cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::pinned); }
-cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) { return cudaMallocHost(pointer, bytes); }
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, Memory::pinned); }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
@@ -84,20 +83,12 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   return pageable ? report(synchronize_stream(stream, true)) : cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
-  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
-  if (const cudaError_t code = cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return code;
-  return report(synchronize_stream(nullptr, true));
-}
-
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;
   if (place_of(to, bytes) != Place::device) return report(cudaErrorInvalidValue);
   const Node node{cudaGraphNodeTypeMemset, to, nullptr, {}};
   return enqueue_node(stream, node, [=] { std::memset(to, value, bytes); });
 }
-
-cudaError_t cudaMemset(void* to, int value, std::size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   const Place place = place_of(pointer, 1);

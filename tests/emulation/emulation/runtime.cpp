@@ -196,12 +196,6 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
-}
-
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
-
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   return report(runtime().streams.erase(reinterpret_cast<std::uintptr_t>(stream)) ? cudaSuccess
@@ -227,10 +221,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return report(add(stream, {{mark->position}, [] { return true; }}, {}));
 }
 
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
-  return enqueue_node(stream, {cudaGraphNodeTypeHost, nullptr, nullptr, {}}, [=] { function(argument); });
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   if (const cudaError_t code = require_device(current_device)) return report(code);
   const std::lock_guard<std::mutex> lock(runtime().mutex);
@@ -239,8 +229,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = reinterpret_cast<cudaEvent_t>(handle);
   return cudaSuccess;
 }
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);

@@ -2,7 +2,7 @@
 
 Python loads this module at the start of every process that has this folder on PYTHONPATH. $SINGA_RECORDS names the
 folder for the files: one per process that has parameters, with the digest of their values and the loss of the first
-and of the last step that ran as Python code (a replayed step does not).
+and of the last step.
 """
 
 import atexit

@@ -86,7 +86,7 @@ def check_tensors_can_be_resized(r: Ranks) -> None:
 
 def moved_storages(group: dist.ProcessGroup) -> int:
     """How many storages have moved into the wire memory of `group`."""
-    wire = group._lanes.first.shared_buckets
+    wire = group._channels.first.shared_buckets
     return sum(seen.has_memory and seen.memory is None for seen in wire._seen.values()) if wire else 0
 
 
@@ -157,7 +157,7 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
             same_on_all_ranks(one, options)
         r.same_as_gloo(ours, theirs * 2, options, rtol=1e-3, atol=1e-4)
     if min(r.counts) > 1:
-        assert (wire := other._lanes.first.shared_buckets) is not None
+        assert (wire := other._channels.first.shared_buckets) is not None
         assert moved_storages(dist.group.WORLD) >= before
         assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
@@ -173,9 +173,9 @@ def sum_in_backward(buffer: torch.Tensor) -> None:
 
 def agree_anew() -> None:
     """Collective. Have the ranks agree on moves as frequently as in a new group."""
-    lane = dist.group.WORLD._lanes.first
-    if lane.shared_buckets is not None:
-        lane.shared_buckets = SharedBuckets(lane.communicator, lane._post, TIMEOUT_SECONDS)
+    channel = dist.group.WORLD._channels.first
+    if channel.shared_buckets is not None:
+        channel.shared_buckets = SharedBuckets(channel.communicator, channel._post, TIMEOUT_SECONDS)
 
 
 def check_memory_seen_elsewhere_stays(r: Ranks) -> None:

@@ -66,10 +66,6 @@ class Device:
     def pci_bus_id(self) -> str:
         return str(_emulated.pci_bus_id(self.id))
 
-    @property
-    def compute_capability(self) -> str:
-        return "90"
-
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 class BaseMemory:
@@ -327,7 +323,3 @@ def is_available() -> bool:
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:
     """Milliseconds."""
     return float(_emulated.event_elapsed_ms(start_event.ptr, end_event.ptr))
-
-
-def get_device_id() -> int:
-    return runtime.getDevice()

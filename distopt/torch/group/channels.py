@@ -1,8 +1,8 @@
-"""Lanes: each has operations of a group in one order, and a communicator of its own.
+"""Channels: each has operations of a group in one order, and a communicator of its own.
 
-The first lane has the operations that the script calls. The operations that callbacks call are in other lanes:
-callbacks of operations of one lane share the next lane. So the order in every lane is the same on all ranks, whenever
-callbacks run.
+The first channel has the operations that the script calls. The operations that callbacks call are in other channels:
+callbacks of operations of one channel share the next channel. So the order in every channel is the same on all ranks,
+whenever callbacks run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ..ddp.shared_buckets import SharedBuckets
 from ..hosts.communicator import HostsCommunicator
 from .collectives import Collectives
-from .futures import origin
+from .futures import callback_owner
 from .queue import OperationQueue, PendingWork
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_LEVELS = 8  # callbacks of operations that callbacks have called, and so on; each level has a communicator
 
 
-class Lane:
+class Channel:
     """A sequence of operations, the same on all ranks.
 
     Args:
@@ -58,39 +58,39 @@ class Lane:
         return work
 
 
-class Lanes:
-    """The lanes of a group.
+class Channels:
+    """The channels of a group.
 
     Args:
-        first: the lane of the operations that the script calls.
+        first: the channel of the operations that the script calls.
         connect: makes a communicator of the group's ranks; collective, with the same name on all ranks.
     """
 
-    def __init__(self, first: Lane, connect: Callable[[str], Communicator]) -> None:
+    def __init__(self, first: Channel, connect: Callable[[str], Communicator]) -> None:
         self.first = first
         self._connect = connect
-        self._others: dict[str, Lane] = {}
+        self._others: dict[str, Channel] = {}
 
-    def of_caller(self) -> tuple[Lane, Collectives]:
-        """Local, but collective at the first call in a callback. The lane of the operation that this thread calls."""
-        whose = origin()
+    def of_caller(self) -> tuple[Channel, Collectives]:
+        """Local, but collective at the first call in a callback. The channel of the operations of this thread."""
+        whose = callback_owner()
         if whose is None:
             return self.first, self.first.collectives
-        lane = self._others.get(whose.lane)
-        if lane is None:
-            lane = self._others[whose.lane] = self._new(whose.lane)
+        channel = self._others.get(whose.channel)
+        if channel is None:
+            channel = self._others[whose.channel] = self._new(whose.channel)
         # If callbacks run in different orders on different ranks, these labels differ, and the ranks raise an error.
-        return lane, lane.collectives.noted(f"callback of #{whose.number}")
+        return channel, channel.collectives.noted(f"callback of #{whose.number}")
 
-    def all(self) -> list[Lane]:
-        """Local. All lanes, the first one first."""
+    def all(self) -> list[Channel]:
+        """Local. All channels, the first one first."""
         return [self.first, *self._others.values()]
 
-    def _new(self, source: str) -> Lane:
+    def _new(self, source: str) -> Channel:
         name = f"{self.first.name} in {source}"
         if name.count(" in ") > _MOST_LEVELS:
             raise UsageError(
                 f"a callback of an operation that a callback has called, {_MOST_LEVELS} times over, calls another "
                 "operation; wait for each in the callback that has called it"
             )
-        return Lane(name, self._connect(name), self.first.who, self.first.seconds)
+        return Channel(name, self._connect(name), self.first.who, self.first.seconds)
