@@ -18,15 +18,15 @@ ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; cuDNN
 
 
 class Parameter(Protocol):
-    """A parameter, with the attributes that the engine needs.
+    """A parameter, as the engine needs it."""
 
-    Attributes:
-        name: unique in its model.
-        array: its values, of NumPy or CuPy, contiguous.
-    """
+    @property
+    def name(self) -> str | None:
+        """Local. Its name, unique in its model."""
 
-    name: str | None
-    array: Array
+    @property
+    def array(self) -> Array:
+        """Local. Its values, of NumPy or CuPy, contiguous."""
 
 
 class Bucket:

@@ -1,12 +1,12 @@
-"""PyTorch: the backend "distopt" of `torch.distributed` for CPU tensors, SyncBatchNorm, and checkpoints.
+"""PyTorch: the backend "distopt" of `torch.distributed` for CPU tensors, codecs, SyncBatchNorm, and checkpoints.
 
 To import this package registers the backend. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all
 that a script for Gloo has to change; see `docs/pytorch.md`.
 
 `register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
-shared memory or `hosts`. `ddp` and `checkpoint` serve training loops. No other room imports torch,
-and `comm`, `launch`, `data` and the package `checkpoint`; it knows nothing of `nn`. Names of PyTorch that are not
-documented are in `private` only.
+shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `codecs` brings gradients to the engine. No
+other room imports torch. This one imports `sync`, `compress`, `comm`, `launch`, `data` and the package `checkpoint`, and
+knows nothing of `nn`. Names of PyTorch that are not documented are in `private` only.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def communicator_of(group: dist.ProcessGroup | None = None) -> Communicator:
         group: a group with this process, over any backend (default: all ranks).
 
     Raises:
-        UsageError: there is no process group, or this process is not in it.
+        UsageError: the process group is missing, or does not have this process.
         LaunchError: the ranks did not meet.
     """
     if not dist.is_initialized():

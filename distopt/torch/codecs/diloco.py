@@ -201,7 +201,7 @@ class _Fragment:
         """Collective. Wait for the mean of the changes, and make one step of the outer optimizer from the last average.
 
         Args:
-            everyone: all parameters of the outer optimizer; it leaves those alone that have no gradient.
+            everyone: all parameters of the outer optimizer, which changes only parameters with a gradient.
         """
         step, self.step = self.step, None
         assert step is not None

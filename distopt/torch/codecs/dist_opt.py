@@ -31,7 +31,7 @@ DEFAULT_CHECK_EVERY = 100
 class DistOpt(torch.optim.Optimizer):
     """Wraps an optimizer, for a model without DDP: after `backward`, gradients are the means over the ranks.
 
-    A gradient is sent while the backward pass goes on. When `backward` returns, `.grad` of each parameter is its mean,
+    Gradients are sent during the backward pass. When `backward` returns, `.grad` of each parameter is its mean,
     so clipping, `GradScaler` and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
     groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
 
@@ -44,7 +44,7 @@ class DistOpt(torch.optim.Optimizer):
         codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: if given, steps are partial updates: each rank applies its own gradients, and then one
-            partition of so many elements is averaged over the ranks.
+            partition of that size is averaged over the ranks.
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks from `backward`; "skip" the next `step` on all ranks, with a warning; "ignore" it, which only fp32
             can.
@@ -88,12 +88,12 @@ class DistOpt(torch.optim.Optimizer):
         self._rule = OptimizerRule(optimizer)
         self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
         self._engine.agreement.attach(self._params)
-        order = partial(_order, self._params)
-        if partition_elements is None:
-            begin = partial(self._engine.begin, self.codec, bucket_elements, clip=clip)
-        else:
-            begin = partial(self._engine.begin_partial, partition_elements)
-        self._begin: Callable[..., GradientCounter] = partial(begin, order=order, rule=self._rule)
+        given: dict[str, Any] = {"order": partial(_order, self._params), "rule": self._rule}
+        self._begin: Callable[..., GradientCounter] = (
+            partial(self._engine.begin, self.codec, bucket_elements, clip=clip, **given)
+            if partition_elements is None
+            else partial(self._engine.begin_partial, partition_elements, **given)
+        )
         self._is_partial = partition_elements is not None
         self._unused = "zero" if find_unused_parameters else "raise"
         self._trained: tuple[bool, ...] = ()  # which parameters, and a number that changes with it
@@ -112,24 +112,24 @@ class DistOpt(torch.optim.Optimizer):
 
     # -- the interface of optimizers -----------------------------------------------------------------------------------
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of the base class
+    def param_groups(self) -> Any:
         """Local. The groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Local. The states of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> Any:
         """Local. The default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def __repr__(self) -> str:
         return f"DistOpt({self.optimizer!r})"
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective with partial updates, else local. Update the parameters; returns the value of `closure`."""
         loss = None
         if closure is not None:
@@ -152,9 +152,9 @@ class DistOpt(torch.optim.Optimizer):
         raise UsageError("parameters cannot be added to a DistOpt; add them to the optimizer, then wrap it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Local. The states of the wrapped optimizer, and the residuals of this rank and more: `engine`."""
+        """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
         engine = {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}
-        return self.optimizer.state_dict() | {"engine": engine}
+        return {**self.optimizer.state_dict(), "engine": engine}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
@@ -255,14 +255,11 @@ class DistOpt(torch.optim.Optimizer):
 
     def _give(self, layout: Layout) -> None:
         """Local. Make the means the gradients of the parameters."""
-        tensors = []
-        for bucket in layout.buckets:
-            for param in bucket.params:
-                assert isinstance(param, TrainedParameter)
-                param.tensor.grad = self._views[id(param)]
-                tensors.append(param.tensor)
+        averaged = [param for param in self._params if id(param) in layout.places]
+        for param in averaged:
+            param.tensor.grad = self._views[id(param)]
         if self.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(tensors, self.clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_([param.tensor for param in averaged], self.clip_grad_norm)
 
     def _update(self) -> None:
         self.optimizer.step()

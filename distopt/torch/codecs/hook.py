@@ -1,6 +1,6 @@
 """Codecs as a communication hook of DDP."""
 
-# Annotations are no strings here: DDP compares those of a hook with the classes themselves.
+# Without `from __future__ import annotations`, since DDP compares the annotations of a hook with classes.
 
 from collections.abc import Mapping
 from typing import Any

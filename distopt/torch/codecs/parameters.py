@@ -61,7 +61,7 @@ class TrainedParameter:
 
 
 def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[TrainedParameter]:
-    """Local. Those that are trained, without the names that wrappers add.
+    """Local. The parameters that require gradients; names are without the prefixes of DDP and torch.compile.
 
     Raises:
         UsageError: see `TrainedParameter`; or there are none.
