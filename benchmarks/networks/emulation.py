@@ -21,7 +21,7 @@ from distopt.errors import DistoptError, MissingDependencyError, pip_install
 LINK = "wire"  # name of the interface in both namespaces
 # Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
 # the rate needs.
-RATES = {"10gbit": "2mb", "1gbit": "256kb", "100mbit": "16kb"}
+RATES = {"10gbit": "2mb", "1gbit": "256kb", "100mbit": "16kb", "10mbit": "4kb"}
 # Ranks yield, for each host takes all cores for its own.
 _OPEN_MPI = (
     "OMPI_ALLOW_RUN_AS_ROOT=1",

@@ -31,6 +31,7 @@ SHORT = {
     "--json {results} --plot {plot} --output {page}",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
+    "slow-link": "--rates 100mbit --ranks 1 --only ddp,diloco-sparse --seconds 1 --data {digits} --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "checks": "--rounds 1",
@@ -41,7 +42,7 @@ SHORT = {
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
-AS_ROOT = {"collectives", "network", "overlap", "startup"}
+AS_ROOT = {"collectives", "network", "overlap", "slow-link", "startup"}
 ON_GPUS = {"gpu"}
 
 
