@@ -35,7 +35,7 @@ class DistOpt(torch.optim.Optimizer):
     so clipping, `GradScaler` and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
     groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
 
-    Each step has one backward pass outside of `no_sync`, and uses the same parameters.
+    Each step has one backward pass outside of `no_sync`, and uses the same parameters. Sparse gradients become dense.
 
     Args:
         optimizer: the optimizer to wrap.
@@ -80,6 +80,8 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError(
                 f"DistOpt wraps an optimizer of torch.optim, such as SGD(model.parameters(), 0.1); got {optimizer!r}"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS computes several gradients in a step; use it with DDP, or choose another optimizer")
         Engine.check_options(non_finite, check_every)
         self.optimizer = optimizer
         self.codec = compress.create(codec) if isinstance(codec, str) else codec
@@ -217,7 +219,7 @@ class DistOpt(torch.optim.Optimizer):
         assert grad is not None
         with self._step:
             if grad is not view:
-                view.copy_(grad)
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
                 tensor.grad = view
             self._step.final(param)
 

@@ -88,17 +88,17 @@ class CodecHook:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
-        return {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}
+        return {"engine": {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}}
 
-    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
 
         Raises:
             StateError: the states do not fit; nothing was changed.
         """
-        self._engine.set_states({name: tensor.numpy() for name, tensor in states.items()})
+        self._engine.set_states({name: tensor.numpy() for name, tensor in state_dict["engine"].items()})
         self._rule.steps = self._engine.statistics.steps - self._engine.statistics.skipped
 
 

@@ -281,6 +281,8 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         dist_opt(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
     with pytest.raises(UsageError, match="wraps an optimizer"):
         distopt.torch.DistOpt(network())
+    with pytest.raises(UsageError, match="LBFGS computes several gradients"):
+        distopt.torch.DistOpt(torch.optim.LBFGS(network().parameters()))
     with pytest.raises(UsageError, match="unknown codec 'topk'"):
         distopt.torch.hook(network(), "topk")
     model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
