@@ -163,7 +163,7 @@ class Torch(Transport):
         self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
         group = torch.distributed.group.WORLD
-        self._empty = group._lanes.first.communicator.empty if setup.get("memory") == "bucket" else np.empty
+        self._empty = group._channels.first.communicator.empty if setup.get("memory") == "bucket" else np.empty
         self.about = f"{setup['group']} through torch.distributed, torch {torch.__version__}"
 
     def call(self, collective: str, buffers: str, count: int, capacity: int, dtype: str) -> Call:
