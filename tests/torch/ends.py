@@ -237,7 +237,9 @@ def main() -> int:
             print(f"{program}, destroys: {destroys}, {launcher}, {ranks} ranks: code {code}\n{text}", flush=True)
 
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-        list(pool.map(one, itertools.islice(itertools.cycle(cases), args.runs)))
+        for done, _ in enumerate(pool.map(one, itertools.islice(itertools.cycle(cases), args.runs)), 1):
+            if done % 100 == 0:
+                print(f"{done} runs, {failures.total()} failed", flush=True)
     seconds = time.monotonic() - began
     print(f"{args.runs} runs in {seconds:.0f} s, {failures.total()} failed {dict(failures) or ''}")
     return 1 if failures else 0
