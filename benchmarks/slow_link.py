@@ -76,16 +76,22 @@ def train(net: TwoHosts, ranks: int, way: str, backend: str, args: argparse.Name
     """
     words = ["--way", way, "--backend", backend, "--seconds", str(args.seconds)]
     words += [] if args.data is None else ["--data", str(args.data)]
-    ended = []
+    processes = []
     for node, host in enumerate(net.hosts):
         launch = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--node-rank", str(node)]
         launch += ["--master-addr", net.hosts[0].address, "--master-port", str(PORT)]
         env = ["env", f"GLOO_SOCKET_IFNAME={LINK}", "OMP_NUM_THREADS=1"]
         command = [*env, sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *launch, str(EXAMPLE), *words]
-        ended.append(subprocess.Popen(host.inside(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    texts = [process.communicate() for process in ended]
-    if any(process.returncode for process in ended):
-        raise DistoptError(f"{way} has failed:\n" + "\n".join(err for _, err in texts))
-    goals = dict(re.findall(r"([\d.]+)% after ([\d.]+) s", texts[0][0]))
-    (speed,) = re.findall(r"at the end, ([\d.]+) steps/s", texts[0][0])
+        out = subprocess.DEVNULL if node else subprocess.PIPE  # rank 0 prints
+        processes.append(subprocess.Popen(host.inside(command), stdout=out, text=True))
+    try:
+        text, _ = processes[0].communicate()
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+    if any(codes):
+        raise DistoptError(f"{way} has failed, with exit codes {codes}; its errors are above")
+    goals = dict(re.findall(r"([\d.]+)% after ([\d.]+) s", text))
+    (speed,) = re.findall(r"at the end, ([\d.]+) steps/s", text)
     return [goals.get("98.0", ""), goals.get("98.5", ""), speed]

@@ -12,7 +12,6 @@ import numpy as np
 from . import dist_opt, launch
 from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from .dist_opt import DEFAULT_CHECK_EVERY
 from .errors import UsageError, explain_absent
 from .launch import Job, Ticket
 from .nn.core.array import Array
@@ -24,7 +23,7 @@ from .nn.optim.rules import *  # noqa: F403 - a face of these modules
 from .nn.optim.rules import SGD
 from .nn.optim.schedules import *  # noqa: F403
 from .sync.by_hand import Fusion, memory_of
-from .sync.engine import DEFAULT_BUCKET_ELEMENTS, NonFinite
+from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, NonFinite
 
 __all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
 __all__ += rules.__all__

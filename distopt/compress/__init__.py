@@ -36,6 +36,7 @@ __all__ = [
     "Statistics",
     "Threshold",
     "TopK",
+    "codec_of",
     "create",
     "finish_all",
 ]
@@ -49,6 +50,19 @@ CODECS: dict[str, type[Codec]] = {
     "threshold": Threshold,
     "power-sgd": PowerSGD,
 }
+
+
+def codec_of(codec: Codec | str) -> Codec:
+    """A codec itself, or the codec of a name, with its default options.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(codec, str):
+        return create(codec)
+    if not isinstance(codec, Codec):
+        raise UsageError(f"{codec!r} is not a codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
+    return codec
 
 
 def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:

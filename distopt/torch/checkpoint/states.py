@@ -29,7 +29,7 @@ from ..tensors import array_of, dense
 if TYPE_CHECKING:
     from ...files import Arrays
 
-__all__ = ["Generators", "parts_of"]
+__all__ = ["Generators", "parts_of", "plain_model"]
 
 _KINDS: dict[tuple[type, type | None], str] = {  # names of mappings, by type and `default_factory`
     **{(kind, None): kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
@@ -54,7 +54,7 @@ def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
     Raises:
         UsageError: an object has no states to save.
     """
-    models = [_plain(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
+    models = [plain_model(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
     alike = {id(p) for model in models if model is not None and replicated for p in model.parameters()}
     parts = {name: _part_of(name, thing, alike) for name, thing in objects.items()}
     # Optimizers come last: a schedule that is constructed changes the learning rates of its optimizer.
@@ -84,8 +84,8 @@ def _is(thing: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(thing, kind)
 
 
-def _plain(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The model inside DDP and `torch.compile`, whose names are saved, and the DDP around it, if there is one."""
+def plain_model(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Local. The model inside DDP and `torch.compile`, with its own names, and the DDP around it, if there is one."""
     ddp = None
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -250,7 +250,7 @@ class ModelState(StateDict):
     """
 
     def __init__(self, model: nn.Module, alike: set[int]) -> None:
-        plain, self._ddp = _plain(model)
+        plain, self._ddp = plain_model(model)
         super().__init__(plain)
         self._alike = alike
         self._buckets: list[str] = []  # their order, when it no longer changes

@@ -18,8 +18,9 @@ import torch
 from ... import compress
 from ...errors import StateError, UsageError, check_integer
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import OptimizerRule, TrainedParameter, trained_parameters, views_of
+from .parameters import OptimizerRule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -75,7 +76,7 @@ class DiLoCo:
         """Collective."""
         check_integer("fragments", fragments, 1)
         check_integer("sync_every", sync_every, 1)
-        params = trained_parameters(model.named_parameters())
+        params = trained_parameters(plain_model(model)[0].named_parameters())
         if sync_every % fragments or fragments > len(params):
             raise UsageError(
                 f"{fragments} fragments of {len(params)} parameters cannot be averaged at equal distances every "
@@ -92,7 +93,7 @@ class DiLoCo:
         self._delay = fragment_sync_delay
         self._outer = outer_optimizer
         self._params = params
-        codec = compress.create(codec) if isinstance(codec, str) else codec
+        codec = compress.codec_of(codec)
         communicator = communicator_of(group)
         Engine(communicator).agreement.attach(params)
         self._fragments = [
@@ -179,7 +180,7 @@ class _Fragment:
         self.engine = Engine(communicator, non_finite)
         self.step: GradientCounter | None = None
         self._params, self._outer = params, outer
-        self._rule = OptimizerRule(outer)
+        self._rule = OptimizerRule(outer, self.engine.statistics)
         self._codec, self._bucket_elements = codec, bucket_elements
         self._averages = [param.tensor.detach().clone() for param in params]
         # The engine compares these, which are equal on all ranks, and never the parameters of the ranks.
@@ -201,7 +202,7 @@ class _Fragment:
         """Collective. Wait for the mean of the changes, and make one step of the outer optimizer from the last average.
 
         Args:
-            everyone: all parameters of the outer optimizer, which changes only parameters with a gradient.
+            everyone: all parameters of the outer optimizer; its step changes only parameters with a gradient.
         """
         step, self.step = self.step, None
         assert step is not None
@@ -220,23 +221,20 @@ class _Fragment:
             for shown, param in zip(self._shown, self._params, strict=True):
                 param.tensor.grad = views[id(shown)]
             self._outer.step()
-            self._rule.steps += 1
             for tensor, grad in zip(everyone, grads, strict=True):
                 tensor.grad = grad
             for param, average in zip(self._params, self._averages, strict=True):
                 average.copy_(param.tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        engine = {name: torch.from_numpy(array) for name, array in self.engine.get_states().items()}
         averages = {param.name: average.clone() for param, average in zip(self._params, self._averages, strict=True)}
-        return {"engine": engine, "averages": averages}
+        return {"engine": tensors_of(self.engine.get_states()), "averages": averages}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         averages = states["averages"]
         if averages.keys() != {param.name for param in self._params}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")
-        self.engine.set_states({name: tensor.numpy() for name, tensor in states["engine"].items()})
-        self._rule.steps = self.engine.statistics.steps - self.engine.statistics.skipped
+        self.engine.set_states(arrays_in(states["engine"]))
         for param, average in zip(self._params, self._averages, strict=True):
             average.copy_(averages[param.name])
 

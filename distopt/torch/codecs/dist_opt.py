@@ -13,10 +13,10 @@ import torch
 
 from ... import compress
 from ...errors import UsageError
-from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ..private import call_after_backward, current_backward_pass
 from .communicator import communicator_of
-from .parameters import OptimizerRule, TrainedParameter, trained_parameters, views_of
+from .parameters import OptimizerRule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from ...sync.layout import Layout
     from ...sync.step import GradientCounter
 
-DEFAULT_CHECK_EVERY = 100
-
 
 class DistOpt(torch.optim.Optimizer):
     """Wraps an optimizer, for a model without DDP: after `backward`, gradients are the means over the ranks.
 
     Gradients are sent during the backward pass. When `backward` returns, `.grad` of each parameter is its mean,
-    so clipping, `GradScaler` and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
+    so clipping and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
     groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
 
     Each step has one backward pass outside of `no_sync`, and uses the same parameters. Sparse gradients become dense.
@@ -84,19 +82,12 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError("LBFGS computes several gradients in a step; use it with DDP, or choose another optimizer")
         Engine.check_options(non_finite, check_every)
         self.optimizer = optimizer
-        self.codec = compress.create(codec) if isinstance(codec, str) else codec
-        self.clip, self.clip_grad_norm = clip, clip_grad_norm
+        self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
+        self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
         self._params = trained_parameters(_named(optimizer, named_parameters))
-        self._rule = OptimizerRule(optimizer)
         self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
+        self._rule = OptimizerRule(optimizer, self._engine.statistics)
         self._engine.agreement.attach(self._params)
-        given: dict[str, Any] = {"order": partial(_order, self._params), "rule": self._rule}
-        self._begin: Callable[..., GradientCounter] = (
-            partial(self._engine.begin, self.codec, bucket_elements, clip=clip, **given)
-            if partition_elements is None
-            else partial(self._engine.begin_partial, partition_elements, **given)
-        )
-        self._is_partial = partition_elements is not None
         self._unused = "zero" if find_unused_parameters else "raise"
         self._trained: tuple[bool, ...] = ()  # which parameters, and a number that changes with it
         self._version = 0
@@ -140,8 +131,8 @@ class DistOpt(torch.optim.Optimizer):
         if self._skips:
             self._skips = False
         else:
-            self._update()
-            if self._is_partial and self._layout is not None:
+            self.optimizer.step()
+            if self.partition_elements is not None and self._layout is not None:
                 self._engine.partial.average(self._layout)
         return loss
 
@@ -155,8 +146,7 @@ class DistOpt(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
-        engine = {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}
-        return {**self.optimizer.state_dict(), "engine": engine}
+        return {**self.optimizer.state_dict(), "engine": tensors_of(self._engine.get_states())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
@@ -165,11 +155,10 @@ class DistOpt(torch.optim.Optimizer):
             StateError: the states do not fit.
         """
         states = dict(state_dict)
-        engine = {name: tensor.numpy() for name, tensor in states.pop("engine", {}).items()}
+        engine = arrays_in(states.pop("engine", {}))
         self._engine.check_states(engine)
         self.optimizer.load_state_dict(states)
         self._engine.set_states(engine)
-        self._rule.steps = self._engine.statistics.steps - self._engine.statistics.skipped
 
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -211,7 +200,8 @@ class DistOpt(torch.optim.Optimizer):
             return
         number = current_backward_pass()
         if self._step is not None and number != self._pass:
-            self._leave()
+            tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
+            self._leave(but=param)
         if self._step is None:
             self._open(number)
         view, grad = self._views[id(param)], tensor.grad
@@ -227,16 +217,29 @@ class DistOpt(torch.optim.Optimizer):
         trained = tuple(param.tensor.requires_grad for param in self._params)
         if trained != self._trained:
             self._trained, self._version = trained, self._version + 1
-        self._step, self._pass, self._skips = self._begin(version=self._version), number, False
+        self._step, self._pass, self._skips = self._begin(), number, False
         if self._step.layout is not self._layout:
             self._layout = self._step.layout
             self._views = views_of(self._layout)
         call_after_backward(self._finish)
 
-    def _leave(self) -> None:
-        """Collective. An exception has ended the backward pass of the open step on this rank."""
+    def _begin(self) -> GradientCounter:
+        engine, order = self._engine, partial(_order, self._params)
+        if self.partition_elements is not None:
+            return engine.begin_partial(self.partition_elements, order, self._rule, version=self._version)
+        return engine.begin(self.codec, self.bucket_elements, order, self._rule, version=self._version, clip=self.clip)
+
+    def _leave(self, but: TrainedParameter) -> None:
+        """Collective. An exception has ended the backward pass of the open step on this rank: drop its gradients.
+
+        Args:
+            but: has a gradient of the pass that follows.
+        """
         step, self._step = self._step, None
         assert step is not None
+        for param in self._params:
+            if param is not but:
+                param.tensor.grad = None
         with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
             raise UsageError("the backward pass was not completed")
 
@@ -263,14 +266,10 @@ class DistOpt(torch.optim.Optimizer):
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([param.tensor for param in averaged], self.clip_grad_norm)
 
-    def _update(self) -> None:
-        self.optimizer.step()
-        self._rule.steps += 1
-
     def _update_by(self, layout: Layout) -> None:
         """Local. The step of a rank without data."""
         self._give(layout)
-        self._update()
+        self.optimizer.step()
 
 
 def _order(params: list[TrainedParameter]) -> list[TrainedParameter]:

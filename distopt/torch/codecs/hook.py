@@ -14,8 +14,9 @@ from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine
 from ...sync.step import GradientCounter
+from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import NoRule, trained_parameters, views_of
+from .parameters import NoRule, arrays_in, tensors_of, trained_parameters, views_of
 
 
 class CodecHook:
@@ -40,10 +41,10 @@ class CodecHook:
             raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
         self.codec = codec
         self.bucket_elements = bucket_elements
-        self._params = trained_parameters(model.named_parameters())
+        self._params = trained_parameters(plain_model(model)[0].named_parameters())
         self._by_tensor = {id(param.tensor): param for param in self._params}
-        self._rule = NoRule()
         self._engine = Engine(communicator_of(group), non_finite)  # type: ignore[arg-type] # checked there
+        self._rule = NoRule(self._engine.statistics)
         self._step: GradientCounter | None = None
         self._views: dict[int, torch.Tensor] = {}  # of the engine's buckets, by id of the parameter
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
@@ -78,7 +79,6 @@ class CodecHook:
         verdict = step.finish()
         if verdict is not None:
             self._engine.refuse(verdict)
-        self._rule.steps += 1
         for bucket, future in taken:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 grad.copy_(self._views[id(self._by_tensor[id(tensor)])])
@@ -90,7 +90,7 @@ class CodecHook:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
-        return {"engine": {name: torch.from_numpy(array) for name, array in self._engine.get_states().items()}}
+        return {"engine": tensors_of(self._engine.get_states())}
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
@@ -98,8 +98,7 @@ class CodecHook:
         Raises:
             StateError: the states do not fit; nothing was changed.
         """
-        self._engine.set_states({name: tensor.numpy() for name, tensor in state_dict["engine"].items()})
-        self._rule.steps = self._engine.statistics.steps - self._engine.statistics.skipped
+        self._engine.set_states(arrays_in(state_dict["engine"]))
 
 
 def distopt_hook(state: CodecHook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -137,6 +136,6 @@ def hook(
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
     """
-    codec = compress.create(codec, **options) if isinstance(codec, str) else codec
+    codec = compress.create(codec, **options) if isinstance(codec, str) else compress.codec_of(codec)
     state = CodecHook(model, codec, group=group, bucket_elements=bucket_elements, non_finite=non_finite)
     return state, distopt_hook

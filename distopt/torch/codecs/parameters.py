@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...comm.base import Array
+from ...compress import CommunicationStatistics
 from ...errors import UsageError
 from ...sync.layout import Layout
 from ..tensors import array_of
@@ -61,18 +62,12 @@ class TrainedParameter:
 
 
 def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[TrainedParameter]:
-    """Local. The parameters that require gradients; names are without the prefixes of DDP and torch.compile.
+    """Local. The parameters that require gradients.
 
     Raises:
         UsageError: see `TrainedParameter`; or there are none.
     """
-    wrappers = ("module.", "_orig_mod.")
-    params = []
-    for name, tensor in named:
-        for wrapper in wrappers:
-            name = name.removeprefix(wrapper)
-        if tensor.requires_grad:
-            params.append(TrainedParameter(name, tensor))
+    params = [TrainedParameter(name, tensor) for name, tensor in named if tensor.requires_grad]
     if not params:
         raise UsageError("no parameter requires a gradient")
     return params
@@ -88,11 +83,25 @@ def views_of(layout: Layout) -> dict[int, torch.Tensor]:
     return views
 
 
-class NoRule:
-    """In place of an update rule that the engine does not know."""
+def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Local. The states of an engine as tensors, which share the memory of the arrays."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def __init__(self) -> None:
-        self.steps = 0
+
+def arrays_in(states: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """Local. What `tensors_of` was given."""
+    return {name: tensor.numpy() for name, tensor in states.items()}
+
+
+class NoRule:
+    """In place of an update rule that the engine does not know.
+
+    Args:
+        statistics: of the engine.
+    """
+
+    def __init__(self, statistics: CommunicationStatistics) -> None:
+        self._statistics = statistics
 
     def get_states(self) -> dict[str, Array]:
         """Return no states."""
@@ -102,15 +111,15 @@ class NoRule:
         """Ignore them."""
 
     def constants(self) -> dict[str, Any]:
-        """Return the number of steps."""
-        return {"step_counter": self.steps}
+        """Return the number of updates."""
+        return {"step_counter": self._statistics.steps - self._statistics.skipped}
 
 
 class OptimizerRule(NoRule):
     """The update rule of an optimizer of PyTorch: its options, and its states such as momentum."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
+    def __init__(self, optimizer: torch.optim.Optimizer, statistics: CommunicationStatistics) -> None:
+        super().__init__(statistics)
         self._optimizer = optimizer
 
     def constants(self) -> dict[str, Any]:

@@ -193,6 +193,79 @@ def check_dist_opt_of_a_bad_gradient(r: Ranks) -> None:
             assert not torch.equal(params_of(model)[0], before[0])
 
 
+def check_dist_opt_of_other_gradients(r: Ranks) -> None:
+    """Sparse gradients, and parameters in channels_last, as DDP has them; limits are those of one process."""
+
+    def models() -> Iterator[tuple[torch.nn.Module, torch.Tensor, bool]]:
+        torch.manual_seed(4)
+        for sparse in (False, True):
+            embedding = torch.nn.Embedding(20, 6, sparse=sparse)
+            yield torch.nn.Sequential(embedding, torch.nn.Linear(6, 2)), torch.arange(8) * (r.rank + 1) % 20, sparse
+        convolution = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+        images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(r.rank))
+        yield convolution.to(memory_format=torch.channels_last), images, False
+
+    for model, x, sparse in models():
+        own = copy.deepcopy(model)
+        if sparse:  # the sum of dense gradients: DDP leaves sparse ones sparse, which momentum refuses
+            model[0].sparse = False
+        ddp = DistributedDataParallel(model)
+        for trained, optimizer in ((ddp, sgd(ddp)), (own, dist_opt(own))):
+            for _ in range(3):
+                optimizer.zero_grad()
+                trained(x).square().mean().backward()
+                optimizer.step()
+        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        assert [p.stride() for p in own.parameters()] == [p.stride() for p in model.parameters()]
+    model = torch.nn.Linear(5, 1, bias=False)
+    optimizer = dist_opt(model, clip=0.5)
+    (model(torch.arange(5.0)) * (r.rank + 1)).sum().backward()
+    same(model.weight.grad, torch.tensor([[0.0, 0.5, 0.5, 0.5, 0.5]]))
+    assert optimizer.step(lambda: 7.0) == 7.0
+
+
+def check_dist_opt_after_an_exception(r: Ranks) -> None:
+    """A backward pass that raises on one rank: the others get an error that names it, and all go on together."""
+    for set_to_none in (True, False):
+        model = network()
+        optimizer = dist_opt(model)
+        train(model, optimizer, r.rank, 1)
+        before, faulty = params_of(model), r.rank == r.size - 1
+        (x, y), (u, v) = batches(r.rank, 2)
+        optimizer.zero_grad(set_to_none)
+        hidden = model[2](model[1](model[0](x)))
+        if faulty:
+            hidden.register_hook(_raise)
+        loss = torch.nn.functional.cross_entropy(model[4](model[3](hidden)), y)
+        with pytest.raises(ValueError if faulty else GradientError, match="" if faulty else f"rank {r.size - 1} "):
+            loss.backward() if not faulty else _twice(loss, optimizer, model, u, v, set_to_none)
+        if not faulty:
+            optimizer.zero_grad(set_to_none)
+            torch.nn.functional.cross_entropy(model(u), v).backward()
+        optimizer.step()
+        for one, other in zip(params_of(model), before, strict=True):
+            same_on_all_ranks(one)
+            assert bool(one.isfinite().all())
+            assert not torch.equal(one, other)
+        optimizer.close()
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("in the middle of a backward pass")
+
+
+def _twice(
+    loss: torch.Tensor, optimizer: Any, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, set_to_none: bool
+) -> None:
+    """A backward pass that fails, and the next one; raises the error of the first."""
+    try:
+        loss.backward()
+    except ValueError:
+        optimizer.zero_grad(set_to_none)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        raise
+
+
 def check_codec_states_resume(r: Ranks) -> None:
     """Saved and loaded in the middle, for objects made anew: the bits of the undisturbed run."""
 
@@ -276,7 +349,31 @@ def _diloco(r: Ranks, fragments: int, delay: int) -> list[torch.Tensor]:
     return params_of(models[r.rank])
 
 
+def check_diloco_skips_bad_changes(r: Ranks) -> None:
+    model = network()
+    inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7)
+    local = distopt.torch.DiLoCo(model, inner, outer, sync_every=2, fragment_sync_delay=1, non_finite="skip")
+    before = params_of(model)
+    train(model, inner, r.rank, 1)
+    if r.rank == r.size - 1:
+        with torch.no_grad():
+            next(model.parameters())[0] = float("nan")
+    train(model, inner, r.rank, 1, 1)
+    with pytest.raises(UsageError, match="an average is under way in step 2"):
+        local.state_dict()
+    train(model, inner, r.rank, 1, 2)
+    for one, other in zip(params_of(model), before, strict=True):
+        same(one, other)
+    assert (local.stats().steps, local.stats().skipped, local.steps) == (1, 1, 3)
+
+
 def check_mistakes_with_codecs(r: Ranks) -> None:
+    with pytest.raises(UsageError, match="5 fragments of 6 parameters"):
+        distopt.torch.DiLoCo(network(), sgd(network()), sgd(network()), sync_every=4, fragments=5)
+    with pytest.raises(UsageError, match="fragment_sync_delay=4 is not from 0 to 3"):
+        distopt.torch.DiLoCo(network(), sgd(network()), sgd(network()), sync_every=4, fragment_sync_delay=4)
+    with pytest.raises(UsageError, match=r"7 is not a codec"):
+        dist_opt(network(), codec=7)
     with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
         dist_opt(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
     with pytest.raises(UsageError, match="wraps an optimizer"):
