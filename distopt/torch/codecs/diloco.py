@@ -198,11 +198,11 @@ class _Fragment:
                 torch.sub(average, param.tensor, out=views[id(shown)])
                 step.final(shown)
 
-    def apply(self, everyone: list[torch.nn.Parameter]) -> None:
+    def apply(self, tensors: list[torch.nn.Parameter]) -> None:
         """Collective. Wait for the mean of the changes, and make one step of the outer optimizer from the last average.
 
         Args:
-            everyone: all parameters of the outer optimizer; its step changes only parameters with a gradient.
+            tensors: all parameters of the outer optimizer; its step changes only parameters with a gradient.
         """
         step, self.step = self.step, None
         assert step is not None
@@ -215,13 +215,13 @@ class _Fragment:
                 param.tensor.copy_(average)
             if verdict is not None:
                 return
-            views, grads = views_of(step.layout), [tensor.grad for tensor in everyone]
-            for tensor in everyone:
+            views, grads = views_of(step.layout), [tensor.grad for tensor in tensors]
+            for tensor in tensors:
                 tensor.grad = None
             for shown, param in zip(self._shown, self._params, strict=True):
                 param.tensor.grad = views[id(shown)]
             self._outer.step()
-            for tensor, grad in zip(everyone, grads, strict=True):
+            for tensor, grad in zip(tensors, grads, strict=True):
                 tensor.grad = grad
             for param, average in zip(self._params, self._averages, strict=True):
                 average.copy_(param.tensor)
