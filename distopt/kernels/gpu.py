@@ -95,7 +95,7 @@ def first_nonfinite(x: Array) -> int | None:
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     """See `Kernels.accumulate`."""
-    if accumulation.residual is not None:
+    if accumulation.residual is not None and x.size:  # the address of an empty array is 0
         _cuda.accumulate(_source(x, accumulation), x.size, _at(findings), _stream())
     else:
         findings.fill(0)

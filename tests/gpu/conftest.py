@@ -1,9 +1,15 @@
+"""Tests of a GPU ask for one, whatever `tests/conftest.py` says."""
+
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from distopt.comm.gpu import GpuStack, gpu_stack
 from distopt.errors import MissingDependencyError
+
+os.environ["DISTOPT_DEVICE"] = "cuda"
 
 
 @pytest.fixture(scope="session")

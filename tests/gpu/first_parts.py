@@ -15,7 +15,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = (80, 90, 100)
 # As in CMakeLists.txt.
-FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--fmad=false", "-Icsrc", "-Xptxas", "-v", "-fatbin")
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--fmad=false", "--extended-lambda", "-Icsrc", "-Xptxas", "-v", "-fatbin")
 NOT_RUN = 77
 
 

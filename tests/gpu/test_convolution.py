@@ -299,11 +299,10 @@ def test_float32_stays_float32_unless_tf32_is_asked_for(road, fresh, monkeypatch
 
     note = cudnn.numerical_note
     monkeypatch.delenv("CUPY_TF32", raising=False)
-    assert {note.NONDETERMINISTIC, note.TENSOR_CORE} < set(gpu_cudnn._refused_notes(cudnn, "float32"))
-    assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn, "float64")  # which is exact there
+    assert {note.NONDETERMINISTIC, note.TENSOR_CORE} < set(gpu_cudnn._refused_notes(cudnn))
     monkeypatch.setenv("CUPY_TF32", "1")
-    assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn, "float32")
-    assert note.NONDETERMINISTIC in gpu_cudnn._refused_notes(cudnn, "float32")
+    assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn)
+    assert note.NONDETERMINISTIC in gpu_cudnn._refused_notes(cudnn)
     x, weight, bias, _ = parts(CASE)
     y, _ = gpu.conv2d(*map(to_device, (x, weight, bias)))
     np.testing.assert_allclose(y.get(), reference.conv2d(x, weight, bias)[0], rtol=0, atol=0.05)

