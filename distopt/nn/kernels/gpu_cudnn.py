@@ -1,10 +1,11 @@
 """Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu`.
 
-A plan is a convolution of float32, or one of its gradients, for one geometry in the layout N, C, H, W. Its engine is the
-best by cuDNN's heuristics among those that give equal bits on every run and compute in float32. Two are lowered all the
-same, by what an H100 showed (cuDNN 9.19): float64, as cudnn-frontend 1.18 passes the factor of the operation as a float32
-that engines for float64 read as a float64; and gradients of 5 x 5 weights, which cuDNN computes by Winograd's method on
-tiles of 9 x 9, with errors of 1e-3 of the largest gradient, more than TF32 has, and without the note WINOGRAD.
+A plan is a convolution of float32, or one of its gradients, for one geometry in the layout N, C, H, W. Its engine is
+the best by cuDNN's heuristics among those that give equal bits on every run and compute in float32. Two kinds are
+lowered all the same, as an H100 has shown (cuDNN 9.19): float64, because cudnn-frontend 1.18 passes the factor of the
+operation as a float32, which engines for float64 read as a float64; and gradients of 5 x 5 weights, which cuDNN
+computes by Winograd's method on tiles of 9 x 9, with errors of 1e-3 of the largest gradient, more than TF32 has, and
+without the note WINOGRAD.
 Bias and ReLU stay kernels of distopt: a ReLU fused by cuDNN need not pass a NaN on. Where cuDNN is missing or has no
 such engine, the caller gets no plan, and lowers the images.
 
@@ -177,9 +178,7 @@ def _plan(library: _CudnnLibrary, kind: str, x: Array, w: Array, window: tuple[i
     return Plan(cudnn, handle, graph)
 
 
-def build_graph(
-    cudnn: Any, kind: str, shapes: dict[str, tuple[int, ...]], steps: tuple[int, ...], **place: Any
-) -> Any:
+def build_graph(cudnn: Any, kind: str, shapes: dict[str, tuple[int, ...]], steps: tuple[int, ...], **place: Any) -> Any:
     """Local. The graph of one operation with its engine, whose tensors have the ids 1, 2 and 3 in the order of `Plan`.
 
     Args:
