@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar
 
-from .errors import explain_absent
+from .checks import explain_absent
 from .nn.core import autograd as _autograd
 from .nn.core.autograd import gradient_order
 from .nn.core.mode import mode

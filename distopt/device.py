@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .errors import check_integer, explain_absent
+from .checks import check_integer, explain_absent
 from .nn.devices.device import Device, get_default_device
 from .nn.devices.discovery import find_cupy, find_gpu, gpu_is_usable
 from .nn.notices import tell_once

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from . import comm, compress, launch
+from .checks import absent_name, check_assignment, names_of
 from .comm import Communicator
 from .comm.base import Array
 from .comm.world import current, offer
 from .compress import Codec, CommunicationStatistics
 from .compress.state import States
-from .errors import UsageError, absent_name, check_assignment, names_of
+from .errors import UsageError
 from .launch import Job
 from .nn.core import autograd
 from .nn.core.mode import mode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from .errors import UsageError, check_integer, explain_absent
+from .checks import check_integer, explain_absent
+from .errors import UsageError
 from .nn.core.tensor import Tensor
 from .nn.layers import initializer as _initializer
 from .nn.layers.initializer import *  # noqa: F403 - a face of that module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import explain_absent
+from .checks import explain_absent
 from .nn.layers import convolution as _convolution
 from .nn.layers import linear as _linear
 from .nn.layers import normalization as _normalization

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import launch
-from .errors import explain_absent
+from .checks import explain_absent
 from .nn import model
 from .nn.notices import tell_once
 from .nn.optim.optimizer import Optimizer

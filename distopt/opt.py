@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import dist_opt, launch
+from .checks import explain_absent
 from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from .errors import UsageError, explain_absent
+from .errors import UsageError
 from .launch import Job, Ticket
 from .nn.core.array import Array
 from .nn.core.raw import RawTensor

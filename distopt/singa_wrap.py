@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import absent_name
+from .checks import absent_name
 from .launch.job.multiprocess import Ticket as NcclIdHolder
 from .nn.core.raw import RawTensor as Tensor
 from .nn.core.tensor import from_raw_tensor

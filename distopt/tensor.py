@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .errors import UsageError, explain_absent
+from .checks import explain_absent
+from .errors import UsageError
 from .nn.core.array import float16, float32, float64, int32, int64
 from .nn.core.tensor import Tensor, from_raw_tensor
 from .nn.devices.device import Device, device_of

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import CheckpointError, UsageError, check_integer
+from ..checks import check_integer
+from ..errors import CheckpointError, UsageError
 from ..files import file_lock
 from .adapters import adapters_of, copy_of, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank

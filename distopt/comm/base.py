@@ -34,7 +34,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import UsageError, check_integer
+from ..checks import check_integer
+from ..errors import UsageError
 from ..kernels import check_unmasked
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology

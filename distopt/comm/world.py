@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import launch
-from ..errors import CommunicatorClosedError, UsageError, check_integer
+from ..checks import check_integer
+from ..errors import CommunicatorClosedError, UsageError
 from ..kernels import array_module
 from ..launch import Job, Ticket
 from . import create

@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from .. import _core
+from ..checks import number_or_nan
 from ..comm.base import Array
-from ..errors import UsageError, number_or_nan
+from ..errors import UsageError
 from ..kernels import array_module
 from .base import Codec, Steps
 from .state import CodecState

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..checks import check_integer
 from ..comm.base import Array
-from ..errors import check_integer
 from ..kernels import FROM_BAD, array_module
 from .base import Codec, Steps
 from .state import CodecState, Part

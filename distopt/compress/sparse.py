@@ -11,9 +11,10 @@ from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from ..checks import number_or_nan
 from ..comm.base import Array, Work
 from ..comm.sparse import choose_route
-from ..errors import UsageError, number_or_nan
+from ..errors import UsageError
 from ..kernels import Accumulation
 from .base import Codec, Steps
 from .state import CodecState

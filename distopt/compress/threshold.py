@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..checks import number_or_nan
 from ..comm.base import Array
-from ..errors import UsageError, number_or_nan
+from ..errors import UsageError
 from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 from .state import CodecState

@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from ..errors import UsageError, check_integer, number_or_nan
+from ..checks import check_integer, number_or_nan
+from ..errors import UsageError
 from ..kernels import Accumulation
 from .sparse import SparseCodec
 from .state import CodecState

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StateError, UsageError, check_count, check_integer
+from ..checks import check_count, check_integer
+from ..errors import StateError, UsageError
 
 TAILS = ("drop", "wrap")
 ArrayT = TypeVar("ArrayT", bound="NDArray[Any]")

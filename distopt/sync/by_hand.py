@@ -9,9 +9,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from ..checks import check_integer
 from ..comm.base import Array, Communicator
 from ..compress import Codec, CodecState, PendingReduction, finish_all
-from ..errors import UsageError, check_integer
+from ..errors import UsageError
 from ..kernels import array_module
 
 

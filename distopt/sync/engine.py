@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from ..checks import check_integer
 from ..comm import Communicator
 from ..compress import BadGradient, Codec, CommunicationStatistics
 from ..compress.state import States
-from ..errors import StateError, UsageError, check_integer
+from ..errors import StateError, UsageError
 from .agreement import Agreement
 from .bucket import BucketMemory, Parameter
 from .layout import Layout, check_names, unique_names

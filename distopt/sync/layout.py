@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..checks import check_integer
 from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
 from ..compress.state import States
-from ..errors import StateError, check_integer
+from ..errors import StateError
 from .bucket import Bucket, BucketMemory, Parameter
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of

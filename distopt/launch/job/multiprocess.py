@@ -18,7 +18,8 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from ...errors import LaunchError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..end_together.siblings import Absence, end_with_parent, is_first
 from ..gate import listener_of

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DistoptError, Preempted, RankFailedError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..end_together.report import VARIABLE
 from ..gate import turn
 from ..job.multiprocess import Ticket

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UsageError, number_or_nan
+from ...checks import number_or_nan
+from ...errors import UsageError
 from .tensor import Tensor
 
 

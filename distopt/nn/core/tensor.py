@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...errors import UsageError, check_integer
+from ...checks import check_integer
+from ...errors import UsageError
 from ...kernels import check_unmasked
 from ..devices.device import Device, device_of, get_default_device
 from . import changes

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...errors import UsageError, check_integer
+from ...checks import check_integer
+from ...errors import UsageError
 from .label_flag import check_labels
 
 T = TypeVar("T")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...errors import MissingDependencyError, UsageError, check_integer, pip_install
+from ...checks import check_integer
+from ...errors import MissingDependencyError, UsageError, pip_install
 from ...settings import Settings
 from .device import Device, gpu
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from ...errors import ShapeError, StateError, UsageError, check_assignment
+from ...checks import check_assignment
+from ...errors import ShapeError, StateError, UsageError
 from ..core.operation import Operation
 from ..core.tensor import Tensor
 

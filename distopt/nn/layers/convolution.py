@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod, sqrt
 
-from ...errors import ShapeError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import ShapeError, UsageError
 from ..core.operation import Operation
 from ..core.tensor import Tensor
 from ..ops import convolution

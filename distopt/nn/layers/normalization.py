@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import UsageError, check_integer
+from ...checks import check_integer
+from ...errors import UsageError
 from ..core.mode import mode
 from ..core.numbers import checked
 from ..core.tensor import Tensor

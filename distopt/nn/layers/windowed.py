@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ...errors import UsageError, check_integer
+from ...checks import check_integer
+from ...errors import UsageError
 from ..core.tensor import Tensor
 from ..kernels.geometry import Padding, Pair, same_padding
 from .base import TensorLayer

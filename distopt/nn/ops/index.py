@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...errors import ShapeError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import ShapeError, UsageError
 from ...kernels import array_module
 from ..core.array import Array, float32, int32
 from ..core.operation import Arrays, Operation, wants_gradient

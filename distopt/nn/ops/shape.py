@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ShapeError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import ShapeError, UsageError
 from ...kernels import array_module
 from ..core.arithmetic import Broadcast, Reshape
 from ..core.array import Array, float32, int32

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...errors import StateError, UsageError, check_assignment, check_count
+from ...checks import check_assignment, check_count
+from ...errors import StateError, UsageError
 from ...kernels import kernels_of
 from ..core import autograd, changes
 from ..core.array import Array, float32

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import UsageError, number_or_nan
+from ...checks import number_or_nan
+from ...errors import UsageError
 from ..core.array import float32
 from ..core.numbers import checked, number_of
 from ..core.tensor import Tensor

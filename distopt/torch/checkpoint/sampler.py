@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...checks import check_integer
 from ...data import ShardedSampler
-from ...errors import check_integer
 
 
 class ResumableSampler(ShardedSampler):

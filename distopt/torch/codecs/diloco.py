@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from ... import compress
-from ...errors import StateError, UsageError, check_integer
+from ...checks import check_integer
+from ...errors import StateError, UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
