@@ -218,6 +218,7 @@ void* NcclCommunicator::allocate(std::size_t bytes) {
 }
 
 void NcclCommunicator::release(void* memory) {
+  const OnDevice own(device_);  // where the last reference is dropped, another may be current
   // Kernels of the caller may still use it; nothing orders ncclMemFree behind them.
   static_cast<void>(cudaDeviceSynchronize());
   const Lock lock(mutex_);

@@ -48,6 +48,21 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// Within, the thread's current device is `device`.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    DISTOPT_CUDA_CHECK(cudaGetDevice(&before_));
+    DISTOPT_CUDA_CHECK(cudaSetDevice(device));
+  }
+  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
 // A collective in a graph would run at every replay, unseen by the time-outs and the comparison of the ranks.
 inline void refuse_capture(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};

@@ -152,6 +152,26 @@ def test_plain_memory_where_registered_memory_is_not_to_be_had(fails: str) -> No
     run_ranks_ok(unregistered, 2, fails)
 
 
+def drop_elsewhere(job: LocalJob) -> None:
+    comm = connect(job)
+    from distopt.nn.kernels import gpu
+
+    cupy, own = comm.xp, comm.device_id
+    wire = comm.empty(1 << 20)
+    with cupy.cuda.Stream(non_blocking=True):
+        wire.fill(job.topology.rank + 1)
+        out = gpu.relu(wire)
+        with cupy.cuda.Device(1 - own):
+            del wire
+    with cupy.cuda.Device(own):
+        assert (out.get() == job.topology.rank + 1).all()
+    comm.close()
+
+
+def test_registered_memory_is_freed_when_its_own_device_has_used_it() -> None:
+    run_ranks_ok(drop_elsewhere, 2)
+
+
 def count_beside(job: LocalJob, function: str) -> int:
     ticks = 0
 
