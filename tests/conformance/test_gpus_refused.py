@@ -22,9 +22,9 @@ LACKS = {
     "no memory": r"rank 1 \(.*\) cannot use GPU .* \(out of memory\); end the processes that nvidia-smi lists",
     "exclusive": r"rank 1 \(.*\) cannot use GPU .* \(.*busy or unavailable\); end the processes that nvidia-smi lists",
     "no driver": r"no GPU answers \(.*\); install NVIDIA's driver for CUDA 13 or later",
-    "old driver": r"CuPy cannot be used \(.*driver version is insufficient.*\); pip install --upgrade cupy-cuda13x ",
-    "no CuPy": r"CuPy cannot be used \(.*\); pip install --upgrade cupy-cuda13x nvidia-nccl-cu13 ",
-    "other NCCL": r"nvidia-nccl-cu13 is not installed; pip install --upgrade cupy-cuda13x nvidia-nccl-cu13 ",
+    "old driver": r"CuPy cannot be used \(.*driver version is insufficient.*\); pip install --upgrade 'cupy-cuda13x",
+    "no CuPy": r"CuPy cannot be used \(.*\); pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
+    "other NCCL": r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
 }
 
 

@@ -43,7 +43,7 @@ def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest
     assert find_nccl(12, {}) == str(library)
     with pytest.raises(
         MissingDependencyError,
-        match=r"nvidia-nccl-cu13 is not installed; pip install --upgrade cupy-cuda13x nvidia-nccl-cu13 ",
+        match=r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
     ):
         find_nccl(13, {})
     library.unlink()
@@ -128,8 +128,13 @@ def fake_cupy() -> types.ModuleType:
         (None, None, None, r"built without CUDA \(.*\); install the CUDA toolkit"),
         (Cuda(-1), None, None, r"no GPU answers \(.*CUDA error 35\)\); install NVIDIA's driver for CUDA 13 or later"),
         (Cuda(0), None, None, r"no GPU is visible .*CUDA_VISIBLE_DEVICES"),
-        (Cuda(2), None, None, r"CuPy cannot be used \(.*\); pip install --upgrade cupy-cuda13x "),
-        (Cuda(2), fake_cupy(), None, r"nvidia-nccl-cu13 is not installed; pip install --upgrade cupy-cuda13x "),
+        (Cuda(2), None, None, r"CuPy cannot be used \(.*\); pip install --upgrade 'cupy-cuda13x\[ctk\]' "),
+        (
+            Cuda(2),
+            fake_cupy(),
+            None,
+            r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' ",
+        ),
         (Cuda(2, "is NCCL 2.17.1; 2.18.0 is the oldest"), fake_cupy(), "any", r"is NCCL 2.17.1; .*; pip install"),
         (Cuda(2), fake_cupy(), "any", None),
     ],
