@@ -121,26 +121,28 @@ __device__ T block_sum(T value) {
   return total;
 }
 
+// Sum of the values of the lanes up to this one. All lanes must call it.
+template <class T>
+__device__ T warp_scan(T value) {
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(all_lanes, value, step);
+    if (threadIdx.x % 32 >= step) value += other;
+  }
+  return value;
+}
+
 // Sum of the values of the threads before this one; `total` is the sum over all. All threads must call it.
 template <unsigned threads, class T>
 __device__ T block_scan(T value, T& total) {
   __shared__ T of_warp[threads / 32];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T sum = value;
-  for (unsigned step = 1; step < 32; step *= 2) {
-    const T other = __shfl_up_sync(all_lanes, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const T sum = warp_scan(value);
   __syncthreads();
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
-  T before{};
-  total = T{};
-  for (unsigned w = 0; w < threads / 32; ++w) {
-    if (w == warp) before = total;
-    total += of_warp[w];
-  }
-  return before + sum - value;
+  const T own = lane < threads / 32 ? of_warp[lane] : T{}, up_to = warp_scan(own);
+  total = __shfl_sync(all_lanes, up_to, 31);
+  return __shfl_sync(all_lanes, up_to - own, warp) + sum - value;
 }
 
 }  // namespace distopt::cuda
