@@ -389,7 +389,8 @@ void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indic
   if (estimated || from.residual)
     launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
   const float* const x = selected(from);
-  const unsigned blocks = stride_blocks(n / 4);
+  // Few, for the candidates: each block adds its counts to those of all, which soon takes longer than the search.
+  const unsigned blocks = stride_blocks((estimated ? w.capacity : n) / 32);
   launch(&digit_kernel<31, 20>, blocks, block_threads, stream, w, x, n32, k32);
   launch(&digit_kernel<20, 10>, blocks, block_threads, stream, w, x, n32, k32);
   launch(&digit_kernel<10, 0>, blocks, block_threads, stream, w, x, n32, k32);
