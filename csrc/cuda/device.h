@@ -47,9 +47,9 @@ inline unsigned grid_for(std::size_t count) {
   return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
 }
 
-// The data of one memory access: one element, or several that are aligned to 16 bytes.
+// The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
 template <class E, int count>
-struct alignas(count == 1 ? alignof(E) : 16) Unit {
+struct alignas(count * sizeof(E) < 16 ? count * sizeof(E) : 16) Unit {
   E e[count];
 };
 using Four = Unit<float, 4>;
@@ -81,6 +81,25 @@ __global__ void each_kernel(F f, std::size_t count) {
 template <class F>
 void launch_each(std::size_t count, cudaStream_t stream, F f) {
   if (count) launch(&each_kernel<F>, grid_for(count), block_threads, stream, f, count);
+}
+
+// A number that the compiler knows.
+template <int number>
+struct Width {
+  __device__ constexpr operator int() const { return number; }
+};
+
+// Calls f(width, first) on the device for elements first ... first + width - 1, until it has had all: `unit` of them at
+// a time if the arrays are `aligned` for that, and one where fewer are left.
+template <int unit, class F>
+void launch_units(std::size_t count, bool aligned, cudaStream_t stream, F f) {
+  const std::size_t units = aligned ? count / unit : 0, rest = units * unit;
+  launch_each(units + (count - rest), stream, [=] __device__(std::size_t i) {
+    if (i < units)
+      f(Width<unit>(), i * unit);
+    else
+      f(Width<1>(), rest + (i - units));
+  });
 }
 
 template <class F>
