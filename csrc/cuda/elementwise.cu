@@ -147,12 +147,23 @@ void launch_channels(Kernel* kernel, Batch batch, cudaStream_t stream, const Arg
 
 template <class T>
 void relu(const T* x, T* y, std::size_t count, cudaStream_t stream) {
-  launch_each(count, stream, [=] __device__(std::size_t i) { y[i] = rectify(x[i]); });
+  const bool aligned = is_aligned(x, 16) && is_aligned(y, 16);
+  launch_units<16 / sizeof(T)>(count, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(x + first);
+    for (T& value : values.e) value = rectify(value);
+    unit_at<width>(y + first) = values;
+  });
 }
 
 template <class T>
 void relu_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream) {
-  launch_each(count, stream, [=] __device__(std::size_t i) { dx[i] = rectify_gradient(dy[i], y[i]); });
+  const bool aligned = is_aligned(dy, 16) && is_aligned(y, 16) && is_aligned(dx, 16);
+  launch_units<16 / sizeof(T)>(count, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(dy + first);
+    const Unit<T, width> results = unit_at<width>(y + first);
+    for (int i = 0; i < width; ++i) values.e[i] = rectify_gradient(values.e[i], results.e[i]);
+    unit_at<width>(dx + first) = values;
+  });
 }
 
 template <class T>
@@ -167,9 +178,16 @@ void sigmoid_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStr
 
 template <class T>
 void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cudaStream_t stream) {
-  launch_each(rows * columns, stream, [=] __device__(std::size_t i) {
-    const T value = bias ? y[i] + bias[i % std::size_t(columns)] : y[i];
-    y[i] = relu ? rectify(value) : value;
+  constexpr int unit = 16 / sizeof(T);
+  const bool aligned = is_aligned(y, 16) && columns % unit == 0;  // so that a unit lies within a row
+  launch_units<unit>(rows * columns, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(y + first);
+    const std::size_t column = first % std::size_t(columns);
+    for (int i = 0; i < width; ++i) {
+      const T value = bias ? values.e[i] + bias[column + i] : values.e[i];
+      values.e[i] = relu ? rectify(value) : value;
+    }
+    unit_at<width>(y + first) = values;
   });
 }
 
