@@ -38,7 +38,7 @@ Channels channels_of(Batch batch, int pixels, bool rows = false) {
 // A channel is summed up in parts, by one block each: a block per channel would leave most of the device idle. The
 // kernel that uses a sum adds its parts up, so no block waits for another. Their number depends on the shape alone.
 unsigned parts_of(Batch batch, int pixels) {
-  constexpr unsigned least = 8 * block_threads, blocks = 1024;
+  constexpr unsigned least = 8 * block_threads, blocks = 1024;  // in all: about as many as an H100 holds
   const unsigned wanted = blocks_of(std::size_t(batch.images) * pixels, least);
   const unsigned most = blocks / unsigned(batch.channels);
   return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
