@@ -30,6 +30,9 @@ void bind_cuda_numerics(nb::module_& m) {
   DISTOPT_IMAGE_KERNELS(DISTOPT_DEFINE)
   DISTOPT_ARRAY_KERNELS(DISTOPT_DEFINE)
   DISTOPT_UPDATE_KERNELS(DISTOPT_DEFINE)
+  m.def("channel_workspace", [](const std::array<int, 2>& batch, int pixels) {
+    return cuda::channel_workspace({batch[0], batch[1]}, pixels);
+  });
 }
 
 #undef DISTOPT_DEFINE

@@ -77,23 +77,6 @@ __global__ void __launch_bounds__(block_threads)
   }
 }
 
-template <class Type, int unit>
-__device__ void decode_unit(const unsigned short* in, float* out, std::size_t first, float scale) {
-  const Unit<unsigned short, unit> encoded = unit_at<unit>(in + first);
-  Unit<float, unit> x;
-#pragma unroll
-  for (int i = 0; i < unit; ++i) x.e[i] = __fmul_rn(Type::decode(encoded.e[i]), scale);
-  unit_at<unit>(out + first) = x;
-}
-
-template <class Type, int unit>
-__global__ void __launch_bounds__(block_threads)
-    decode_kernel(const unsigned short* in, float* out, std::size_t n, float scale) {
-  const std::size_t thread = thread_index(), stride = thread_stride();
-  for (std::size_t u = thread; u < n / unit; u += stride) decode_unit<Type, unit>(in, out, u * unit, scale);
-  if (unit > 1 && thread < n % unit) decode_unit<Type, 1>(in, out, n - n % unit + thread, scale);
-}
-
 // The grid depends on n alone, so that every device adds in the same order.
 __global__ void __launch_bounds__(block_threads)
     norm_parts_kernel(const float* x, std::size_t n, bool vectors, double* parts) {
@@ -152,10 +135,13 @@ void encode(const float* in, const float* residual, float* new_residual, std::ui
 
 template <class Type>
 void decode(const std::uint16_t* in, float* out, std::size_t n, float scale, cudaStream_t stream) {
-  if (is_aligned(in, 16) && is_aligned(out, 16))
-    launch(&decode_kernel<Type, 8>, stride_blocks(n / 8), block_threads, stream, in, out, n, scale);
-  else
-    launch(&decode_kernel<Type, 1>, stride_blocks(n), block_threads, stream, in, out, n, scale);
+  launch_units<4>(n, is_aligned(in, 8) && is_aligned(out, 16), stream, [=] __device__(auto width, std::size_t first) {
+    const Unit<std::uint16_t, width> encoded = unit_at<width>(in + first);
+    Unit<float, width> x;
+#pragma unroll
+    for (int i = 0; i < width; ++i) x.e[i] = __fmul_rn(Type::decode(encoded.e[i]), scale);
+    unit_at<width>(out + first) = x;
+  });
 }
 
 template <class Real>
@@ -177,7 +163,6 @@ void encode16(const float* in, const float* residual, float* new_residual, std::
 }
 
 void decode16(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type, cudaStream_t stream) {
-  if (!n) return;
   if (type == DType::float16)
     decode<Half>(in, out, n, scale, stream);
   else

@@ -47,9 +47,9 @@ inline unsigned grid_for(std::size_t count) {
   return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
 }
 
-// The data of one memory access: one element, or several that are aligned to 16 bytes.
+// The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
 template <class E, int count>
-struct alignas(count == 1 ? alignof(E) : 16) Unit {
+struct alignas(count * sizeof(E) < 16 ? count * sizeof(E) : 16) Unit {
   E e[count];
 };
 using Four = Unit<float, 4>;
@@ -81,6 +81,25 @@ __global__ void each_kernel(F f, std::size_t count) {
 template <class F>
 void launch_each(std::size_t count, cudaStream_t stream, F f) {
   if (count) launch(&each_kernel<F>, grid_for(count), block_threads, stream, f, count);
+}
+
+// A number that the compiler knows.
+template <int number>
+struct Width {
+  __device__ constexpr operator int() const { return number; }
+};
+
+// Calls f(width, first) on the device for elements first ... first + width - 1, until it has had all: `unit` of them at
+// a time if the arrays are `aligned` for that, and one where fewer are left.
+template <int unit, class F>
+void launch_units(std::size_t count, bool aligned, cudaStream_t stream, F f) {
+  const std::size_t units = aligned ? count / unit : 0, rest = units * unit;
+  launch_each(units + (count - rest), stream, [=] __device__(std::size_t i) {
+    if (i < units)
+      f(Width<unit>(), i * unit);
+    else
+      f(Width<1>(), rest + (i - units));
+  });
 }
 
 template <class F>
@@ -121,26 +140,28 @@ __device__ T block_sum(T value) {
   return total;
 }
 
+// Sum of the values of the lanes up to this one. All lanes must call it.
+template <class T>
+__device__ T warp_scan(T value) {
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(all_lanes, value, step);
+    if (threadIdx.x % 32 >= step) value += other;
+  }
+  return value;
+}
+
 // Sum of the values of the threads before this one; `total` is the sum over all. All threads must call it.
 template <unsigned threads, class T>
 __device__ T block_scan(T value, T& total) {
   __shared__ T of_warp[threads / 32];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T sum = value;
-  for (unsigned step = 1; step < 32; step *= 2) {
-    const T other = __shfl_up_sync(all_lanes, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const T sum = warp_scan(value);
   __syncthreads();
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
-  T before{};
-  total = T{};
-  for (unsigned w = 0; w < threads / 32; ++w) {
-    if (w == warp) before = total;
-    total += of_warp[w];
-  }
-  return before + sum - value;
+  const T own = lane < threads / 32 ? of_warp[lane] : T{}, up_to = warp_scan(own);
+  total = __shfl_sync(all_lanes, up_to, 31);
+  return __shfl_sync(all_lanes, up_to - own, warp) + sum - value;
 }
 
 }  // namespace distopt::cuda

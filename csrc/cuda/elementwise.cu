@@ -22,58 +22,67 @@ __global__ void column_sums_kernel(const T* matrix, std::size_t rows, int column
   out[column] = T(sum);
 }
 
-// The sum of f(element) over a channel of [images, channels, pixels]; valid in thread 0.
+// Where the elements of a channel lie: `pixels` side by side for each image.
+struct Channels {
+  std::size_t count;  // elements of a channel
+  unsigned pixels;
+  std::size_t per_image, per_channel;  // from one to the next
+};
+
+Channels channels_of(Batch batch, int pixels, bool rows = false) {
+  const std::size_t plane = std::size_t(pixels), count = batch.images * plane;
+  if (rows) return {count, unsigned(pixels), plane, count};
+  return {count, unsigned(pixels), batch.channels * plane, plane};
+}
+
+// A channel is summed up in parts, by one block each: a block per channel would leave most of the device idle. The
+// kernel that uses a sum adds its parts up, so no block waits for another. Their number depends on the shape alone.
+unsigned parts_of(Batch batch, int pixels) {
+  constexpr unsigned least = 8 * block_threads, blocks = 1024;  // in all: about as many as an H100 holds
+  const unsigned wanted = blocks_of(std::size_t(batch.images) * pixels, least);
+  const unsigned most = blocks / unsigned(batch.channels);
+  return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+// The parts of a sum, [channels, parts].
+struct Parts {
+  double* sums;
+  unsigned count;
+};
+
+// Calls f(offset) for the elements of the channel blockIdx.x in its part blockIdx.y.
 template <class F>
-__device__ double channel_sum(Batch batch, int pixels, int channel, F f) {
-  double sum = 0;
-  const std::size_t count = std::size_t(batch.images) * pixels;
-  for (std::size_t i = threadIdx.x; i < count; i += blockDim.x) {
-    const std::size_t image = i / unsigned(pixels);
-    sum += double(f((image * batch.channels + channel) * pixels + (i - image * pixels)));
-  }
-  return block_sum<block_threads>(sum);
+__device__ void for_part(const Channels& c, F f) {
+  const std::size_t length = (c.count + gridDim.y - 1) / gridDim.y;
+  const std::size_t end = min((blockIdx.y + 1) * length, c.count);
+  std::size_t i = blockIdx.y * length + threadIdx.x;
+  if (i >= end) return;
+  unsigned pixel = unsigned(i % c.pixels);
+  std::size_t at = blockIdx.x * c.per_channel + i / c.pixels * c.per_image + pixel;
+  // Steps, since a division for every element would take longer than reading it.
+  const unsigned step = block_threads % c.pixels;
+  const std::size_t distance = block_threads / c.pixels * c.per_image + step, carry = c.per_image - c.pixels;
+  const auto take = [&] {
+    f(at);
+    pixel += step;
+    const bool next = pixel >= c.pixels;
+    pixel -= next ? c.pixels : 0;
+    at += distance + (next ? carry : 0);
+  };
+  // Without a condition in between, the elements of a group are read at the same time.
+  constexpr unsigned group = 4;
+  for (; i + (group - 1) * block_threads < end; i += group * block_threads)
+#pragma unroll
+    for (unsigned j = 0; j < group; ++j) take();
+  for (; i < end; i += block_threads) take();
 }
 
-// -- batch normalization, one block per channel ----------------------------------------------------------------------
-template <class T>
-__global__ void channel_moments_kernel(Batch batch, int pixels, const T* x, T* means, T* inverse_deviations,
-                                       T* running_mean, T* running_var, T momentum, T eps, bool training) {
-  __shared__ T center;
-  const int channel = int(blockIdx.x);
-  const double count = double(batch.images) * pixels;
-  if (training && count > 0) {
-    const double sum = channel_sum(batch, pixels, channel, [=](std::size_t i) { return x[i]; });
-    if (threadIdx.x == 0) center = T(sum / count);
-    __syncthreads();
-    const T mean = center;
-    const double squares =
-        channel_sum(batch, pixels, channel, [=](std::size_t i) { return (x[i] - mean) * (x[i] - mean); });
-    if (threadIdx.x != 0) return;
-    const T variance = T(squares / count);
-    means[channel] = mean;
-    inverse_deviations[channel] = T(1) / sqrt(variance + eps);
-    running_mean[channel] += momentum * (mean - running_mean[channel]);
-    running_var[channel] += momentum * (variance * T(count / (count - 1)) - running_var[channel]);
-  } else if (threadIdx.x == 0) {
-    means[channel] = running_mean[channel];
-    inverse_deviations[channel] = T(1) / sqrt(running_var[channel] + eps);
-  }
+// Stores the sum over the block as its part.
+__device__ void store_part(Parts parts, double value) {
+  const double sum = block_sum<block_threads>(value);
+  if (threadIdx.x == 0) parts.sums[blockIdx.x * parts.count + blockIdx.y] = sum;
 }
 
-template <class T>
-__global__ void normalize_sums_kernel(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
-                                      const T* inverse_deviation, T* dgamma, T* dbeta) {
-  const int channel = int(blockIdx.x);
-  const T center = mean[channel], inverse = inverse_deviation[channel];
-  const double sum = channel_sum(batch, pixels, channel, [=](std::size_t i) { return dy[i]; });
-  const double projection =
-      channel_sum(batch, pixels, channel, [=](std::size_t i) { return dy[i] * ((x[i] - center) * inverse); });
-  if (threadIdx.x != 0) return;
-  dbeta[channel] = T(sum);
-  dgamma[channel] = T(projection);
-}
-
-// -- softmax, one warp per row ---------------------------------------------------------------------------------------
 template <class T, class Combine>
 __device__ T over_warp(T value, Combine combine) {
   for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
@@ -87,6 +96,43 @@ struct Plus {
   }
 };
 
+// The sum over a channel, in all lanes of a warp, always in the same order. All of them must call it.
+__device__ double whole_sum(Parts parts, std::size_t channel) {
+  double sum = 0;
+  for (unsigned i = threadIdx.x % 32; i < parts.count; i += 32) sum += parts.sums[channel * parts.count + i];
+  return over_warp(sum, Plus());
+}
+
+template <class T>
+__global__ void sums_kernel(Channels channels, const T* x, Parts sums) {
+  double sum = 0;
+  for_part(channels, [&](std::size_t at) { sum += double(x[at]); });
+  store_part(sums, sum);
+}
+
+// Of squared distances from the mean.
+template <class T>
+__global__ void squares_kernel(Channels channels, const T* x, Parts sums, Parts squares) {
+  const T mean = T(whole_sum(sums, blockIdx.x) / double(channels.count));
+  double sum = 0;
+  for_part(channels, [&](std::size_t at) { sum += double((x[at] - mean) * (x[at] - mean)); });
+  store_part(squares, sum);
+}
+
+template <class T>
+__global__ void normalize_sums_kernel(Channels channels, const T* dy, const T* x, const T* mean,
+                                      const T* inverse_deviation, Parts sums, Parts projections) {
+  const T center = mean[blockIdx.x], inverse = inverse_deviation[blockIdx.x];
+  double sum = 0, projection = 0;
+  for_part(channels, [&](std::size_t at) {
+    sum += double(dy[at]);
+    projection += double(dy[at] * ((x[at] - center) * inverse));
+  });
+  store_part(sums, sum);
+  store_part(projections, projection);
+}
+
+// -- softmax, one warp per row ---------------------------------------------------------------------------------------
 template <class T>
 struct RowScale {
   T maximum, sum;  // of a row, and of exp(row - maximum)
@@ -138,21 +184,27 @@ void launch_rows(std::size_t rows, cudaStream_t stream, F f) {
     launch(&rows_kernel<F>, unsigned(blocks < grid_limit ? blocks : grid_limit), dim3(32, warp_count), stream, f, rows);
 }
 
-template <class Kernel, class... Arguments>
-void launch_channels(Kernel* kernel, Batch batch, cudaStream_t stream, const Arguments&... arguments) {
-  if (batch.channels) launch(kernel, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, arguments...);
-}
-
 }  // namespace
 
 template <class T>
 void relu(const T* x, T* y, std::size_t count, cudaStream_t stream) {
-  launch_each(count, stream, [=] __device__(std::size_t i) { y[i] = rectify(x[i]); });
+  const bool aligned = is_aligned(x, 16) && is_aligned(y, 16);
+  launch_units<16 / sizeof(T)>(count, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(x + first);
+    for (T& value : values.e) value = rectify(value);
+    unit_at<width>(y + first) = values;
+  });
 }
 
 template <class T>
 void relu_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream) {
-  launch_each(count, stream, [=] __device__(std::size_t i) { dx[i] = rectify_gradient(dy[i], y[i]); });
+  const bool aligned = is_aligned(dy, 16) && is_aligned(y, 16) && is_aligned(dx, 16);
+  launch_units<16 / sizeof(T)>(count, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(dy + first);
+    const Unit<T, width> results = unit_at<width>(y + first);
+    for (int i = 0; i < width; ++i) values.e[i] = rectify_gradient(values.e[i], results.e[i]);
+    unit_at<width>(dx + first) = values;
+  });
 }
 
 template <class T>
@@ -167,9 +219,16 @@ void sigmoid_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStr
 
 template <class T>
 void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cudaStream_t stream) {
-  launch_each(rows * columns, stream, [=] __device__(std::size_t i) {
-    const T value = bias ? y[i] + bias[i % std::size_t(columns)] : y[i];
-    y[i] = relu ? rectify(value) : value;
+  constexpr int unit = 16 / sizeof(T);
+  const bool aligned = is_aligned(y, 16) && columns % unit == 0;  // so that a unit lies within a row
+  launch_units<unit>(rows * columns, aligned, stream, [=] __device__(auto width, std::size_t first) {
+    Unit<T, width> values = unit_at<width>(y + first);
+    const std::size_t column = first % std::size_t(columns);
+    for (int i = 0; i < width; ++i) {
+      const T value = bias ? values.e[i] + bias[column + i] : values.e[i];
+      values.e[i] = relu ? rectify(value) : value;
+    }
+    unit_at<width>(y + first) = values;
   });
 }
 
@@ -179,11 +238,50 @@ void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStr
   if (blocks) launch(column_sums_kernel<T>, dim3(blocks), dim3(tile, warp_count), stream, matrix, rows, columns, out);
 }
 
+std::size_t channel_workspace(Batch batch, int pixels) {
+  return batch.channels ? 2 * std::size_t(batch.channels) * parts_of(batch, pixels) : 0;
+}
+
 template <class T>
-void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
-                     T* running_var, double momentum, double eps, bool training, cudaStream_t stream) {
-  launch_channels(channel_moments_kernel<T>, batch, stream, pixels, x, mean, inverse_deviation, running_mean,
-                  running_var, T(momentum), T(eps), training);
+void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, double* workspace, T* out,
+                  cudaStream_t stream) {
+  if (!batch.channels) return;
+  const Parts sums = {workspace, parts_of(batch, pixels)};
+  launch(sums_kernel<T>, dim3(unsigned(batch.channels), sums.count), block_threads, stream,
+         channels_of(batch, pixels, rows), x, sums);
+  launch_rows(std::size_t(batch.channels), stream, [=] __device__(std::size_t channel) {
+    const T sum = T(whole_sum(sums, channel));
+    if (threadIdx.x == 0) out[channel] = add ? out[channel] + sum : sum;
+  });
+}
+
+template <class T>
+void channel_moments(Batch batch, int pixels, const T* x, double* workspace, T* mean, T* inverse_deviation,
+                     T* running_mean, T* running_var, double momentum, double eps, bool training, cudaStream_t stream) {
+  if (!batch.channels) return;
+  const Channels channels = channels_of(batch, pixels);
+  const double count = double(channels.count);
+  const T share = T(momentum), epsilon = T(eps);
+  if (!training || !channels.count) {
+    launch_each(std::size_t(batch.channels), stream, [=] __device__(std::size_t channel) {
+      mean[channel] = running_mean[channel];
+      inverse_deviation[channel] = T(1) / sqrt(running_var[channel] + epsilon);
+    });
+    return;
+  }
+  const unsigned parts = parts_of(batch, pixels);
+  const Parts sums = {workspace, parts}, squares = {workspace + std::size_t(batch.channels) * parts, parts};
+  const dim3 grid(unsigned(batch.channels), parts);
+  launch(sums_kernel<T>, grid, block_threads, stream, channels, x, sums);
+  launch(squares_kernel<T>, grid, block_threads, stream, channels, x, sums, squares);
+  launch_rows(std::size_t(batch.channels), stream, [=] __device__(std::size_t channel) {
+    const T center = T(whole_sum(sums, channel) / count), variance = T(whole_sum(squares, channel) / count);
+    if (threadIdx.x != 0) return;
+    mean[channel] = center;
+    inverse_deviation[channel] = T(1) / sqrt(variance + epsilon);
+    running_mean[channel] += share * (center - running_mean[channel]);
+    running_var[channel] += share * (variance * T(count / (count - 1)) - running_var[channel]);
+  });
 }
 
 template <class T>
@@ -201,8 +299,19 @@ void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inve
 
 template <class T>
 void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
-                        const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream) {
-  launch_channels(normalize_sums_kernel<T>, batch, stream, pixels, dy, x, mean, inverse_deviation, dgamma, dbeta);
+                        const T* gamma, bool training, double* workspace, T* dgamma, T* dbeta, T* dx,
+                        cudaStream_t stream) {
+  if (!batch.channels) return;
+  const unsigned parts = parts_of(batch, pixels);
+  const Parts sums = {workspace, parts}, projections = {workspace + std::size_t(batch.channels) * parts, parts};
+  launch(normalize_sums_kernel<T>, dim3(unsigned(batch.channels), parts), block_threads, stream,
+         channels_of(batch, pixels), dy, x, mean, inverse_deviation, sums, projections);
+  launch_rows(std::size_t(batch.channels), stream, [=] __device__(std::size_t channel) {
+    const T sum = T(whole_sum(sums, channel)), projection = T(whole_sum(projections, channel));
+    if (threadIdx.x != 0) return;
+    dbeta[channel] = sum;
+    dgamma[channel] = projection;
+  });
   const T count = T(double(batch.images) * pixels);
   launch_planes(planes_of(batch), std::size_t(pixels), stream, [=] __device__(unsigned plane) {
     const int channel = int(plane) % batch.channels;

@@ -23,19 +23,6 @@ Planes<T> planes_at(T* data, Batch batch, std::size_t pixels, bool rows) {
   return {data, batch.channels * pixels, pixels};
 }
 
-template <class T>
-__global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, bool add, T* out) {
-  const std::size_t count = std::size_t(batch.images) * pixels;
-  for (unsigned channel = blockIdx.x; channel < unsigned(batch.channels); channel += gridDim.x) {
-    const T* source = x.at(0, int(channel));
-    double sum = 0;
-    for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
-      sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
-    sum = block_sum<block_threads>(sum);
-    if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
-  }
-}
-
 // Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
 // order in which the CPU adds.
 template <class F>
@@ -117,13 +104,6 @@ void collect(Batch batch, int pixels, const T* dy, const T* y, T* data, bool row
       target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
     }
   });
-}
-
-template <class T>
-void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream) {
-  if (batch.channels)
-    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels,
-           planes_at(x, batch, std::size_t(pixels), rows), add, out);
 }
 
 template <class T>

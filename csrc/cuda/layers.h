@@ -37,9 +37,6 @@ void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bo
 // to = dy, 0 where y (or null) is not positive.
 template <class T>
 void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows, cudaStream_t stream);
-// out[channel] = the sum of its planes over all images, added to the existing values if asked.
-template <class T>
-void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream);
 // As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
 template <class T>
 void max_pool(Batch batch, Window window, const T* x, bool rows, const T* bias, bool relu, T* y, std::uint8_t* taken,
@@ -69,17 +66,24 @@ void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cud
 template <class T>
 void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream);
 
+// The float64 that `workspace` has room for in the sums over channels below.
+std::size_t channel_workspace(Batch batch, int pixels);
+// out[channel] = the sum of its planes over all images, added to the existing values if asked.
+template <class T>
+void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, double* workspace, T* out,
+                  cudaStream_t stream);
 // Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics are updated.
 // Without `training`, the outputs are made from the running statistics.
 template <class T>
-void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
-                     T* running_var, double momentum, double eps, bool training, cudaStream_t stream);
+void channel_moments(Batch batch, int pixels, const T* x, double* workspace, T* mean, T* inverse_deviation,
+                     T* running_mean, T* running_var, double momentum, double eps, bool training, cudaStream_t stream);
 template <class T>
 void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation, const T* gamma,
                const T* beta, T* y, cudaStream_t stream);
 template <class T>
 void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
-                        const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream);
+                        const T* gamma, bool training, double* workspace, T* dgamma, T* dbeta, T* dx,
+                        cudaStream_t stream);
 
 template <class T>
 void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream);
@@ -111,11 +115,12 @@ void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, 
 // The names of all of them, as X(name), and a macro that makes one of them for both types.
 // clang-format off
 #define DISTOPT_IMAGE_KERNELS(X) \
-  X(lower) X(gather_columns) X(spread) X(collect) X(channel_sums) \
+  X(lower) X(gather_columns) X(spread) X(collect) \
   X(max_pool) X(max_pool_backward) X(avg_pool) X(avg_pool_backward)
 #define DISTOPT_ARRAY_KERNELS(X) \
   X(relu) X(relu_backward) X(sigmoid) X(sigmoid_backward) X(add_bias) X(column_sums) \
-  X(channel_moments) X(normalize) X(normalize_backward) X(softmax) X(cross_entropy) X(cross_entropy_backward)
+  X(channel_sums) X(channel_moments) X(normalize) X(normalize_backward) \
+  X(softmax) X(cross_entropy) X(cross_entropy_backward)
 #define DISTOPT_UPDATE_KERNELS(X) X(sgd) X(adam) X(rmsprop) X(adagrad)
 // clang-format on
 #define DISTOPT_INSTANTIATE(name)             \

@@ -18,30 +18,34 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // -- sparse lists -----------------------------------------------------------------------------------------------------
+// The number of indices below the bound; all lanes of a warp look at the ends of as many parts at a time, since every
+// look waits for memory.
 __device__ unsigned lower_bound(const std::int32_t* indices, unsigned count, std::int64_t bound) {
-  unsigned low = 0;
-  while (count) {
-    const unsigned half = count / 2;
-    const bool below = indices[low + half] < bound;
-    low = below ? low + half + 1 : low;
-    count = below ? count - half - 1 : half;
+  const unsigned lane = threadIdx.x % 32;
+  unsigned low = 0, end = count;  // it is one of low ... end
+  while (low < end) {
+    const unsigned part = (end - low + 31) / 32, last = low + lane * part + part - 1;
+    const bool below = last < end && indices[last] < bound;
+    low += part * __popc(__ballot_sync(all_lanes, below));
+    end = min(low + part - 1, end);  // the last one of the next part is not below
   }
   return low;
 }
 
 // One block per tile of the dense array, which is summed up in shared memory. Within a list no two entries meet, so
 // only the step from list to list needs a barrier.
-__global__ void __launch_bounds__(block_threads)
-    scatter_kernel(float* dense, SparseLists lists, std::size_t lo, std::size_t hi, float scale, bool add) {
-  __shared__ float sums[tile];
+__global__ void __launch_bounds__(block_threads) scatter_kernel(float* dense, SparseLists lists, std::size_t lo,
+                                                                std::size_t hi, bool vectors, float scale, bool add) {
+  alignas(16) __shared__ float sums[tile];
   __shared__ unsigned bounds[2 * SparseLists::most];
   const std::size_t begin = lo + std::size_t{blockIdx.x} * tile, end = min(begin + tile, hi);
   const auto size = static_cast<unsigned>(end - begin);
-  for (unsigned i = threadIdx.x; i < size; i += block_threads) sums[i] = add ? dense[begin + i] : 0;
-  if (threadIdx.x < 2 * lists.size) {
-    const unsigned r = threadIdx.x / 2;
-    const std::size_t bound = threadIdx.x % 2 ? end : begin;
-    bounds[threadIdx.x] = lower_bound(lists.indices[r], lists.counts[r], static_cast<std::int64_t>(bound));
+  for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
+    unit_at<4>(sums + i) = add ? load(dense + begin + i, size - i, vectors) : Four{};
+  for (unsigned b = threadIdx.x / 32; b < 2 * lists.size; b += warp_count) {
+    const std::size_t bound = b % 2 ? end : begin;
+    const unsigned found = lower_bound(lists.indices[b / 2], lists.counts[b / 2], static_cast<std::int64_t>(bound));
+    if (threadIdx.x % 32 == 0) bounds[b] = found;
   }
   __syncthreads();
   for (unsigned r = 0; r < lists.size; ++r) {
@@ -51,7 +55,8 @@ __global__ void __launch_bounds__(block_threads)
     }
     __syncthreads();
   }
-  for (unsigned i = threadIdx.x; i < size; i += block_threads) dense[begin + i] = sums[i];
+  for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
+    store(dense + begin + i, unit_at<4>(sums + i), size - i, vectors);
 }
 
 }  // namespace
@@ -70,7 +75,8 @@ void clear_at(float* dense, const std::int32_t* indices, std::size_t count, cuda
 void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::size_t hi, float scale, bool add,
                  cudaStream_t stream) {
   if (lo < hi)
-    launch(&scatter_kernel, blocks_of(hi - lo, tile), block_threads, stream, dense, lists, lo, hi, scale, add);
+    launch(&scatter_kernel, blocks_of(hi - lo, tile), block_threads, stream, dense, lists, lo, hi,
+           is_aligned(dense + lo, 16), scale, add);
 }
 
 }  // namespace distopt::cuda

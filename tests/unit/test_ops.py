@@ -300,7 +300,7 @@ def test_relu_passes_nan_on(isa, dtype):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 1, 1, 1), (64, 20, 12, 12), (0, 3, 4, 4)])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 1, 1, 1), (64, 20, 12, 12), (40, 2, 41, 43), (0, 3, 4, 4)])
 def test_batch_norm2d(isa, dtype, shape, training):
     c = shape[1]
     x = array(shape, dtype) + 3

@@ -283,11 +283,22 @@ def _convolution_backward(
     if to_w is not None:
         to_w(x, slope, dw)
     if sums:
-        places = window[8] * window[9]
-        native.channel_sums(code_of(x), (len(x), len(w)), places, slope.data.ptr, False, False, sums, current_stream())
+        _channel_sums(slope, (len(x), len(w)), window[8] * window[9], False, False, sums)
     if to_x is not None:
         to_x(slope, w, dx)
     return dx
+
+
+def _channel_sums(x: Array, batch: Pair, pixels: int, rows: bool, add: bool, sums: int) -> None:
+    """The gradient of a bias, at the address `sums`; x are `rows` or images."""
+    workspace = _workspace(batch, pixels)
+    given = x.data.ptr, rows, add, workspace.data.ptr, sums
+    native.channel_sums(code_of(x), batch, pixels, *given, current_stream())
+
+
+def _workspace(batch: Pair, pixels: int) -> Array:
+    """What sums over the channels of a batch need, of images and channels."""
+    return cupy.empty(native.channel_workspace(batch, pixels), cupy.float64)
 
 
 def _lowered_backward(
@@ -309,8 +320,7 @@ def _lowered_backward(
         else:
             columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
         if db is not None:
-            given = rows.data.ptr, True, first > 0, db.data.ptr
-            native.channel_sums(code_of(x), (images, len(w)), places, *given, current_stream())
+            _channel_sums(rows, (images, len(w)), places, True, first > 0, db.data.ptr)
         if dx is not None:
             product(matrix, rows, columns, a_transposed=True)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
@@ -374,11 +384,13 @@ def batch_norm2d(
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
     mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
     y = cupy.empty(x.shape, x.dtype)
-    sizes = code_of(x), (n, c), h * w, address_of(x, x.shape, x.dtype), mean.data.ptr, inverse.data.ptr
+    workspace = _workspace((n, c), h * w)
+    given, moments = (code_of(x), (n, c), h * w, address_of(x, x.shape, x.dtype)), (mean.data.ptr, inverse.data.ptr)
     running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
-    native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
+    results = workspace.data.ptr, *moments, *running
+    native.channel_moments(*given, *results, momentum, eps, training, current_stream())
     scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
-    native.normalize(*sizes, *scale, y.data.ptr, current_stream())
+    native.normalize(*given, *moments, *scale, y.data.ptr, current_stream())
     return y, SavedNorm(x, gamma, mean, inverse, training)
 
 
@@ -386,9 +398,9 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
-    dx = cupy.empty(x.shape, x.dtype)
+    dx, workspace = cupy.empty(x.shape, x.dtype), _workspace((n, c), h * w)
     given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
-    results = address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
+    results = workspace.data.ptr, address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
     native.normalize_backward(code_of(x), (n, c), h * w, *given, *results, current_stream())
     return dx
 
