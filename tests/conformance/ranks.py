@@ -8,8 +8,10 @@ import secrets
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
@@ -17,10 +19,6 @@ from distopt.launch.job.base import Job
 from distopt.launch.job.topology import Topology
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.connection import Connection
 
 # A clean server that has imported everything heavy forks the ranks: as fast as fork, without pytest's threads.
 _context = multiprocessing.get_context("forkserver")

@@ -1,7 +1,5 @@
 """Signals, threads, forks, exits and memory: what a communicator survives and what it gives back."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,26 +1,20 @@
 """Messages in shared memory: failures, and concurrent operations."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from distopt.comm.base import Communicator, MessageWork, Work
 from distopt.errors import CommunicatorClosedError, MismatchError, StalledError, UsageError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distopt.comm.base import Communicator, MessageWork, Work
 
 LARGE = 3_000_001
 

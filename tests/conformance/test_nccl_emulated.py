@@ -1,7 +1,5 @@
 """The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors that ranks on GPUs get when something fails; over emulated CUDA and a stand-in for NCCL."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """In shared memory: an operation on what an unfinished one still reads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

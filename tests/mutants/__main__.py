@@ -9,8 +9,6 @@ temporary copy of the tracked files. The tests of a room first run without a fau
 fail ("caught"), pass ("survived") or exceed the limit ("time").
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Every benchmark, and every command with one that README and docs name, in seconds: the smallest sizes come last."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What is wrong with gradients and arguments is named, by parameter, step and rank; types, sizes and clipping."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path
@@ -13,17 +11,7 @@ from distopt import device, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import GradientError, RankFailedError, UsageError
 from distopt.nn.core import autograd
-from tests.ranks.small_net import (
-    SMALL,
-    Net,
-    assert_equal_bits,
-    batch,
-    build,
-    on_ranks,
-    parameters,
-    step_of,
-    train,
-)
+from tests.ranks.small_net import SMALL, Net, assert_equal_bits, batch, build, on_ranks, parameters, step_of, train
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 

@@ -1,7 +1,5 @@
 """Every strategy with real ranks: it trains, ranks agree to the bit, and it can be changed, counted and saved."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial
@@ -15,15 +13,7 @@ from distopt import opt
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import StateError, UsageError
 from tests.processes import Program
-from tests.ranks.small_net import (
-    SMALL,
-    assert_equal_bits,
-    batch,
-    build,
-    on_ranks,
-    parameters,
-    train,
-)
+from tests.ranks.small_net import SMALL, assert_equal_bits, batch, build, on_ranks, parameters, train
 
 STRATEGIES = {
     "fp32": Fp32(),

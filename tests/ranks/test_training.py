@@ -1,7 +1,5 @@
 """Accumulation, clipping and frozen parameters with real ranks: those of one process, and equal bits on all ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

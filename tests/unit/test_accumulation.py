@@ -1,7 +1,5 @@
 """`no_sync` and clipping by norm in one process, against PyTorch."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

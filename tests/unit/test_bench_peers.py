@@ -1,7 +1,5 @@
 """`python -m benchmarks all-reduce`: arguments, data that proves results, crews, environments, a small real run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -59,14 +57,7 @@ def test_size_range(first, last, factor, item, sizes):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "-b 1X",
-        "--backend single",
-        "--peers openmpi,nccl",
-        "--emulate 2x2 --np 4",
-        "--hosts /nowhere",
-    ],
+    "words", ["-b 1X", "--backend single", "--peers openmpi,nccl", "--emulate 2x2 --np 4", "--hosts /nowhere"]
 )
 def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
     assert main(["all-reduce", *words.split()]) == 2

@@ -1,7 +1,5 @@
 """`python -m benchmarks train`: samples, the table, the exit code, and a small real run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

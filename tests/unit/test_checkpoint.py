@@ -1,7 +1,5 @@
 """Checkpoints: what they hold, what is refused, what is kept, and faults of the disk. Ranks are threads here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`make first-gpu` where there is no GPU: parts that hang, crash or are missing, and what is packed for elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Users' first mistakes in starting ranks: a real script each, ended at once, with one line that helps."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

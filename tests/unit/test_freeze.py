@@ -1,7 +1,5 @@
 """Frozen parameters in one process, against PyTorch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

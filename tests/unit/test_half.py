@@ -1,7 +1,5 @@
 """Half precision: what is float16, what is float32, and how close the results are to those of float32."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The rooms of csrc: which may include which, no cycles, Python in the bindings alone."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
