@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import secrets
@@ -106,6 +107,22 @@ def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any, timeout:
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what so many ranks do, given their job and the parameters of the test; all must succeed."""
+
+    def as_test(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run_ranks_ok(body, world_size, *(given[name] for name in names))
+
+        _, *parameters = inspect.signature(body).parameters.values()
+        names = [parameter.name for parameter in parameters]
+        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        body.__qualname__ = f"{body.__name__}.body"  # by which it is found in the other processes
+        return test
+
+    return as_test
 
 
 def _rank_main(
