@@ -38,6 +38,12 @@ def evaluation_mode() -> Iterator[None]:
     autograd.training = False
 
 
+@pytest.fixture
+def training() -> None:
+    """Operations are recorded for a backward pass."""
+    autograd.training = True
+
+
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`once(name, function, *args)`: the function's result, made by the first of pytest's workers that asks."""

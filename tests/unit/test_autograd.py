@@ -15,10 +15,7 @@ from distopt.nn.core.operation import Operation
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import convolution, matrix, normalization, pooling
 
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def parameter(name, shape, seed=0, dtype=np.float64):

@@ -11,10 +11,7 @@ from distopt.errors import ShapeError, UsageError
 from distopt.nn.core.tensor import Tensor
 from tests.unit.test_autograd import central_difference, loss_of
 
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 class Case(NamedTuple):

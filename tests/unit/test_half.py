@@ -11,11 +11,6 @@ from distopt.tensor import Tensor
 SHAPE = (6, 3, 9, 7)
 
 
-@pytest.fixture
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
-
-
 class Net(model.Model):
     def __init__(self):
         super().__init__()

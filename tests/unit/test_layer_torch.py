@@ -10,9 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is the oracle of these test
 nn = torch.nn
 
 
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def conv_relu(*args, **kwargs):
