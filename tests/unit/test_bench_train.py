@@ -3,14 +3,12 @@
 import json
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
 
 from benchmarks import train
 from benchmarks.__main__ import main
-from benchmarks.peers.environments import Environment
 from benchmarks.train import Result
 
 
@@ -64,17 +62,9 @@ def test_a_small_real_run(tmp_path, capsys):
 PEERS = ["torch-ddp", "torch-tuned", "torch-tuned-bf16"]
 
 
-@pytest.fixture
-def torch_here(monkeypatch):
-    """PyTorch from this environment instead of one of its own."""
-    pytest.importorskip("torch")
-    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
-    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("peers", [["torch-tuned-bf16"], pytest.param(PEERS, marks=pytest.mark.sweep)], ids=len)
-@pytest.mark.usefixtures("torch_here")
+@pytest.mark.usefixtures("peers_here")
 def test_default_and_tuned_peers(peers, tmp_path, capsys):
     path = tmp_path / "out.json"
     command = f"train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(peers)} --json {path}"
