@@ -11,8 +11,6 @@ trains with 2 ranks, from a third of the steps on with 3, and from two thirds on
 at the end with that of 2 ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -38,6 +38,22 @@ def evaluation_mode() -> Iterator[None]:
     autograd.training = False
 
 
+@pytest.fixture
+def training() -> None:
+    """Operations are recorded for a backward pass."""
+    autograd.training = True
+
+
+@pytest.fixture
+def peers_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch from this environment instead of one of its own."""
+    pytest.importorskip("torch")
+    from benchmarks.peers.environments import Environment
+
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
+
+
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`once(name, function, *args)`: the function's result, made by the first of pytest's workers that asks."""

@@ -1,7 +1,5 @@
 """The numbers written for TensorBoard, as its page shows them. Needs tensorboardX."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

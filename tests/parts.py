@@ -10,8 +10,6 @@ cases take minutes: of them it has so many, drawn once and for all. The sweeps a
 release.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Run programs of several processes, and make sure that nothing of them remains."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

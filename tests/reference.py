@@ -4,24 +4,19 @@ Every function is the definition of the operation written with NumPy. Nothing is
 is shared with `cpu`, which documents each function.
 """
 
-from __future__ import annotations
-
 import inspect
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from distopt.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import ModuleType
-
-    from numpy.typing import DTypeLike, NDArray
-
-    Array = NDArray[Any]
-    Pair = tuple[int, int]
+Array = NDArray[Any]
+Pair = tuple[int, int]
 
 
 def functions_of(module: ModuleType) -> set[str]:

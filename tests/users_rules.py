@@ -1,7 +1,5 @@
 """Optimizers and schedules as users of SINGA and of distopt write them."""
 
-from __future__ import annotations
-
 from distopt import opt, tensor
 
 

@@ -1,13 +1,12 @@
 """Checks of every communicator. Each is collective, runs on any number of ranks and is called twice."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import sys
 import time
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from distopt.errors import UsageError
 
 from . import nonfinite
 from .oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_by_host, reduce_in_rank_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
 
 # Elements: nothing, one, odd, around a cache line per rank, around what fits in a descriptor (4,096 bytes), around
 # chunks of shared memory (8,192 bytes in the runs with small chunks) for any item size, and many chunks with a rest.

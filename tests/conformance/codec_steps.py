@@ -1,18 +1,11 @@
 """A rank's steps with codecs, for ranks that are processes: importable by name."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from distopt.comm import create
+from distopt.comm import Communicator, create
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
 from distopt.kernels import kernels_of
-
-if TYPE_CHECKING:
-    from distopt.comm import Communicator
-    from distopt.launch.job.base import Job
+from distopt.launch.job.base import Job
 
 CODECS = [
     Fp32(),

@@ -1,7 +1,5 @@
 """Ranks of one host that believe to be on several. Start them with mpiexec."""
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from distopt.launch.job.mpi import MpiJob

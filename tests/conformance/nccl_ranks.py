@@ -1,21 +1,15 @@
 """Ranks on emulated GPUs."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from distopt.comm.nccl import NcclCommunicator
 from distopt.settings import Settings
 from tests.emulation import activate
 
 from . import checks
 from .ranks import PATIENT, LocalJob
 from .run import run_checks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from distopt.comm.nccl import NcclCommunicator
 
 # Around what the stand-in for NCCL moves at once, 262,144 bytes, for all item sizes.
 SIZES = (0, 1, 513, 131_073)

@@ -1,17 +1,13 @@
 """Arrays in which NaN and infinity have been planted, and who is at fault."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
+from distopt.comm.base import Array
+
 from .oracle import reduce_in_rank_order
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from distopt.comm.base import Array
 
 # Elements: around what fits in a descriptor (4,096 bytes) and around chunks (8,192 bytes in the runs with small ones).
 SIZES = (1, 2, 7, 31, 64, 511, 513, 1023, 1024, 1025, 2049, 4097, 40_001)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Request, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from distopt.launch.job.base import Job
+from distopt.launch.job.base import Job
 
 STORAGE = {name: "uint16" if name == "bfloat16" else name for name in DTYPES}
 # Of booleans, NumPy's sum is "or" and its product "and".

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import secrets
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
@@ -17,10 +20,6 @@ from distopt.launch.job.base import Job
 from distopt.launch.job.topology import Topology
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.connection import Connection
 
 # A clean server that has imported everything heavy forks the ranks: as fast as fork, without pytest's threads.
 _context = multiprocessing.get_context("forkserver")
@@ -108,6 +107,22 @@ def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any, timeout:
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]
+
+
+def with_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what so many ranks do, given their job and the parameters of the test; all must succeed."""
+
+    def as_test(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run_ranks_ok(body, world_size, *(given[name] for name in names))
+
+        _, *parameters = inspect.signature(body).parameters.values()
+        names = [parameter.name for parameter in parameters]
+        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        body.__qualname__ = f"{body.__name__}.body"  # by which it is found in the other processes
+        return test
+
+    return as_test
 
 
 def _rank_main(

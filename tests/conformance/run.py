@@ -3,24 +3,18 @@
 mpiexec -n 3 python -m tests.conformance.run --backend mpi --job distopt.launch.job.mpi:MpiJob
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from distopt.comm import BACKENDS
+from distopt.comm.base import Communicator
+from distopt.launch.job.base import Job
 
 from .checks import CHECKS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from distopt.comm.base import Communicator
-    from distopt.launch.job.base import Job
 
 
 def load(path: str) -> type:

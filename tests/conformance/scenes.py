@@ -1,27 +1,22 @@
 """What ranks do when something fails or interrupts them, over the communicator that `connect` makes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from distopt.comm.base import Communicator
+
 from .checks import host
+from .ranks import LocalJob, Outcome
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distopt.comm.base import Communicator
-
-    from .ranks import LocalJob, Outcome
-
-    Connect = Callable[[LocalJob], Communicator]
+Connect = Callable[[LocalJob], Communicator]
 
 
 def disagree(job: LocalJob, connect: Connect, which: str) -> None:

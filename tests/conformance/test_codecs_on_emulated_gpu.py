@@ -1,7 +1,5 @@
 """Codecs on the emulated GPU, over the stand-in for NCCL, give what they give on the CPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

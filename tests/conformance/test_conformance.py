@@ -1,7 +1,5 @@
 """Every communicator of one host against the oracle, at 1, 2, 3 and 4 ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parts import values_beside

@@ -1,7 +1,5 @@
 """The engine driven from plain NumPy arrays: no autograd, no optimizer, ranks as threads."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import dataclass

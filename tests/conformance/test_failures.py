@@ -1,7 +1,5 @@
 """The errors that ranks get when something fails; nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """GPUs that the ranks cannot use: `auto` says so in one line and takes the CPU; an explicit wish is an error."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

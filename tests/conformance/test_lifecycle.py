@@ -1,7 +1,5 @@
 """Signals, threads, forks, exits and memory: what a communicator survives and what it gives back."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -16,7 +14,7 @@ import pytest
 from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
-from .ranks import LocalJob, connect, run_ranks, run_ranks_ok
+from .ranks import LocalJob, connect, run_ranks, run_ranks_ok, with_ranks
 from .scenes import interrupt
 
 
@@ -26,7 +24,8 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     run_ranks_ok(interrupt, 2, connect)
 
 
-def interrupt_while_an_error_is_raised(job: LocalJob) -> None:
+@with_ranks(2)
+def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost(job: LocalJob) -> None:
     comm = connect(job)
     comm.close()
 
@@ -41,11 +40,8 @@ def interrupt_while_an_error_is_raised(job: LocalJob) -> None:
         comm.core.barrier().wait()
 
 
-def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost() -> None:
-    run_ranks_ok(interrupt_while_an_error_is_raised, 2)
-
-
-def interrupt_ragged(job: LocalJob) -> None:
+@with_ranks(2)
+def test_an_interrupted_ragged_gather_can_be_taken_up_again(job: LocalJob) -> None:
     comm = connect(job)
     rank = job.topology.rank
     if rank == 1:
@@ -62,11 +58,8 @@ def interrupt_ragged(job: LocalJob) -> None:
     assert [part.tolist() for part in work.parts] == [[0] * 3, [1] * 4]
 
 
-def test_an_interrupted_ragged_gather_can_be_taken_up_again() -> None:
-    run_ranks_ok(interrupt_ragged, 2)
-
-
-def keep_parts_beyond_the_communicator(job: LocalJob) -> None:
+@with_ranks(2)
+def test_ragged_parts_outlive_the_communicator(job: LocalJob) -> None:
     comm = connect(job)
     work = comm.all_gather_ragged(np.arange(9_001 * job.topology.rank))
     work.wait()
@@ -79,11 +72,8 @@ def keep_parts_beyond_the_communicator(job: LocalJob) -> None:
     assert (parts[1] == np.arange(9_001)).all()
 
 
-def test_ragged_parts_outlive_the_communicator() -> None:
-    run_ranks_ok(keep_parts_beyond_the_communicator, 2)
-
-
-def interrupt_halfway(job: LocalJob) -> None:
+@with_ranks(2)
+def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job(job: LocalJob) -> None:
     comm = connect(job)
     if job.topology.rank == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -94,11 +84,8 @@ def interrupt_halfway(job: LocalJob) -> None:
         comm.barrier()
 
 
-def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job() -> None:
-    run_ranks_ok(interrupt_halfway, 2)
-
-
-def close_in_signal_handler(job: LocalJob) -> None:
+@with_ranks(2)
+def test_a_signal_handler_may_close(job: LocalJob) -> None:
     comm = connect(job)
     if job.topology.rank == 1:
         job.all_gather(b"")
@@ -113,11 +100,8 @@ def close_in_signal_handler(job: LocalJob) -> None:
     job.all_gather(b"")
 
 
-def test_a_signal_handler_may_close() -> None:
-    run_ranks_ok(close_in_signal_handler, 2)
-
-
-def use_from_threads(job: LocalJob) -> None:
+@with_ranks(2)
+def test_a_second_thread_is_refused(job: LocalJob) -> None:
     comm = connect(job)
     if job.topology.rank == 0:
         refused: list[Any] = []
@@ -140,7 +124,8 @@ def use_from_threads(job: LocalJob) -> None:
         comm.barrier()
 
 
-def wait_beside_a_thread(job: LocalJob) -> None:
+@with_ranks(2)
+def test_other_threads_run_while_a_rank_waits_in_a_small_collective(job: LocalJob) -> None:
     """Rank 1 comes when the thread beside the wait of rank 0 has run for a while."""
     comm = connect(job)
 
@@ -160,15 +145,8 @@ def wait_beside_a_thread(job: LocalJob) -> None:
             wait()
 
 
-def test_other_threads_run_while_a_rank_waits_in_a_small_collective() -> None:
-    run_ranks_ok(wait_beside_a_thread, 2)
-
-
-def test_a_second_thread_is_refused() -> None:
-    run_ranks_ok(use_from_threads, 2)
-
-
-def fork_child(job: LocalJob) -> None:
+@with_ranks(2)
+def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
     comm = connect(job)
     array = comm.empty(10)
     work = comm.all_reduce(np.zeros(3))
@@ -191,10 +169,6 @@ def fork_child(job: LocalJob) -> None:
     assert comm.empty(5).size == 5
 
 
-def test_a_forked_child_is_no_rank() -> None:
-    run_ranks_ok(fork_child, 2)
-
-
 def exit_with_work_outstanding(job: LocalJob) -> None:
     global kept  # alive until the interpreter ends
     comm = connect(job)
@@ -207,7 +181,8 @@ def test_exit_with_work_outstanding() -> None:
         assert (outcome.error, outcome.exit_code) == (None, 0)
 
 
-def outlive(job: LocalJob) -> None:
+@with_ranks(2)
+def test_wire_memory_outlives_the_communicator(job: LocalJob) -> None:
     comm = connect(job)
     array = comm.empty(1000)
     view = array[10:20]
@@ -224,10 +199,6 @@ def outlive(job: LocalJob) -> None:
     gc.collect()
     assert (view == 1).all()
     view[...] = 3
-
-
-def test_wire_memory_outlives_the_communicator() -> None:
-    run_ranks_ok(outlive, 2)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -270,7 +241,8 @@ def test_impossible_wire_memory(count: int, dtype: str) -> None:
         comm.empty(count, dtype)
 
 
-def use_named_file(job: LocalJob) -> None:
+@with_ranks(2)
+def test_without_memfd_an_unlinked_file_serves(job: LocalJob) -> None:
     fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))
     assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
     assert os.fstat(fd).st_nlink == 0
@@ -283,10 +255,6 @@ def use_named_file(job: LocalJob) -> None:
         target[...] = job.topology.rank + 1
         core.start("all_reduce", target, target, 0, 0, 0, "", False).wait()
         assert (target == 3).all()
-
-
-def test_without_memfd_an_unlinked_file_serves() -> None:
-    run_ranks_ok(use_named_file, 2)
 
 
 def count_descriptors(job: LocalJob) -> tuple[int, int]:

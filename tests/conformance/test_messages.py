@@ -1,26 +1,20 @@
 """Messages in shared memory: failures, and concurrent operations."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from distopt.comm.base import Communicator, MessageWork, Work
 from distopt.errors import CommunicatorClosedError, MismatchError, StalledError, UsageError
 from distopt.settings import Settings
 
-from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distopt.comm.base import Communicator, MessageWork, Work
+from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok, with_ranks
 
 LARGE = 3_000_001
 
@@ -43,7 +37,12 @@ def test_a_receiver_that_expects_something_else(which: str, sent: str) -> None:
     assert f"rank 0 (host {host}, pid {outcomes[0].pid}) receives 5 float32;" in outcomes[2].text
 
 
-def meet_a_mismatch(job: LocalJob, first: str) -> None:
+FIRST = ("receive", "its wait", "its done", "other wait", "other done", "send", "collective")
+
+
+@pytest.mark.parametrize("first", [*FIRST, "poll of a collective", "large collective", "progress", "thread"])
+@with_ranks(2)
+def test_after_a_mismatch_every_call_raises_it(job: LocalJob, first: str) -> None:
     """Rank 0 sends 4 numbers, then 3; rank 1 awaits 2 and 3 of them, and `first` is the call that finds it out."""
     comm = connect(job)
     sent_before = first == "receive"
@@ -104,14 +103,6 @@ def meet_a_mismatch(job: LocalJob, first: str) -> None:
     assert len(set(texts)) == 1
     assert "sent 4 float64 with tag 0, where rank 1" in texts[0]
     assert not any(array.any() for array in arrays)
-
-
-FIRST = ("receive", "its wait", "its done", "other wait", "other done", "send", "collective")
-
-
-@pytest.mark.parametrize("first", [*FIRST, "poll of a collective", "large collective", "progress", "thread"])
-def test_after_a_mismatch_every_call_raises_it(first: str) -> None:
-    run_ranks_ok(meet_a_mismatch, 2, first)
 
 
 def lose_rank_1(job: LocalJob, how: str, waiting: str) -> None:
@@ -240,7 +231,8 @@ def test_another_thread_may_be_in_a_collective(world_size: int) -> None:
     run_ranks_ok(beside_collectives, world_size)
 
 
-def wait_for_each_other(job: LocalJob) -> None:
+@with_ranks(2)
+def test_messages_and_collectives_move_each_other(job: LocalJob) -> None:
     """A wait for a message moves the collective that another rank needs first, and the other way round."""
     comm = connect(job)
     reduced, array = np.full(LARGE, 1.0), np.arange(LARGE)
@@ -261,11 +253,9 @@ def wait_for_each_other(job: LocalJob) -> None:
     comm.barrier()
 
 
-def test_messages_and_collectives_move_each_other() -> None:
-    run_ranks_ok(wait_for_each_other, 2)
-
-
-def several_threads(job: LocalJob) -> None:
+@pytest.mark.slow
+@with_ranks(2)
+def test_several_threads_may_send_and_receive(job: LocalJob) -> None:
     """Each waits for what its peer sends only after it has got something from another thread of this rank."""
     comm = connect(job)
     peer = 1 - job.topology.rank
@@ -294,12 +284,8 @@ def several_threads(job: LocalJob) -> None:
     assert [set(array) for array in arrays] == [{tag + 0.5} for tag in range(4)]
 
 
-@pytest.mark.slow
-def test_several_threads_may_send_and_receive() -> None:
-    run_ranks_ok(several_threads, 2)
-
-
-def interrupt(job: LocalJob) -> None:
+@with_ranks(2)
+def test_ctrl_c_interrupts_a_wait(job: LocalJob) -> None:
     comm = connect(job)
     array = np.zeros(LARGE)
     if job.topology.rank == 1:
@@ -315,11 +301,8 @@ def interrupt(job: LocalJob) -> None:
     assert (array == 1).all()
 
 
-def test_ctrl_c_interrupts_a_wait() -> None:
-    run_ranks_ok(interrupt, 2)
-
-
-def close_under_polls(job: LocalJob) -> None:
+@with_ranks(2)
+def test_close_while_other_threads_poll(job: LocalJob) -> None:
     """Threads poll messages that do not end, some of them under way, while another closes the communicator."""
     whole = connect(job)
     rank, size = job.topology.rank, job.topology.world_size
@@ -343,7 +326,3 @@ def poll_until_closed(works: list[MessageWork]) -> None:
     with contextlib.suppress(CommunicatorClosedError):  # by another thread, or by another rank
         while not all(work.done() for work in works):
             pass
-
-
-def test_close_while_other_threads_poll() -> None:
-    run_ranks_ok(close_under_polls, 2)

@@ -1,7 +1,5 @@
 """The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from tests.parts import values_beside
 
 from .checks import CHECKS
 from .nccl_ranks import connect, emulated_checks
-from .ranks import LocalJob, Outcome, run_ranks, run_ranks_ok
+from .ranks import LocalJob, Outcome, run_ranks, run_ranks_ok, with_ranks
 from .scenes import interrupt
 
 
@@ -42,7 +40,8 @@ def test_check(request, once, world_size: int, check: str) -> None:
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
-def order_streams(job: LocalJob) -> None:
+@with_ranks(2)
+def test_results_are_joined_to_streams_by_events(job: LocalJob) -> None:
     comm = connect(job)
     cupy, rank, n = comm.xp, job.topology.rank, job.topology.world_size
     pinned = cupy.cuda.alloc_pinned_memory(4 * 1001)
@@ -61,11 +60,8 @@ def order_streams(job: LocalJob) -> None:
     comm.close()
 
 
-def test_results_are_joined_to_streams_by_events() -> None:
-    run_ranks_ok(order_streams, 2)
-
-
-def drop(job: LocalJob) -> None:
+@with_ranks(2)
+def test_dropped_inputs_live_until_they_are_sent(job: LocalJob) -> None:
     """Memory that is dropped is used again at once on its stream; a collective must not see that."""
     comm = connect(job)
     for i in range(20):
@@ -77,10 +73,6 @@ def drop(job: LocalJob) -> None:
         work.wait()
         np.testing.assert_array_equal(out.get(), np.repeat(i + np.arange(job.topology.world_size), 5000))
     comm.close()
-
-
-def test_dropped_inputs_live_until_they_are_sent() -> None:
-    run_ranks_ok(drop, 2)
 
 
 # -- what is called ----------------------------------------------------------------------------------------------------
@@ -138,7 +130,9 @@ def test_arguments_grouping_and_order_of_the_calls(tmp_path: Path) -> None:
         ]
 
 
-def unregistered(job: LocalJob, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["ncclMemAlloc:1", "ncclCommRegister:2"])
+@with_ranks(2)
+def test_plain_memory_where_registered_memory_is_not_to_be_had(job: LocalJob, fails: str) -> None:
     comm = connect(job, FAIL=fails)
     wire = comm.empty(1 << 20)
     wire[...] = comm.xp.full(1 << 20, job.topology.rank + 1, np.float32)
@@ -147,12 +141,8 @@ def unregistered(job: LocalJob, fails: str) -> None:
     comm.close()
 
 
-@pytest.mark.parametrize("fails", ["ncclMemAlloc:1", "ncclCommRegister:2"])
-def test_plain_memory_where_registered_memory_is_not_to_be_had(fails: str) -> None:
-    run_ranks_ok(unregistered, 2, fails)
-
-
-def drop_elsewhere(job: LocalJob) -> None:
+@with_ranks(2)
+def test_registered_memory_is_freed_when_its_own_device_has_used_it(job: LocalJob) -> None:
     comm = connect(job)
     from distopt.nn.kernels import gpu
 
@@ -166,10 +156,6 @@ def drop_elsewhere(job: LocalJob) -> None:
     with cupy.cuda.Device(own):
         assert (out.get() == job.topology.rank + 1).all()
     comm.close()
-
-
-def test_registered_memory_is_freed_when_its_own_device_has_used_it() -> None:
-    run_ranks_ok(drop_elsewhere, 2)
 
 
 def count_beside(job: LocalJob, function: str) -> int:

@@ -1,7 +1,5 @@
 """Errors that ranks on GPUs get when something fails; over emulated CUDA and a stand-in for NCCL."""
 
-from __future__ import annotations
-
 import re
 import time
 
@@ -12,7 +10,7 @@ from distopt.settings import Settings
 from tests.emulation import build
 
 from .nccl_ranks import connect
-from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok
+from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok, with_ranks
 from .scenes import assert_loss_is_told, assert_stall_is_told, disagree, log_of_distopt, lose_last_rank, wait_briefly
 
 HASTY = Settings(timeout=3.0, stall_warning=1.0)
@@ -151,7 +149,8 @@ def test_an_abort_that_hangs_is_left_alone() -> None:
     assert run_ranks_ok(abort_slowly, 2)[0] < 20.0
 
 
-def close_twice(job: LocalJob) -> None:
+@with_ranks(2)
+def test_close_is_idempotent_and_final(job: LocalJob) -> None:
     comm = connect(job)
     comm.barrier()
     comm.close()
@@ -160,14 +159,7 @@ def close_twice(job: LocalJob) -> None:
         comm.all_reduce(comm.xp.zeros(3))
 
 
-def test_close_is_idempotent_and_final() -> None:
-    run_ranks_ok(close_twice, 2)
-
-
-def sum_in_rank_order(job: LocalJob) -> None:
+@with_ranks(1)
+def test_rank_order_is_refused(job: LocalJob) -> None:
     with pytest.raises(UsageError, match="NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER"):
         connect(job, Settings(sum_order="rank"))
-
-
-def test_rank_order_is_refused() -> None:
-    run_ranks_ok(sum_in_rank_order, 1)

@@ -1,11 +1,9 @@
 """In shared memory: an operation on what an unfinished one still reads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from .ranks import LocalJob, connect, run_ranks_ok
+from .ranks import LocalJob, connect, with_ranks
 
 COUNT = 20_006
 
@@ -23,7 +21,9 @@ def start(comm, kind, array):
     return comm.reduce_scatter(array, out), lambda _: out, np.split(both[0] + both[1], 2)[rank]
 
 
-def read_then_reduced(job: LocalJob, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["all_gather", "all_gather_ragged", "reduce_scatter"])
+@with_ranks(2)
+def test_peers_do_not_reduce_an_array_that_this_rank_still_reads(job: LocalJob, kind: str) -> None:
     """Rank 0 has sent its array and starts to reduce it; rank 1 is through with both before rank 0 reads it again."""
     rank = job.topology.rank
     comm = connect(job)
@@ -45,8 +45,3 @@ def read_then_reduced(job: LocalJob, kind: str) -> None:
     np.testing.assert_array_equal(result(first), expected)
     np.testing.assert_array_equal(wire[: COUNT // 2], 2 * np.arange(COUNT // 2) + 1000)
     comm.close()
-
-
-@pytest.mark.parametrize("kind", ["all_gather", "all_gather_ragged", "reduce_scatter"])
-def test_peers_do_not_reduce_an_array_that_this_rank_still_reads(kind: str) -> None:
-    run_ranks_ok(read_then_reduced, 2, kind)

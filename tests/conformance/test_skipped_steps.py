@@ -1,7 +1,5 @@
 """A step without update, because of a gradient that is NaN or infinite, leaves everything as it was before it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

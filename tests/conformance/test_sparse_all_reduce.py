@@ -89,23 +89,6 @@ def test_two_sums_at_once_started_before_either_is_waited_for(world_size, cls):
             assert np.array_equal(result.view(np.uint32), expected.view(np.uint32))
 
 
-@worlds
-def test_parts_reach_the_rank_they_are_for(world_size, cls):
-    def part(source, target):
-        return np.arange(source * target, dtype=np.int32) + 100 * source
-
-    def body(comm):
-        rank = comm.topology.rank
-        works = [comm.all_to_all_ragged([part(rank, target) for target in range(world_size)]) for _ in range(2)]
-        for work in works:
-            work.wait()
-        return [work.parts for work in works]
-
-    for rank, results in enumerate(on_ranks(world_size, body, cls=cls)):
-        for received in results:
-            assert [array.tolist() for array in received] == [part(r, rank).tolist() for r in range(world_size)]
-
-
 def test_the_route_is_the_one_of_fewest_bytes():
     # Density times world size against 1, where all that is possible is a gather.
     assert choose_route([499, 500], 1000, splits=False) == "gather"

@@ -5,8 +5,6 @@ at what the others deposited only when it is waited for: a caller that uses a re
 in which the ranks arrive, fails.
 """
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

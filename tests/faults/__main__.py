@@ -7,8 +7,6 @@ prints a table, and all that a trial has written in which something did not hold
 need root; without it, these backends are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -17,21 +15,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
+from benchmarks.networks.emulation import HostsUnavailableError, TwoHosts, two_hosts
 from tests.processes import heed_signals, is_open_mpi
 
 from .backends import BACKENDS, possible_backends
 from .kinds import KINDS
 from .trials import Outcome, Trial, is_possible, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from benchmarks.networks.emulation import TwoHosts
 
 
 def draw(rng: random.Random, kinds: Iterable[str], backends: Iterable[str]) -> Iterator[Trial]:

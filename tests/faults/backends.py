@@ -1,20 +1,14 @@
 """How the ranks of a trial are started, and what carries their data."""
 
-from __future__ import annotations
-
 import functools
 import random
 import subprocess
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.networks.emulation import LINK
+from benchmarks.networks.emulation import LINK, TwoHosts
 from tests.processes import is_open_mpi, mpiexec_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from benchmarks.networks.emulation import TwoHosts
 
 _PRIVATE = ("unshare", "--mount", "sh", "-c")
 _WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}  # the hosts share one kernel; UCX would find the ways past it

@@ -19,8 +19,6 @@ root. The kinds of faults are names of signals to a random rank, and
 The exit code is 1 if the digests differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

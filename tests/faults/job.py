@@ -8,8 +8,6 @@ inside (a collective) or between (two steps). DELAY: seconds into the collective
 reports.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

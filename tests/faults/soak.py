@@ -15,8 +15,9 @@ import io
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +26,6 @@ from distopt.errors import MismatchError, UsageError
 from tests.processes import mpiexec_command
 
 from .backends import can_mount, own_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 COUNT = 1000  # elements
 ERROR_EVERY = 100  # jobs or collectives

@@ -3,8 +3,6 @@
 `tests.faults.kinds` states what must come of each kind of fault. `python -m tests.faults` does many more trials.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """A small part of `python -m tests.faults.soak`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.processes import Program

@@ -11,19 +11,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from benchmarks.networks.emulation import TwoHosts
 from tests.processes import Program, is_open_mpi, patience
 
 from .backends import BACKENDS, Backend, own_memory
 from .kinds import ENDED, GOES_ON, KINDS, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from benchmarks.networks.emulation import TwoHosts
 
 # Seconds, on a quiet machine; see `patience`.
 TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank

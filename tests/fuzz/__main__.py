@@ -1,7 +1,5 @@
 """Run random programs against slow oracles, for minutes: see docs/fuzz.md."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import secrets

@@ -1,7 +1,5 @@
 """Programs of training steps: codecs that change, gradients of every kind, bad steps, saves; ranks are threads."""
 
-from __future__ import annotations
-
 import logging
 import math
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """Programs of collectives and messages in flight together, on views that overlap, over every transport of the CPU."""
 
-from __future__ import annotations
-
 import atexit
 import random
 import time

@@ -3,8 +3,6 @@
 What comes must be what was sent; else every rank that fails raises one error, which names a rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import random
 import re

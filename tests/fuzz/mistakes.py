@@ -1,7 +1,5 @@
 """Mistakes that the fuzz must find: what repaired them once is taken out of a module when it is loaded."""
 
-from __future__ import annotations
-
 import os
 from importlib.machinery import SourceFileLoader
 from typing import NamedTuple

@@ -5,8 +5,6 @@ loss has the derivative as its imaginary part (Squire and Trapp, SIAM Review 40,
 parts only.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

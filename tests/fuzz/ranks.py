@@ -1,7 +1,5 @@
 """Ranks that stay and run one program after the other: each process runs this module."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Look for a program that fails, and shrink it."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from dataclasses import dataclass

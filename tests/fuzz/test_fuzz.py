@@ -1,7 +1,5 @@
 """A few seconds of every family of random programs; and that a search finds what is wrong, and shrinks it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

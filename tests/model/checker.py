@@ -1,7 +1,5 @@
 """Builds the model of the shared-memory protocol and goes through it. As a script: all of it, with three ranks."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each program must be well under RC11 (the orders of C++) and under IMM (what pro
 as soon as one of its orders is taken away.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -57,13 +57,7 @@ def test_every_operation_after_every_other_one():
 @pytest.mark.slow
 @pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
-    ("program", "faults"),
-    [
-        ("gather_then_reduce", 1),
-        ("reduce_then_gather", 1),
-        ("mismatch", 1),
-        ("staged_gather", 1),
-    ],
+    ("program", "faults"), [("gather_then_reduce", 1), ("reduce_then_gather", 1), ("mismatch", 1), ("staged_gather", 1)]
 )
 def test_three_ranks_with_a_fault(program, faults):
     well, printed = check(3, faults, program)

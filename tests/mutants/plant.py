@@ -1,7 +1,5 @@
 """Faults: one line of source, changed as a slip of the pen would change it."""
 
-from __future__ import annotations
-
 import ast
 import random
 import re

@@ -5,8 +5,6 @@
 prints a line per epoch, and writes all states of each rank to RESULTS/RANK.npz at the end.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank of mpiexec: the function and the case, of `test_drift`, that its arguments name. It ends in an error."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

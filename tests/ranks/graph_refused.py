@@ -1,7 +1,5 @@
 """Training steps that cannot be captured in CUDA graphs, for ranks that the tests start."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training with and without `use_graph`, for ranks that the tests start: both must give the same bits."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

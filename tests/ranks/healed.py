@@ -3,8 +3,6 @@
 distopt run --heal --nproc-per-node 2 -m tests.ranks.healed --steps 100
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -3,8 +3,6 @@
 The first argument says what they do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """A rank under any launcher: sums of a few bytes, and of so many that MPI would read them from the other's memory."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Asks `launch.main` for as many ranks as the first argument says; each joins with the ticket of its own process."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

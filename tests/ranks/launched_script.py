@@ -1,7 +1,5 @@
 """A rank under any launcher. The first argument says what it does; it prints one line with what it saw."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A rank under `distopt run` that uses its variables alone. The first argument says what it does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A small net and its data, trained by ranks that the tests start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every benchmark, and every command with one that README and docs name, in seconds: the smallest sizes come last."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -12,7 +10,6 @@ import pytest
 
 from benchmarks import network
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.peers.environments import Environment
 from examples.data import idx, synthetic
 from tests.processes import ROOT, Ended, Program
 
@@ -74,14 +71,6 @@ def files(tmp_path_factory) -> dict[str, Path]:
     page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
-
-
-@pytest.fixture
-def peers_here(monkeypatch):
-    """PyTorch from this environment instead of one of its own."""
-    pytest.importorskip("torch")
-    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
-    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
 
 
 def run_short(words: str, files: dict[str, Path]) -> Ended:

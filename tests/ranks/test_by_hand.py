@@ -1,7 +1,5 @@
 """Sums by hand, as SINGA's scripts make them, and such a script."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cause that `distopt run` names when several ranks end: the first end that its agent did not cause."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Stopped and killed jobs resume from their checkpoints: with as many ranks, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ As under `srun apptainer exec` without root: a user namespace for each rank; or 
 system calls.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

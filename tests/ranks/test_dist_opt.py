@@ -1,7 +1,5 @@
 """DistOpt with real ranks: what it computes must not depend on how many ranks there are or how bytes move."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

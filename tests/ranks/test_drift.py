@@ -1,7 +1,5 @@
 """A rank that goes another way than the others is found and named, where results would else be wrong in silence."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -1,7 +1,5 @@
 """Where the nodes of `distopt run` meet: names, numbers, addresses, and slow ways to them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The examples as a user runs them: output, exit codes, and one line with the cure for each wrong input."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Training on emulated GPUs, over the stand-in for NCCL: every strategy, and the example, end as on the CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

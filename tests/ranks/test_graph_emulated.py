@@ -1,7 +1,5 @@
 """Training steps as CUDA graphs, on emulated GPUs: the bits are those of steps that run as they are called."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks.graph_refused import refused

@@ -1,7 +1,5 @@
 """First and last lines of scripts, under each launcher of one host: early ends, Ctrl-C, pools, exit codes, packages."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`distopt run --heal`: whatever is killed, stopped or cut off, the job ends with the bits of an undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

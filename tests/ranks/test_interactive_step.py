@@ -1,7 +1,5 @@
 """The shell of `salloc` is a step of one task (LaunchParameters=use_interactive_step) in a job of several: no rank."""
 
-from __future__ import annotations
-
 import os
 import sys
 

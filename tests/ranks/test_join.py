@@ -1,7 +1,5 @@
 """Ranks with different numbers of batches: no hang, equal parameters, and the mean over the ranks that have data."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that torchrun or srun numbered but did not connect: on one host, and on two that are network namespaces."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

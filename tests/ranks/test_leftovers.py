@@ -1,7 +1,5 @@
 """A job that fails leaves nothing behind: no files of MPICH, no processes that ranks have started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

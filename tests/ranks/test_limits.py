@@ -1,7 +1,5 @@
 """Limits of the system that a job comes up against: told with their names and cures, and without tracebacks."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

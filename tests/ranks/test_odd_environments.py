@@ -1,7 +1,5 @@
 """Launching where something that most programs count on is missing or odd."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

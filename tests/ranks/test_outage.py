@@ -1,7 +1,5 @@
 """Outages of the link between two nodes of `distopt run`: of a few seconds, which some connections outlive."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

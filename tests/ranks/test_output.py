@@ -1,7 +1,5 @@
 """The output of a job whose reader stands still, or whose disk is full: it is the output that suffers, not the job."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

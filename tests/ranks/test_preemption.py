@@ -1,7 +1,5 @@
 """Jobs that a signal ends: all ranks leave after the same step, whichever rank it reached, and the job resumes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`distopt run` on one host: its ranks, their output, how they end together, and how they start again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -84,10 +82,7 @@ def test_scripts_of_pytorch_run_as_they_are():
 def test_the_port_of_the_store_is_kept_for_it():
     """The kernel does not reassign it, but PyTorch's store, which sets SO_REUSEADDR, can listen there."""
     ended = start(1, SCRIPT, "port").end()
-    assert ended.stdout.splitlines() == [
-        "with SO_REUSEADDR 0: Address already in use",
-        "with SO_REUSEADDR 1: listens",
-    ]
+    assert ended.stdout.splitlines() == ["with SO_REUSEADDR 0: Address already in use", "with SO_REUSEADDR 1: listens"]
 
 
 def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):

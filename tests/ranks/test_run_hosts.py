@@ -1,7 +1,5 @@
 """`distopt run` on two hosts that are network namespaces, and what can go wrong where its nodes meet."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Other users and programs of the host and the network, which do what they like to a job's sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Every strategy with real ranks: it trains, ranks agree to the bit, and it can be changed, counted and saved."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial
@@ -13,17 +11,9 @@ import pytest
 
 from distopt import opt
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
-from distopt.errors import StateError, UsageError
+from distopt.errors import UsageError
 from tests.processes import Program
-from tests.ranks.small_net import (
-    SMALL,
-    assert_equal_bits,
-    batch,
-    build,
-    on_ranks,
-    parameters,
-    train,
-)
+from tests.ranks.small_net import SMALL, assert_equal_bits, batch, build, on_ranks, parameters, train
 
 STRATEGIES = {
     "fp32": Fp32(),
@@ -166,43 +156,6 @@ def test_dense_steps_after_partial_ones_start_from_equal_parameters(tmp_path):
 
 
 # -- states and statistics --------------------------------------------------------------------------------------------
-def resumed(optimizer) -> dict[str, np.ndarray]:
-    """Six steps at once, and three, saved, loaded into new objects, and three."""
-    results = {}
-    for name in ("top-K", "threshold", "warm-up", "fp16 scaled", "PowerSGD", "partial"):
-        strategy = STRATEGIES[name]
-        whole = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, bucket_elements=SMALL)
-        net = build(whole)
-        train(whole, net, range(3), strategy)
-        states, saved = whole.get_states(), parameters(net)
-        weights = {name: p.to_numpy() for name, p in net.get_params().items()}
-        train(whole, net, range(3, 6), strategy)
-        results[f"{name} whole"] = parameters(net)
-
-        fresh = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, bucket_elements=SMALL)
-        for target in (fresh, whole):  # one without buckets, and one with
-            other = net if target is whole else build(fresh)
-            target.set_states(states)
-            for key, value in weights.items():
-                other.get_params()[key].array[...] = value
-            np.testing.assert_array_equal(parameters(other), saved)
-            assert target.get_states().keys() == states.keys()
-            train(target, other, range(3, 6), strategy)
-            np.testing.assert_array_equal(parameters(other), results[f"{name} whole"], err_msg=name)
-            assert target.stats().steps == 6
-        key = next((key for key in states if "/residual/" in key), None)
-        wrong = [{**states, "x/y": np.zeros(1)}, {}, *([{**states, key: states[key][1:]}] if key else [])]
-        for bad in wrong:
-            with pytest.raises(StateError):
-                whole.set_states(bad)
-    return results
-
-
-@pytest.mark.slow
-def test_a_saved_run_goes_on_to_the_bit(tmp_path):
-    on_ranks(tmp_path, 2, resumed)
-
-
 def counted(optimizer) -> dict[str, np.ndarray]:
     net = build(optimizer)
     train(optimizer, net, range(3), Fp16())

@@ -1,7 +1,5 @@
 """Batch normalization by the statistics of all ranks: one rank that has all their batches computes the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Users' optimizers inside DistOpt: equal bits on all ranks, and those of the rule that is built in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

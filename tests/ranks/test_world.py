@@ -1,7 +1,5 @@
 """`distopt.init` and what a world computes, on ranks of every launcher and backend; and what ranks in error say."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import sys

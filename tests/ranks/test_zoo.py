@@ -1,7 +1,5 @@
 """The networks of examples/zoo, and their training function as users call it."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -3,8 +3,6 @@
 python without_process_vm.py COMMAND...
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

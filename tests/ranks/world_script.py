@@ -3,8 +3,6 @@
 python world_script.py alone|mpiexec|N [how]: N is a number of ranks to spawn.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import reduce
 

@@ -6,8 +6,6 @@ A case that takes longer than SECONDS ends the process, wherever it hangs. Every
 some compare a mean of random numbers with narrow bounds.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

@@ -3,8 +3,6 @@
 SINGA's code is read where it lies, and never becomes a part of this project.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

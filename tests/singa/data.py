@@ -7,8 +7,6 @@ those of `healthcare` and `malaria_cnn`. Tables of `healthcare` are generated: t
 python -m tests.singa.data FOLDER writes them all, in both sizes.
 """
 
-from __future__ import annotations
-
 import gzip
 import pickle
 import sys

@@ -6,8 +6,6 @@ run fails: each ends with exit code 0, all its ranks train, its losses are finit
 end with equal parameters, to the bit, wherever the option promises it; or it ends with the error that runs.py names.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

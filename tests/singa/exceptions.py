@@ -1,9 +1,7 @@
 """The cases of SINGA's unit tests that fail on distopt: file, reason, cases."""
 
 EXCEPTIONS = {
-    "test_tensor.py": {
-        "calls numpy.int, which NumPy 1.24 has removed": "test_numpy_convert",
-    },
+    "test_tensor.py": {"calls numpy.int, which NumPy 1.24 has removed": "test_numpy_convert"},
     "test_operation.py": {
         "recurrent layers are absent": """
             test_LSTM_gpu_tiny_ops_shape_check_cpu test_numerical_gradients_check_for_lstm_cpu
@@ -17,7 +15,5 @@ EXCEPTIONS = {
 
 # Failures with NumPy 2.4 and later only.
 EXCEPTIONS_OF_NUMPY_2_4 = {
-    "test_operation.py": {
-        "passes an array of one element to numpy.arange, which NumPy 2.4 refuses": "test_onehot_cpu",
-    },
+    "test_operation.py": {"passes an array of one element to numpy.arange, which NumPy 2.4 refuses": "test_onehot_cpu"}
 }

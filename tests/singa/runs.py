@@ -1,7 +1,5 @@
 """The runs of tests/singa/scripts: SINGA's example scripts with their options, and all changes to their files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ The exit code is 0 if and only if every failure is listed, no listed case passes
 most a quarter of the cases of test_tensor.py and test_operation.py that need no GPU, and none of the other files.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

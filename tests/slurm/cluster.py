@@ -7,8 +7,6 @@ end with the process that has started them.
     python -m tests.slurm.cluster COMMAND...     runs the command on head, by default a shell
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,11 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libpmix-dev", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")

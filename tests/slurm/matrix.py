@@ -1,7 +1,5 @@
 """All that must hold on a real Slurm, and the tables of docs/results/slurm.md."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -134,16 +132,7 @@ def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, .
     table = Table(
         f"## {ranks} ranks{what}: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave "
         "each of two nodes: a gradient per step.",
-        (
-            "started by",
-            "nodes",
-            "last line",
-            "lines",
-            "same digits",
-            "MB on the wire",
-            "of what must be",
-            "seconds",
-        ),
+        ("started by", "nodes", "last line", "lines", "same digits", "MB on the wire", "of what must be", "seconds"),
     )
     expected: dict[object, list[str]] = {}
     for way in of:

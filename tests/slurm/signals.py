@@ -1,18 +1,12 @@
 """Jobs that Slurm preempts, signals or cancels come back if they should, and end with an undisturbed job's digits."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from .cluster import Cluster
 from .ways import TEMPLATE, digits_of, environment, ours
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .cluster import Cluster
 
 OPTIONS = "--epochs 8 --batch-size 32 --checkpoint-every 100000"  # so that it is the signal that saves
 WHOLE_RUN = "--epochs 14 --batch-size 64 --checkpoint-every 100000"

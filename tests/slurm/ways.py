@@ -1,23 +1,17 @@
 """Every way to start ranks under Slurm trains to the same digits, and what two nodes exchange goes over the wire."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from examples.data import idx, mnist
 
-from .cluster import LINK
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .cluster import LINK, Cluster
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, DDP = "examples/mnist_slurm.py", "examples/pytorch/mnist_ddp.py"

@@ -6,8 +6,6 @@ starts the programs below in turn, with and without `destroy_process_group`, by 
 ranks, so many at a time that all cores are busy, and prints the output of each that has not ended with code 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

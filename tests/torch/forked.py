@@ -3,8 +3,6 @@
 Their number is written as "3", or "2+1" for two ranks on one host and one on another.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """One rank, started in whatever way: make a group, sum, and say so."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -6,8 +6,6 @@ runs those that are installed with two ranks each, by the recipes of docs/pytorc
 part of continuous integration. With `--rank` it is one of the ranks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -9,8 +9,6 @@ of that file does not pass over each backend. Every test runs in processes of it
 PyTorch. With two hosts, which are network namespaces and need root, each has half of the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The process group against what one process computes, and against Gloo; `checks` has the ranks' side."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

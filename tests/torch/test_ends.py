@@ -1,7 +1,5 @@
 """Scripts that just end do so with code 0; see `ends.py`, which repeats this many times."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """examples/pytorch/mnist_ddp.py: started in the ways that its docstring names, killed and preempted."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

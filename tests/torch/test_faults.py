@@ -1,7 +1,5 @@
 """A rank that fails in DDP ends all others, which name it; faults.py has the ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The process group on two hosts, which are network namespaces: its checks, its faults, and every way to start."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups under every launcher and init method."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

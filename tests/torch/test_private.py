@@ -1,7 +1,5 @@
 """The names of PyTorch that are not documented: each exists in the installed version, and one file has them all."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

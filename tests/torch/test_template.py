@@ -1,7 +1,5 @@
 """examples/template: its command lines, files added to it, jobs that resume, and errors of one line."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

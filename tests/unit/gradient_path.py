@@ -6,8 +6,6 @@ A visit is an entry into a file from another one, by the `call` events of `sys.s
 files of `nn` and of other packages do not count.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`no_sync` and clipping by norm in one process, against PyTorch."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -133,8 +131,7 @@ def test_accumulation_equals_one_large_batch():
         np.testing.assert_allclose(parts.get_params()[name].array, param.array, rtol=1e-5, atol=1e-7)
 
 
-def test_parameters_that_the_last_loss_does_not_reach_are_updated_too(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_parameters_that_the_last_loss_does_not_reach_are_updated_too(training):
     a, b = (Tensor(data=np.float32([value]), stores_grad=True, name=name) for name, value in (("a", 2), ("b", 3)))
     rule = opt.SGD(lr=1.0)
     with rule.no_sync():
@@ -149,8 +146,7 @@ def test_parameters_that_the_last_loss_does_not_reach_are_updated_too(monkeypatc
     assert (a.item(), b.item()) == (-5.5, -1), "nothing is left"
 
 
-def test_a_backward_pass_that_fails_adds_nothing(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_a_backward_pass_that_fails_adds_nothing(training):
     w, rule = Tensor(data=np.float32([2, 3]), stores_grad=True, name="w"), opt.SGD(lr=1.0)
     with rule.no_sync():
         with pytest.raises(UsageError, match="a loss has one element"):
@@ -160,8 +156,7 @@ def test_a_backward_pass_that_fails_adds_nothing(monkeypatch):
     np.testing.assert_array_equal(w.array, np.float32([2, 3]) - 3)
 
 
-def test_states_wait_for_the_update(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_states_wait_for_the_update(training):
     w, rule = Tensor(data=np.float32([2]), stores_grad=True, name="w"), opt.SGD(lr=1.0)
     states = rule.get_states()
     with rule.no_sync():

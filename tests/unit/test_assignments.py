@@ -1,7 +1,5 @@
 """Assignments reach what they are meant for, or say that they would not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -15,10 +15,7 @@ from distopt.nn.core.operation import Operation
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import convolution, matrix, normalization, pooling
 
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def parameter(name, shape, seed=0, dtype=np.float64):
@@ -64,11 +61,7 @@ CASES = {
     "conv relu": (conv(relu=True), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
     "conv stride padding": (conv(stride=(2, 1), padding=(1, 2)), (2, 2, 5, 4), (3, 2, 3, 3), (3,)),
     "conv uneven padding": (conv(stride=(2, 1), padding=(0, 1, 2, 1)), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "depthwise": (
-        lambda x, w: convolution.DepthwiseConv2d((2, 1), (1, 0))(x, w),
-        (2, 3, 5, 4),
-        (3, 1, 3, 2),
-    ),
+    "depthwise": (lambda x, w: convolution.DepthwiseConv2d((2, 1), (1, 0))(x, w), (2, 3, 5, 4), (3, 1, 3, 2)),
     "depthwise bias relu uneven padding": (
         lambda x, w, b: convolution.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
         (2, 3, 5, 4),

@@ -1,7 +1,5 @@
 """`python -m benchmarks kernels`: the table and a small real run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -15,9 +15,7 @@ from distopt.nn.ops import matrix
 F32 = np.float32
 
 
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def ramp(*shape, start=1.0, **options):

@@ -1,7 +1,5 @@
 """The `distopt` command: exit codes, and one line for errors."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

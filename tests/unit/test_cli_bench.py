@@ -1,7 +1,5 @@
 """`distopt bench all-reduce`: arguments, errors in one line, and small real runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """cuBLAS as it is loaded and called, by a stand-in that says what it was asked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

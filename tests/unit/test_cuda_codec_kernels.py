@@ -1,7 +1,5 @@
 """`tests/gpu/test_codec_kernels.py` on the emulated GPU, in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The real cudnn-frontend takes the graphs that distopt builds, and has all that the stand-in has. Needs no GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The stand-in for CuPy has nothing that CuPy has not. Needs the real CuPy, which imports without a driver."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Digests of arrays: they tell any other bits, and are the same wherever they are computed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

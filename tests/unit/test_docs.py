@@ -1,7 +1,5 @@
 """Documentation names files, headings and places that exist."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/training.md: its examples run, one after the other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`distopt doctor`: the rows, the exit code, and that no probe can bring it down."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank under mpiexec that ends with code 0 while others are at work: no success, and named."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulator of the CUDA runtime: right programs give right results, and faults of the usual kinds show."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Inherited conditions: closed streams, ignored signals, an incomplete /proc."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

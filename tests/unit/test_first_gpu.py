@@ -1,10 +1,7 @@
 """`make first-gpu` where there is no GPU: parts that hang, crash or are missing, and what is packed for elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -67,27 +64,6 @@ def test_every_part_names_something_that_exists():
             assert part.arguments[-1] in first_parts.PARTS
 
 
-@pytest.mark.slow
-def test_this_machine_ends_with_what_it_lacks(tmp_path):
-    if not first_gpu.missing(["GPU"], first_gpu.look_around({**os.environ, "PYTHONPATH": "."}, sys.executable)):
-        pytest.skip("there is a GPU")
-    command = [
-        sys.executable,
-        "tests/gpu/first_gpu.py",
-        "--out",
-        str(tmp_path),
-        "--only",
-        "versions",
-        "NCCL",
-        "ceilings",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=first_gpu.HERE.parents[1])
-    assert ended.returncode == 77, ended.stdout + ended.stderr
-    assert "no GPU can be used here: " in ended.stdout
-    assert "3 not run, 1 passed" in ended.stdout
-    assert "| ceilings | not run | 0.0 | " in (tmp_path / "first-gpu.md").read_text()
-
-
 @pytest.mark.slow(kept=1)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["kernel", "product", "plan", "kernels"])
@@ -106,54 +82,6 @@ def test_a_killed_peer():
 
 
 # -- the pack ----------------------------------------------------------------------------------------------------------
-def entry(kind: int, architecture: int, payload: bytes) -> bytes:
-    header = bytearray(64)
-    struct.pack_into("<HHIQ", header, 0, kind, 0x101, len(header), len(payload))
-    struct.pack_into("<I", header, 28, architecture)
-    return bytes(header) + payload
-
-
-def container(*entries: bytes) -> bytes:
-    body = b"".join(entries)
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
-def library(**contents: bytes) -> bytearray:
-    """An ELF file of 64 bits with these sections ("nv_fatbin" is ".nv_fatbin") and that of their names."""
-    names = [f"__{name[2:]}" if name.startswith("__") else f".{name}" for name in contents] + [".shstrtab"]
-    texts = b"\0" + b"".join(name.encode() + b"\0" for name in names)
-    file, headers = bytearray(b"\x7fELF\x02\x01\x01".ljust(64, b"\0")), [bytes(64)]
-    for name, content in zip(names, [*contents.values(), texts], strict=True):
-        place = texts.index(b"\0" + name.encode() + b"\0") + 1
-        headers.append(struct.pack("<IIQQQQ", place, 1, 0, 0, len(file), len(content)).ljust(64, b"\0"))
-        file += content
-    struct.pack_into("<Q", file, 0x28, len(file))
-    struct.pack_into("<HHH", file, 0x3A, 64, len(headers), len(headers) - 1)
-    return file + b"".join(headers)
-
-
-def test_only_code_for_the_architecture_stays_in_a_library():
-    old, new, ptx = entry(2, 80, b"old" * 40), entry(2, 90, b"new" * 50), entry(1, 90, b"ptx" * 60)
-    linked = container(old, new, ptx) + bytes(8) + container(old)
-    before = library(
-        text=b"code", nv_fatbin=linked, __nv_relfatbin=container(new), debug_info=b"debug", strtab=b"names"
-    )
-    after = bytearray(before)
-    pack.cut(after, [90])
-    assert len(after) == len(before)
-    found = {name: bytes(after[start : start + size]) for name, start, size in pack.sections(after)}
-    kept = container(new)
-    assert found[".text"] == b"code"
-    assert found[".nv_fatbin"][: len(kept)] == kept
-    assert not any(found[".nv_fatbin"][len(kept) : len(linked) - len(container(old))])
-    assert found[".nv_fatbin"][-len(container(old)) :] == container().ljust(len(container(old)), b"\0")
-    assert found["__nv_relfatbin"] == container().ljust(len(container(new)), b"\0")
-    assert not any(found[".debug_info"] + found[".strtab"])
-    again = bytearray(after)
-    pack.cut(again, [90])
-    assert again == after
-
-
 @pytest.mark.slow
 def test_what_is_packed_runs_elsewhere(tmp_path):
     """With a package in place of distopt's wheel, as that is large: it is unpacked, and parts find it."""
@@ -161,7 +89,6 @@ def test_what_is_packed_runs_elsewhere(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("distopt/__init__.py", "")
         archive.writestr("distopt/__main__.py", "print('the one that was packed')")
-        archive.writestr("distopt/_core.so", bytes(library(nv_fatbin=container(entry(2, 80, b"old")))))
     folder = tmp_path / "pack"
     assert pack.main([str(folder), "--wheel", str(wheel), "--packages"]) == 0
     python = str(Path(sys.base_prefix, "bin", "python3"))  # an editable install would come before what is unpacked

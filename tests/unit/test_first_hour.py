@@ -1,7 +1,5 @@
 """First steps of a new user: values for NumPy, arguments that are none, a printed model, absent modules."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import sys

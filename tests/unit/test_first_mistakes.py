@@ -1,7 +1,5 @@
 """Users' first mistakes in starting ranks: a real script each, ended at once, with one line that helps."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -123,37 +121,9 @@ MISTAKES = {
         main_of("launch.main(print, 2, (OneWay(1, 2),))", ONE_WAY),
         "rank ? (pid *) failed: cannot load the function or args (TypeError: *); pass args that pickle can restore",
     ),
-    "args without a comma": (
-        main_of("launch.main(work, 2, (launch.Ticket()))"),
-        "error: args is a Ticket, not a tuple; pass a single value as args=(value,)",
-    ),
     "too few arguments": (
         main_of("launch.main(train, 2)", "def train(rank, world_size, lr): pass"),
         f"error: train(rank, world_size, lr) {GIVEN} 0 values of args: * 'lr'; change its parameters or args",
-    ),
-    "too many arguments": (
-        main_of("launch.main(work, 2, (1, 2))"),
-        f"error: work(rank, world_size) {GIVEN} 2 values of args: too many",
-    ),
-    "no world size": (
-        main_of("launch.main(work)"),
-        "error: work(rank, world_size) cannot be called with 0 values of args: * or pass world_size, unless mpiexec",
-    ),
-    "a function that is called": (
-        main_of("launch.main(work(0, 2), 2)"),
-        "error: fn is of type NoneType, not a function",
-    ),
-    "a world size of text": (
-        main_of("launch.main(work, '2')"),
-        "error: world_size is '2'; it must be an integer of at least 1",
-    ),
-    "a world size of 0": (
-        main_of("launch.main(work, 0)"),
-        "error: world_size is 0; it must be an integer of at least 1",
-    ),
-    "a negative world size": (
-        main_of("launch.main(work, -2)"),
-        "error: world_size is -2; it must be an integer of at least 1",
     ),
     "a working directory that has been deleted": (
         main_of(
@@ -162,11 +132,17 @@ MISTAKES = {
         ),
         "error: rank 0 cannot be started: the working directory has been deleted; change to another",
     ),
-    "a huge world size": (
-        main_of("launch.main(work, 50_000)"),
-        "error: world size 50000 is too large for * cores; pass * at most",
-    ),
 }
+# by the arguments of `launch.main`: its line
+CALLS = {
+    "work, 2, (launch.Ticket())": "args is a Ticket, not a tuple; pass a single value as args=(value,)",
+    "work, 2, (1, 2)": f"work(rank, world_size) {GIVEN} 2 values of args: too many",
+    "work": "work(rank, world_size) cannot be called with 0 values of args: * or pass world_size, unless mpiexec",
+    "work(0, 2), 2": "fn is of type NoneType, not a function",
+    **{f"work, {size}": f"world_size is {size}; it must be an integer of at least 1" for size in ("'2'", 0, -2)},
+    "work, 50_000": "world size 50000 is too large for * cores; pass * at most",
+}
+MISTAKES |= {f"main({call})": (main_of(f"launch.main({call})"), f"error: {line}") for call, line in CALLS.items()}
 
 
 @pytest.mark.slow(kept=3)

@@ -1,7 +1,5 @@
 """Frozen parameters in one process, against PyTorch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -134,8 +132,7 @@ def test_gradients_of_the_others_are_the_same(frozen):
         np.testing.assert_array_equal(grad, whole[name])
 
 
-def test_sums_of_no_sync_are_dropped_for_parameters_that_are_frozen_since(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_sums_of_no_sync_are_dropped_for_parameters_that_are_frozen_since(training):
     a, b = (Tensor(data=np.float32([value]), stores_grad=True, name=name) for name, value in (("a", 2), ("b", 3)))
     rule = opt.SGD(lr=1.0)
     with rule.no_sync():
@@ -146,8 +143,7 @@ def test_sums_of_no_sync_are_dropped_for_parameters_that_are_frozen_since(monkey
     assert rule.get_states()
 
 
-def test_an_operation_walked_by_hand_leaves_frozen_parameters_out(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_an_operation_walked_by_hand_leaves_frozen_parameters_out(training):
     x, _ = batch(0)
     made = layer.Linear(5)
     out = made(tensor.from_numpy(x))

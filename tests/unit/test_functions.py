@@ -11,10 +11,7 @@ from distopt.errors import ShapeError, UsageError
 from distopt.nn.core.tensor import Tensor
 from tests.unit.test_autograd import central_difference, loss_of
 
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 class Case(NamedTuple):
@@ -159,9 +156,7 @@ SEVERAL = {
     "sum": Case(autograd.sum, lambda a, b, c: a + b + c, (some(3), some(2, 3), some(2, 1))),
     "where": Case(lambda x, y: autograd.where(x, y, MASK), lambda x, y: np.where(MASK, x, y), (some(2, 3), some(1, 3))),
     "where of numbers": Case(
-        lambda x: autograd.where(x, 0, beside(x, MASK)),
-        lambda x: np.where(MASK, x, 0),
-        (some(4, 2, 3),),
+        lambda x: autograd.where(x, 0, beside(x, MASK)), lambda x: np.where(MASK, x, 0), (some(4, 2, 3),)
     ),
 }
 ROWS = {
@@ -170,9 +165,7 @@ ROWS = {
     ),
     "cossim": Case(autograd.cossim, cosine, (some(3, 4), some(3, 4) ** 2 - 1)),
     "cross_entropy": Case(
-        lambda x: autograd.cross_entropy(x, beside(x, TARGET)),
-        lambda x: [-(TARGET * np.log(x)).sum() / 4],
-        (CHANCE,),
+        lambda x: autograd.cross_entropy(x, beside(x, TARGET)), lambda x: [-(TARGET * np.log(x)).sum() / 4], (CHANCE,)
     ),
     "globalaveragepool": Case(autograd.globalaveragepool, lambda x: x.mean((2, 3), keepdims=True), (some(2, 3, 4, 5),)),
     "globalaveragepool of the last": Case(

@@ -1,7 +1,5 @@
 """The way of a gradient stays short, and the docs show it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

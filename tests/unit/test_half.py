@@ -1,7 +1,5 @@
 """Half precision: what is float16, what is float32, and how close the results are to those of float32."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,11 +9,6 @@ from distopt.nn.kernels import cpu as kernels
 from distopt.tensor import Tensor
 
 SHAPE = (6, 3, 9, 7)
-
-
-@pytest.fixture
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
 
 
 class Net(model.Model):

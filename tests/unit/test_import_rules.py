@@ -1,7 +1,5 @@
 """Every import contract of pyproject.toml can fail: a violation planted in a copy of the package breaks it by name."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

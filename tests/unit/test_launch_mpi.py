@@ -15,6 +15,7 @@ from distopt.errors import LaunchError, MissingDependencyError
 from tests.processes import ROOT, Program, mpiexec, mpiexec_codes, mpiexec_command, patience, start_mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "mpi_script.py")
+SMALL_PARTS = "tests.conformance.small_parts:SmallPartsCommunicator"
 FEW = r"^[^-]*$|-float32(-sum)?$|-(int64|bfloat16|bool)-(max|product)$"
 
 
@@ -39,7 +40,11 @@ def test_the_suite_passes_under_mpiexec(n):
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("n", "backend", "checks"),
-    [(2, "mpi", FEW), *((n, backend, "") for n in (2, 1, 3, 4) for backend in ("mpi", "shm"))],
+    [
+        (2, "mpi", FEW),
+        pytest.param(3, SMALL_PARTS, FEW, marks=pytest.mark.sweep(rest=99)),
+        *((n, backend, "") for n in (2, 1, 3, 4) for backend in ("mpi", "shm")),
+    ],
 )
 def test_conformance_under_mpiexec(n, backend, checks):
     words = ("--backend", backend, "--job", "distopt.launch.job.mpi:MpiJob", "-k", checks)

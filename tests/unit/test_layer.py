@@ -45,7 +45,7 @@ def test_parameters_are_found_among_attributes_each_once():
     assert block.conv.W.array is memory
 
 
-def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
+def test_a_parameter_shared_by_two_layers_is_one(training):
     class Tied(layer.Layer):
         def __init__(self):
             self.first, self.second = layer.Linear(4), layer.Linear(4)
@@ -56,7 +56,6 @@ def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
             self.second.W = self.first.W
             return self.second(y)
 
-    monkeypatch.setattr(autograd, "training", True)
     net = Tied()
     x = images(3, 4, dtype=np.float64)
     loss = autograd.reduce_sum(net(x))
@@ -120,11 +119,11 @@ def test_reshape_cat_and_add():
     assert layer.Flatten()(images(0, 3, 4)).shape == (0, 0)
 
 
-def test_dropout_works_in_training_only(monkeypatch):
+def test_dropout_works_in_training_only():
     x = Tensor.of(np.ones((40, 50), np.float32))
     drop = layer.Dropout(0.4)
     np.testing.assert_array_equal(drop(x).data, x.array)
-    monkeypatch.setattr(autograd, "training", True)
+    autograd.training = True
     y = drop(x).data
     assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.6)}
     assert 0.5 < (y != 0).mean() < 0.7
@@ -261,8 +260,7 @@ def test_one_hot_labels_of_integers_are_the_classes():
 @pytest.mark.parametrize("transA", [False, True])
 @pytest.mark.parametrize("transB", [False, True])
 @pytest.mark.parametrize("bias_shape", [None, (4, 1), False])
-def test_gemm(monkeypatch, transA, transB, bias_shape):
-    monkeypatch.setattr(autograd, "training", True)
+def test_gemm(training, transA, transB, bias_shape):
     gemm = layer.Gemm(5, 0.5, 3.0, transA, transB, bias=bias_shape is not False, bias_shape=bias_shape or None)
     a = images(*((3, 4) if transA else (4, 3)), dtype=np.float64)
     gemm(a)

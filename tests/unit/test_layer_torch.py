@@ -10,9 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is the oracle of these test
 nn = torch.nn
 
 
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def conv_relu(*args, **kwargs):
@@ -40,11 +38,7 @@ CASES = {
         nn.Sequential(nn.Conv2d(3, 5, (2, 3), (1, 2), 1, bias=False), nn.MaxPool2d(3, 2, 1)),
         IMAGES,
     ),
-    "conv groups": (
-        layer.Conv2d(4, 6, (3, 2), 2, 1, group=2),
-        nn.Conv2d(4, 6, (3, 2), 2, 1, groups=2),
-        (4, 4, 9, 8),
-    ),
+    "conv groups": (layer.Conv2d(4, 6, (3, 2), 2, 1, group=2), nn.Conv2d(4, 6, (3, 2), 2, 1, groups=2), (4, 4, 9, 8)),
     "conv groups relu": (
         layer.Conv2d(9, 3, stride=(1, 2), group=3, activation="RELU"),
         conv_relu(6, 9, 3, (1, 2), groups=3),

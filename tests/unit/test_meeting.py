@@ -108,11 +108,7 @@ def test_mpiexec_connects_its_ranks_itself():
             "torchrun",
             5,
         ),
-        (
-            SRUN | {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x", "DISTOPT_RUN_ID": "x"},
-            "distopt run",
-            5,
-        ),
+        (SRUN | {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x", "DISTOPT_RUN_ID": "x"}, "distopt run", 5),
         (  # torchrun within distopt run
             {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "y", "DISTOPT_RUN_ID": "x"},
             "torchrun",

@@ -1,7 +1,5 @@
 """States that ranks keep in memory of their agent: whole after any kill, and as they were."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -11,11 +11,6 @@ from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
 
 
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", False)
-
-
 class CNN(Model):
     """As scripts written for SINGA define it."""
 

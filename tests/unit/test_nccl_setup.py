@@ -1,7 +1,5 @@
 """Where NCCL is found, which GPU belongs to which rank, and what is said where something is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types

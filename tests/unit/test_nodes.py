@@ -1,7 +1,5 @@
 """Decisions of the owner of `distopt run`'s endpoint on agents' messages."""
 
-from __future__ import annotations
-
 import selectors
 import signal
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The tests of a GPU that need no driver, on the emulated one, in a process that takes it for the real one."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial

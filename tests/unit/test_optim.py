@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from distopt import autograd
 from distopt import opt as optim
 from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
@@ -267,8 +266,7 @@ def test_names_tell_parameters_apart():
 
 
 @pytest.mark.parametrize("way", ["__call__", "backward_and_update"])
-def test_a_call_is_a_step(monkeypatch, way):
-    monkeypatch.setattr(autograd, "training", True)
+def test_a_call_is_a_step(training, way):
     w = Tensor(data=np.array([4.0]), stores_grad=True, name="w", dtype=np.float64)
     optimizer = optim.SGD(lr=ExponentialDecay(0.25, 1, 0.5))
     for expected in (3.0, 2.625):  # w -= lr * w

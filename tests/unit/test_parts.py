@@ -1,7 +1,5 @@
 """`--part quick`, `rest` and `sweeps` are the suite, and the quick part has every value of every parameter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

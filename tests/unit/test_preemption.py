@@ -1,7 +1,5 @@
 """Agreement on the step at which all ranks leave, and what becomes of signals."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from itertools import pairwise

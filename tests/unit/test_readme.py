@@ -1,7 +1,5 @@
 """README promises commands; each runs here, or in `.ci/run`, or is a Makefile target that one of them runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

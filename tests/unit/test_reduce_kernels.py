@@ -1,7 +1,5 @@
 """The reduction kernels of every instruction set against the NumPy oracle, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

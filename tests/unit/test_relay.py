@@ -1,7 +1,5 @@
 """The path of the output of a rank under `distopt run`."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

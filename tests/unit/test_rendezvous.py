@@ -1,7 +1,5 @@
 """How the ranks of one host find each other, and what they say when they do not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -10,8 +8,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,9 +20,6 @@ from distopt.launch.end_together import siblings
 from distopt.launch.rendezvous import host_group as rendezvous
 from distopt.launch.rendezvous.host_group import HostGroup
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

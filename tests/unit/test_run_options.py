@@ -1,7 +1,5 @@
 """The command line of `distopt run`: torchrun's words, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import os
 import sys
 from fnmatch import fnmatchcase

@@ -108,11 +108,6 @@ def test_bad_tail_and_epoch():
         ShardedSampler(4, 2, 0, 1).set_epoch(-1)
 
 
-def test_numpy_integers_are_accepted():
-    sampler = ShardedSampler(np.int64(10), np.int32(2), np.uint8(1), np.int64(5))
-    assert len(sampler) == 1
-
-
 @given(SIZES)
 def test_partitions_are_contiguous_equal_and_views(pair):
     size, world_size = pair

@@ -8,10 +8,7 @@ from distopt.errors import UsageError
 from distopt.nn.core.raw import RawTensor
 from distopt.nn.core.tensor import Tensor
 
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+pytestmark = pytest.mark.usefixtures("training")
 
 
 class Product(autograd.Operator):

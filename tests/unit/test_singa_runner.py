@@ -1,7 +1,5 @@
 """The runner of SINGA's unit tests counts what crashes, hangs or cannot be imported as failed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.singa import unit

@@ -1,7 +1,5 @@
 """Files of states under damage and SIGKILL: all of the old content, all of the new, or an error and no change."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

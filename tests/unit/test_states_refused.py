@@ -1,7 +1,5 @@
 """States that cannot be used are refused by a StateError, and nothing was changed: no part of them was taken over."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

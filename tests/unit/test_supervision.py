@@ -1,7 +1,5 @@
 """How a supervisor interprets the ends of its ranks: their reports, exit codes, and its own signals."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

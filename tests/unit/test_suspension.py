@@ -1,7 +1,5 @@
 """A job suspended as a whole, as by Ctrl-Z, continues, however short its time-out is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -367,8 +367,7 @@ def test_in_place_arithmetic_keeps_the_memory():
     np.testing.assert_array_equal(memory, [-0.25, 0.75, 2.75])
 
 
-def test_in_place_arithmetic_leaves_recorded_values_alone(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_in_place_arithmetic_leaves_recorded_values_alone(training):
     w = Tensor(data=np.array([3.0]), stores_grad=True, dtype=np.float64)
     y = autograd.sigmoid(w)
     value = y.to_numpy()

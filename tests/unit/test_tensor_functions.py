@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt import autograd, device, singa_wrap, tensor
+from distopt import device, singa_wrap, tensor
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
 
@@ -233,8 +233,7 @@ def test_what_does_not_fit_is_told_in_one_line(call, text):
     assert "\n" not in str(caught.value)
 
 
-def test_functions_are_outside_the_graph_and_operators_in_it(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_functions_are_outside_the_graph_and_operators_in_it(training):
     w = Tensor(data=values(3), stores_grad=True)
     for y in (tensor.exp(w), tensor.sum(w), w < 2, w[1:], w.transpose(), w.copy(), w.clone(), w.as_type("float")):
         assert not y.in_graph

@@ -1,7 +1,5 @@
 """Type checkers on what users write: README's program, both MNIST examples, and mistakes that they must find."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -57,8 +57,7 @@ def test_a_model_trains_by_it(make, way):
 
 
 @pytest.mark.parametrize("make", [*RULES, built_in])
-def test_parameters_need_no_name(make, monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_parameters_need_no_name(make, training):
     rule, start = make(0.05), np.float32([[1, -2, 3]])
     twins = [Tensor(data=start * i, stores_grad=True) for i in (1, 2)]
     for _ in range(3):
@@ -72,9 +71,8 @@ def test_parameters_need_no_name(make, monkeypatch):
     np.testing.assert_allclose(twins[1].array, second, rtol=1e-5)
 
 
-def test_an_update_records_nothing(monkeypatch):
+def test_an_update_records_nothing(training):
     """Else `param_value -= ...` would make a new tensor, and leave the parameter as it was."""
-    monkeypatch.setattr(autograd, "training", True)
     w, g = Tensor(data=np.float32([1, 2]), stores_grad=True, name="w"), Tensor(data=np.float32([1, 1]))
     array = w.array
     ByApply().update(w, g)
@@ -83,8 +81,7 @@ def test_an_update_records_nothing(monkeypatch):
     assert autograd.training
 
 
-def test_an_optimizer_without_a_rule_says_what_to_define(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
+def test_an_optimizer_without_a_rule_says_what_to_define(training):
     w = Tensor((2,), stores_grad=True)
     bare = opt.Optimizer(0.1)
     for call in (lambda: bare.update(w, Tensor((2,))), lambda: bare.apply("w", w, Tensor((2,)))):

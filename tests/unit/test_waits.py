@@ -1,7 +1,5 @@
 """Over MPI, the ranks that a waiting rank accuses: those that do not report a wait, in any operation."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

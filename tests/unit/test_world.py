@@ -1,7 +1,5 @@
 """`distopt.init` in one process, what a world takes and gives, exact integer sums, and data as bytes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checks of a group on its ranks: functions `check_...` by subject, which `__main__` runs."""
 
-from __future__ import annotations
-
 from . import batch_norm, callbacks, codecs, collectives, ddp, errors, groups, hosts, memory, messages, sharding, works
 
 _SUBJECTS = collectives, hosts, messages, works, callbacks, groups, errors, ddp, memory, batch_norm, sharding, codecs

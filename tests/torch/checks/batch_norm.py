@@ -1,7 +1,5 @@
 """SyncBatchNorm against one process that has all batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

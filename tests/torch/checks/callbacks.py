@@ -1,7 +1,5 @@
 """Callbacks of futures, and DDP's hooks, which are made of them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Every collective against what one process computes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

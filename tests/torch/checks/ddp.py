@@ -1,7 +1,5 @@
 """DistributedDataParallel over distopt and over Gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Wrong arguments and ranks that disagree: the errors, and groups that work afterwards."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """Groups: names, splits, abilities, devices."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Sums between hosts: chunks, three hosts, and bytes on the network."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Memory of tensors that a group reduces: resized, moved into shared memory, seen by others."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

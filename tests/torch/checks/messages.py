@@ -1,7 +1,5 @@
 """Messages between two ranks."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from datetime import timedelta

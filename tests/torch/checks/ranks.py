@@ -1,7 +1,5 @@
 """A rank of the checks: its data, what one process computes of it, and comparisons."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

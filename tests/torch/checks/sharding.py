@@ -1,7 +1,5 @@
 """FSDP, DTensor and torch.distributed.checkpoint over distopt."""
 
-from __future__ import annotations
-
 from tempfile import TemporaryDirectory
 
 import torch

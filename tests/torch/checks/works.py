@@ -1,7 +1,5 @@
 """Works: who carries operations out, when, and in which order."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
