@@ -2,8 +2,10 @@
 
 Writes the tables of docs/convergence.md, and its plot. The result of each run is kept as a JSON file in the folder given by
 --cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
+With `--front torch`, PyTorch's DDP trains, through `distopt.torch.hook`, with each codec that has a bound.
 
     python -m benchmarks convergence --np 2 --epochs 10 --cache /tmp/convergence
+    python -m benchmarks convergence --np 2 --epochs 10 --front torch
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,17 @@ import numpy as np
 
 from distopt import device, launch, opt, tensor
 from distopt.cli.values import at_least
-from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.compress import (
+    BFloat16,
+    Codec,
+    CommunicationStatistics,
+    ErrorFeedback,
+    Fp16,
+    Fp32,
+    PowerSGD,
+    Threshold,
+    TopK,
+)
 from distopt.data import ShardedSampler
 
 from .models import CNN, sgd, train_cnn
@@ -39,6 +51,12 @@ class Sent:
     bound: float | None = None  # points
     momentum: float = 0.9  # the optimizer's
     dtype: type = np.float32  # of the activations
+
+    @property
+    def of_hooks(self) -> bool:
+        """Whether `--front torch` has it."""
+        compared = self.bound is not None or isinstance(self.codec, Fp32)
+        return compared and self.codec is not None and self.dtype is np.float32
 
 
 def sparse() -> dict[str, Sent]:
@@ -73,30 +91,92 @@ class TypedCNN(CNN):
         return super().forward(x if x.dtype == self.dtype else x.as_type(self.dtype))
 
 
-def train(rank: int, world_size: int, name: str, args: argparse.Namespace, result: str) -> None:
-    sent = SENT[name]
+@dataclass(frozen=True)
+class Front:
+    """A rank of a front end, ready to train."""
+
+    data: train_cnn.mnist.Digits
+    images: np.ndarray  # of a batch, which `step` trains
+    step: Callable[[np.ndarray], object]  # with the labels
+    accuracy: Callable[[], float]
+    stats: Callable[[], CommunicationStatistics]
+    end: Callable[[], None]
+
+
+def of_nn(rank: int, sent: Sent, args: argparse.Namespace, _: Path) -> Front:
     optimizer = opt.DistOpt(sgd(sent.momentum), codec=sent.codec or Fp32(), partition_elements=PARTITION)
     data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
-    sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
-    noise = np.random.default_rng((args.seed, rank))
     device.get_default_device().SetRandSeed(args.seed)
     images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
     cnn = TypedCNN()
     cnn.partial, cnn.dtype = sent.codec is None, sent.dtype
     cnn.set_optimizer(optimizer)
     cnn.compile([images], is_train=True)
+
+    def accuracy() -> float:
+        optimizer.synchronize()
+        found = train_cnn.evaluate(cnn, data, optimizer)[1]
+        cnn.train()
+        return found
+
+    def step(labels: np.ndarray) -> None:
+        cnn(images, tensor.from_numpy(labels))
+
+    cnn.train()
+    return Front(data, images.array, step, accuracy, optimizer.stats, optimizer.communicator.barrier)
+
+
+def of_torch(rank: int, sent: Sent, args: argparse.Namespace, store: Path) -> Front:
+    import torch
+    import torch.distributed as dist
+
+    from distopt.torch import hook
+
+    from .peers.ranks.networks_torch import cnn
+
+    dist.init_process_group("distopt", store=dist.FileStore(str(store), args.np), rank=rank, world_size=args.np)
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    data = train_cnn.mnist.load(args.data_dir, rank=rank)
+    model = torch.nn.parallel.DistributedDataParallel(cnn(tuned=True))
+    state, function = hook(model, sent.codec)
+    model.register_comm_hook(state, function)
+    optimizer = torch.optim.SGD(model.parameters(), **sgd(sent.momentum).values)
+    images = torch.empty(args.batch_size, *data.train_x.shape[1:])
+
+    def step(labels: np.ndarray) -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), torch.from_numpy(labels).long()).backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def accuracy() -> float:
+        x, y = (torch.from_numpy(each[rank :: args.np]) for each in (train_cnn.normalize(data.test_x), data.test_y))
+        correct = (model.module(x).argmax(1) == y).sum()
+        dist.all_reduce(correct)
+        return correct.item() / len(data.test_x)
+
+    return Front(data, images.numpy(), step, accuracy, state.stats, dist.destroy_process_group)
+
+
+FRONTS = {"nn": of_nn, "torch": of_torch}
+
+
+def train(rank: int, world_size: int, name: str, args: argparse.Namespace, result: Path) -> None:
+    front = FRONTS[args.front](rank, SENT[name], args, result.with_suffix(".store"))
+    data = front.data
+    sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
+    noise = np.random.default_rng((args.seed, rank))
     accuracies, seconds = [], 0.0
     for epoch in range(args.epochs):
-        cnn.train()
         sampler.set_epoch(epoch)
         start = time.perf_counter()
         for chosen in sampler:
-            train_cnn.random_shift(data.train_x[chosen], images.array, noise, 2)
-            cnn(images, tensor.from_numpy(data.train_y[chosen]))
+            train_cnn.random_shift(data.train_x[chosen], front.images, noise, 2)
+            front.step(data.train_y[chosen])
         seconds += time.perf_counter() - start
-        optimizer.synchronize()
-        accuracies.append(train_cnn.evaluate(cnn, data, optimizer)[1])
-    stats = optimizer.stats()
+        accuracies.append(front.accuracy())
+    stats = front.stats()
     if rank == 0:
         record = {
             "accuracies": accuracies,
@@ -105,21 +185,22 @@ def train(rank: int, world_size: int, name: str, args: argparse.Namespace, resul
             "dense_bytes_per_step": stats.total.dense_bytes / stats.steps,
             "fell_back": stats.total.fell_back,
         }
-        Path(result).write_text(json.dumps(record))
-    optimizer.communicator.barrier()
+        result.write_text(json.dumps(record))
+    front.end()
 
 
 def record_of(name: str, args: argparse.Namespace) -> dict:
     """The record of a run, from the cache or from a run."""
     settings = {"np": args.np, "epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
-    settings["sent"] = repr(SENT[name])
-    file = args.cache / f"{name}.json"
+    settings |= {"front": args.front, "sent": repr(SENT[name])}
+    file = args.cache / f"{args.front}-{name}.json"
     if file.exists():
         record = json.loads(file.read_text())
         if record["settings"] == settings:
             return record
     new = file.with_suffix(".new")
-    launch.spawn(train, args.np, (name, args, str(new)))
+    new.with_suffix(".store").unlink(missing_ok=True)  # of a run that was ended
+    launch.spawn(train, args.np, (name, args, new))
     record = {"settings": settings, **json.loads(new.read_text())}
     new.write_text(json.dumps(record))
     new.rename(file)
@@ -157,17 +238,19 @@ def plot_errors(errors: dict[str, Sequence[float]], labels: dict[str, str], path
 
 
 def write(records: dict[str, dict], args: argparse.Namespace) -> None:
-    errors = {name: 100 * (1 - np.array(record["accuracies"])) for name, record in records.items()}
-    plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
     final = ["sent", "test accuracy", "points from fp32", "bound", "sent per step and rank", "of dense", "steps/s"]
-    per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
     job = f"{args.np} ranks, {args.epochs} epochs, batch size {args.batch_size} per rank, seed {args.seed}"
     results = [
         f"{job}; {platform.system()} {platform.machine()}, Python {platform.python_version()}.",
         table(final, rows(records)),
-        "Test accuracy (%) after each epoch:",
-        table(["sent", *range(1, args.epochs + 1)], per_epoch),
     ]
+    if args.front == "torch":
+        put(args.output, "convergence --front torch", "\n\n".join(results))
+        return
+    errors = {name: 100 * (1 - np.array(record["accuracies"])) for name, record in records.items()}
+    plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
+    per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
+    results += ["Test accuracy (%) after each epoch:", table(["sent", *range(1, args.epochs + 1)], per_epoch)]
     put(args.output, "convergence", "\n\n".join(results))
 
 
@@ -176,6 +259,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=at_least(1), default=10, metavar="N", help="(10)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="samples per rank (64)")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="(0)")
+    parser.add_argument("--front", choices=FRONTS, default="nn", help="what trains (nn); torch has codecs with a bound")
     parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the page then needs fp32 too")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "convergence", help="folder for finished runs")
@@ -186,6 +270,8 @@ def run(args: argparse.Namespace) -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     records = {}
     for name in args.only or SENT:
+        if args.front == "torch" and not SENT[name].of_hooks:
+            continue
         record = records[name] = record_of(name, args)
         print(f"{name}: {record['accuracies'][-1]:.4f}, {record['steps_per_second']:.1f} steps/s", flush=True)
     if "fp32" in records:

@@ -55,6 +55,11 @@ class GradientCounter(ABC):
         elif error is not None and not self._ended and not isinstance(error, CommunicatorError):
             self._leave(error)
 
+    @property
+    def is_complete(self) -> bool:
+        """Local. Whether all gradients are final."""
+        return not self._awaited
+
     @abstractmethod
     def _start_full(self) -> None:
         """Collective. Start all that can start: a bucket is full."""

@@ -7,6 +7,7 @@ one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -96,6 +97,15 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def runs_backward(frame: FrameType | None) -> bool:
     """Local. Whether torch.autograd runs a backward pass in this frame."""
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def is_nested_backward() -> bool:
+    """Local. Whether this thread runs a backward pass inside of another one, as reentrant checkpointing does."""
+    frame, count = inspect.currentframe(), 0
+    while frame is not None and count < 2:
+        count += runs_backward(frame)
+        frame = frame.f_back
+    return count > 1
 
 
 # -- profiler ---------------------------------------------------------------------------------------------------------

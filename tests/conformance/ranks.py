@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from distopt.comm.base import Communicator
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
 from distopt.launch.job.base import Job
@@ -46,6 +47,23 @@ class SmallChunkCommunicator(ShmCommunicator):
     @classmethod
     def create(cls, job: Job) -> SmallChunkCommunicator:
         return cls(job.host_group(), job.topology, chunk_bytes=8192)
+
+
+class OverGloo:
+    """The ranks of one of PyTorch's Gloo groups, as `distopt.torch.hook` and its like communicate."""
+
+    @classmethod
+    def create(cls, job: Job) -> Communicator:
+        import torch.distributed as dist
+
+        from distopt.torch.codecs.communicator import communicator_of
+
+        rank, size = job.topology.rank, job.topology.world_size
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        port = int(job.all_gather(str(served.port if served else 0).encode())[0])
+        store = served or dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        return communicator_of()
 
 
 @dataclass

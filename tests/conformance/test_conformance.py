@@ -1,5 +1,7 @@
 """Every communicator of one host against the oracle, at 1, 2, 3 and 4 ranks."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.parts import values_beside
@@ -9,6 +11,7 @@ from .ranks import Outcome, run_ranks
 from .run import run_checks
 
 SWEPT = [pytest.mark.slow, pytest.mark.sweep]
+WITH_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent: pip install torch")
 SMALL_CHUNKS = "tests.conformance.ranks:SmallChunkCommunicator"
 JOBS = [
     ("shm", 2),
@@ -17,6 +20,7 @@ JOBS = [
     ("single", 1),
     (SMALL_CHUNKS, 3),
     ("tests.conformance.oracle:OracleCommunicator", 2),
+    pytest.param("tests.conformance.ranks:OverGloo", 2, marks=WITH_TORCH),
     *(pytest.param(*job, marks=SWEPT) for job in (("shm", 4), (SMALL_CHUNKS, 2), (SMALL_CHUNKS, 4))),
 ]
 

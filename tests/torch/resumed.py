@@ -1,4 +1,4 @@
-"""A DDP job that may be killed or preempted at any moment; prints what it ends with, to the bit.
+"""A job that may be killed or preempted at any moment; prints what it ends with, to the bit.
 
     distopt run --nproc-per-node 2 -m tests.torch.resumed --backend gloo --folder F --steps 60
 
@@ -24,7 +24,14 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from distopt.torch import Checkpoint, ResumableSampler
+from distopt import compress
+from distopt.torch import Checkpoint, DiLoCo, DistOpt, ResumableSampler, hook
+
+DDP = ("ddp", "zero", "hook")
+LOCAL = {  # options of DiLoCo
+    "diloco": {"sync_every": 6},
+    "sparse-diloco": {"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1},
+}
 
 
 class Network(nn.Module):
@@ -74,19 +81,31 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step (0)")
     parser.add_argument("--precision", choices=["scaled", "bfloat16"], default="scaled")
     parser.add_argument("--static-graph", action="store_true")
-    parser.add_argument("--by", choices=["ddp", "fsdp", "zero"], default="ddp")
+    parser.add_argument("--by", choices=[*DDP, "fsdp", "dist-opt", *LOCAL], default="ddp")
     parser.add_argument("--end", nargs=2, metavar=("SIGNAL", "STEP"), help="on rank 1, in this step")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    model = DistributedDataParallel(Network(), bucket_cap_mb=1, broadcast_buffers=False, static_graph=args.static_graph)
-    if args.by == "fsdp":
-        model = fully_shard(model.module)
+    model, more = Network(), {}
+    codec = compress.create("top-k", ratio=0.02, error_feedback=True)
+    if args.by in DDP:
+        model = DistributedDataParallel(model, bucket_cap_mb=1, broadcast_buffers=False, static_graph=args.static_graph)
+    elif args.by == "fsdp":
+        model = fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     if args.by == "zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    elif args.by == "hook":
+        more["hook"], function = hook(model, codec)
+        model.register_comm_hook(more["hook"], function)
+    elif args.by == "dist-opt":
+        optimizer = DistOpt(optimizer, model.named_parameters(), codec=codec)
+    elif args.by in LOCAL:
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        sent = codec if args.by == "sparse-diloco" else "fp32"
+        more["local"] = DiLoCo(model, optimizer, outer, codec=sent, **LOCAL[args.by])
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     scaler = torch.amp.GradScaler("cpu", enabled=args.precision == "scaled", growth_interval=10)
     images = torch.randn(960, 1, 28, 28, generator=torch.Generator().manual_seed(5))
@@ -97,7 +116,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)
 
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-    checkpoint = Checkpoint(args.folder, every=args.every, preemptible=True, **parts)
+    checkpoint = Checkpoint(args.folder, every=args.every, preemptible=True, **parts, **more)
     if resumed := checkpoint.resume():
         print(f"resuming from step {resumed.step}", flush=True)
     while checkpoint.steps < args.steps:
@@ -123,7 +142,9 @@ def main() -> None:
     checkpoint.close()
     time.sleep(0.01 * rank)  # lines in order
     own = optimizer.optim if args.by == "zero" else optimizer
-    print(f"rank {rank} ends with {digest(model, own, scheduler, scaler)} {loss.item():.6f}", flush=True)
+    print(
+        f"rank {rank} ends with {digest(model, own, scheduler, scaler, *more.values())} {loss.item():.6f}", flush=True
+    )
     dist.destroy_process_group()
 
 

@@ -23,6 +23,8 @@ from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.states import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
+from tests.faults.healing import RUN, Job, without_heal
+from tests.faults.healing import disturb as kill
 from tests.processes import Ended, Program
 
 from .disturbed import disturb
@@ -61,6 +63,14 @@ JOBS = [
     pytest.param("gloo", 3, ["--static-graph"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "zero"], marks=pytest.mark.sweep),
+    ("distopt", 2, ["--by", "hook"]),
+    pytest.param("gloo", 2, ["--by", "hook"], marks=pytest.mark.sweep),
+    pytest.param("distopt", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
+    ("gloo", 2, ["--by", "dist-opt"]),
+    pytest.param("distopt", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
+    pytest.param("gloo", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
+    ("distopt", 2, ["--by", "sparse-diloco"]),
+    pytest.param("gloo", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
 ]
 
 
@@ -79,6 +89,25 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
     assert ended.code == 0, ended
     assert "resuming from step" in ended.stdout
     assert ends_of(ended) == want
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(rest=2)
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+@pytest.mark.parametrize("by", ["hook", "dist-opt", "diloco", "sparse-diloco"])
+def test_a_job_with_codecs_heals_with_the_undisturbed_bits(backend, by):
+    """From memory: nothing is saved in files."""
+    command = [*RUN, "--heal", "-m", "tests.torch.resumed", "--backend", backend, "--by", by]
+    want = Job(*without_heal([command])).end()
+    job = Job(command)
+    try:
+        for _ in range(2):
+            job.more_steps()
+            kill(job, None, "SIGKILL", random.Random(SEED))
+        assert job.end() == want
+    finally:
+        job.kill()
+    assert sum("resuming from step" in line for line in job.lines) >= 2 * 2
 
 
 @pytest.mark.slow

@@ -5,16 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...comm import Communicator
 from ...errors import DistoptError, UsageError
 from ...settings import Settings
 from ..join import communicator_of_store
-
-if TYPE_CHECKING:
-    from ...comm import Communicator
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 

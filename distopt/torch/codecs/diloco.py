@@ -9,26 +9,21 @@ arXiv 2508.15706.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ... import compress
 from ...checks import check_integer
+from ...compress import Codec, CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ...sync.step import GradientCounter
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import OptimizerRule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from ...comm import Communicator
-    from ...compress import Codec, CommunicationStatistics
-    from ...sync.step import GradientCounter
+from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
 
 
 class DiLoCo:
@@ -36,11 +31,12 @@ class DiLoCo:
 
     The change of a parameter since the last average, with the opposite sign, is the gradient of the outer optimizer:
     `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)` in the paper. Write the training loop as
-    for one process; the steps of `inner_optimizer` are counted. All ranks take the same number of steps.
+    for one process; the steps of `inner_optimizer` are counted. All ranks take the same number of steps: not with a
+    GradScaler, which skips those of single ranks.
 
     Args:
-        model: the same on all ranks; the parameters of rank 0 replace those of all ranks.
-        inner_optimizer: over parameters of the model.
+        model: the same on all ranks.
+        inner_optimizer: over parameters of the model; they become those of rank 0.
         outer_optimizer: over the same parameters.
         sync_every: steps from one average of a parameter to the next.
         codec: how changes are encoded: a codec, or the name of one (see `distopt.compress`).
@@ -77,7 +73,9 @@ class DiLoCo:
         """Collective."""
         check_integer("fragments", fragments, 1)
         check_integer("sync_every", sync_every, 1)
-        params = trained_parameters(plain_model(model)[0].named_parameters())
+        outer = {id(tensor) for group in outer_optimizer.param_groups for tensor in group["params"]}
+        named = plain_model(model)[0].named_parameters()
+        params = trained_parameters((name, tensor) for name, tensor in named if id(tensor) in outer)
         if sync_every % fragments or fragments > len(params):
             raise UsageError(
                 f"{fragments} fragments of {len(params)} parameters cannot be averaged at equal distances every "
@@ -85,20 +83,16 @@ class DiLoCo:
             )
         self._distance = sync_every // fragments
         if not 0 <= check_integer("fragment_sync_delay", fragment_sync_delay) < self._distance:
-            raise UsageError(
-                f"fragment_sync_delay={fragment_sync_delay} is not from 0 to {self._distance - 1}, where the next "
-                "fragment is sent"
-            )
+            raise UsageError(f"fragment_sync_delay={fragment_sync_delay} is not from 0 to {self._distance - 1}")
         Engine.check_options(non_finite)
         self.steps = 0
-        self._delay = fragment_sync_delay
-        self._outer = outer_optimizer
-        self._params = params
-        codec = compress.codec_of(codec)
-        communicator = communicator_of(group)
+        self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
+        self._averaged = {id(param.tensor) for param in params}
+        self._check_inner()
+        codec, communicator = compress.codec_of(codec), communicator_of(group)
         Engine(communicator).agreement.attach(params)
         self._fragments = [
-            _Fragment(part, outer_optimizer, communicator, codec, bucket_elements, non_finite)
+            _Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
             for part in _parts_of(params, fragments)
         ]
         self._handle = inner_optimizer.register_step_post_hook(self._count)
@@ -118,44 +112,43 @@ class DiLoCo:
 
     def _count(self, *_: object) -> None:
         """Collective. After a step of the inner optimizer: send or apply what is due."""
+        self._check_inner()
         self.steps += 1
+        for fragment in self._fragments:
+            fragment.send_again()
         if self.steps % self._distance == 0:
             self._fragment_of(self.steps).send()
         if self.steps > self._delay and (self.steps - self._delay) % self._distance == 0:
-            self._fragment_of(self.steps - self._delay).apply([param.tensor for param in self._params])
+            self._fragment_of(self.steps - self._delay).apply()
+
+    def _check_inner(self) -> None:
+        tensors = [tensor for group in self._inner.param_groups for tensor in group["params"] if tensor.requires_grad]
+        if others := sum(id(tensor) not in self._averaged for tensor in tensors):
+            raise UsageError(
+                f"inner_optimizer trains {others} parameters that are not averaged; make a DiLoCo for them"
+            )
 
     def _fragment_of(self, step: int) -> _Fragment:
         return self._fragments[(step // self._distance - 1) % len(self._fragments)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Local. All that a later run needs, besides the model of this rank and the inner optimizer.
-
-        Raises:
-            UsageError: an average is under way.
-        """
-        if any(fragment.step is not None for fragment in self._fragments):
-            raise UsageError(
-                f"an average is under way in step {self.steps}; save {self._delay} or more steps after one is sent, "
-                f"which is every {self._distance} steps"
-            )
-        return {
-            "steps": self.steps,
-            "outer": self._outer.state_dict(),
-            "fragments": [fragment.state_dict() for fragment in self._fragments],
-        }
+        """Local. All that a later run needs, besides the model of this rank and the inner optimizer."""
+        fragments = [fragment.state_dict() for fragment in self._fragments]
+        return {"steps": self.steps, "outer": self._outer.state_dict(), "fragments": fragments}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
 
         Raises:
             StateError: the states do not fit.
+            UsageError: an average is under way.
         """
-        if len(state_dict["fragments"]) != len(self._fragments):
-            raise StateError(
-                f"the states are of {len(state_dict['fragments'])} fragments, the model has {len(self._fragments)}; "
-                "resume with the same number"
-            )
-        for fragment, states in zip(self._fragments, state_dict["fragments"], strict=True):
+        fragments = state_dict.get("fragments", ())
+        if len(fragments) != (count := len(self._fragments)):
+            raise StateError(f"the states are of {len(fragments)} fragments, not {count}; resume with as many")
+        if any(fragment.step is not None for fragment in self._fragments):
+            raise UsageError(f"an average is under way in step {self.steps}; load states into a new DiLoCo")
+        for fragment, states in zip(self._fragments, fragments, strict=True):
             fragment.load_state_dict(states)
         self._outer.load_state_dict(state_dict["outer"])
         self.steps = int(state_dict["steps"])
@@ -170,81 +163,82 @@ class _Fragment:
     """
 
     def __init__(
-        self,
-        params: list[TrainedParameter],
-        outer: torch.optim.Optimizer,
-        communicator: Communicator,
-        codec: Codec,
-        bucket_elements: int,
-        non_finite: NonFinite,
+        self, params: list[TrainedParameter], outer: torch.optim.Optimizer, engine: Engine, sent_by: tuple[Codec, int]
     ) -> None:
-        self.engine = Engine(communicator, non_finite)
+        self.engine, self._sent_by = engine, sent_by  # a codec, and the elements of a bucket
         self.step: GradientCounter | None = None
-        self._params, self._outer = params, outer
-        self._rule = OptimizerRule(outer, self.engine.statistics)
-        self._codec, self._bucket_elements = codec, bucket_elements
-        self._averages = [param.tensor.detach().clone() for param in params]
-        # The engine compares these, which are equal on all ranks, and never the parameters of the ranks.
-        self._shown = [
-            TrainedParameter(param.name, torch.nn.Parameter(average, requires_grad=False))
-            for param, average in zip(params, self._averages, strict=True)
+        self._outer, self._rule = outer, Rule(engine.statistics, outer)
+        # Each parameter with its last average. The engine compares averages, which are equal on all ranks.
+        self._pairs = [
+            (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
+            for param in params
         ]
+        self._sent: list[torch.Tensor] = []  # the changes under way, and the engine's states before they were sent
+        self._before: dict[str, torch.Tensor] = {}
 
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
-        step = self.step = self.engine.begin(self._codec, self._bucket_elements, lambda: self._shown, self._rule)
+        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
+        self._before = tensors_of(self.engine.get_states())
+        self.send_again()
+
+    def send_again(self) -> None:
+        """Collective. Send the changes that were under way when the states were saved."""
+        if not self._sent or self.step is not None:
+            return
+        averages = [average for _, average in self._pairs]
+        step = self.step = self.engine.begin(*self._sent_by, lambda: averages, self._rule)
         views = views_of(step.layout)
-        with step, torch.no_grad():
-            for shown, param, average in zip(self._shown, self._params, self._averages, strict=True):
-                torch.sub(average, param.tensor, out=views[id(shown)])
-                step.final(shown)
+        with step:
+            for average, change in zip(averages, self._sent, strict=True):
+                views[id(average)].copy_(change)
+                step.final(average)
 
-    def apply(self, tensors: list[torch.nn.Parameter]) -> None:
-        """Collective. Wait for the mean of the changes, and make one step of the outer optimizer from the last average.
-
-        Args:
-            tensors: all parameters of the outer optimizer; its step changes only parameters with a gradient.
-        """
-        step, self.step = self.step, None
+    def apply(self) -> None:
+        """Collective. Wait for the mean of the changes, and take an outer step from the last average."""
+        step, self.step, self._sent, self._before = self.step, None, [], {}
         assert step is not None
         with step:
             verdict = step.finish()
         if verdict is not None:
             self.engine.refuse(verdict)
         with torch.no_grad():
-            for param, average in zip(self._params, self._averages, strict=True):
-                param.tensor.copy_(average)
+            for tensor, average in self._pairs:
+                tensor.copy_(average.tensor)
             if verdict is not None:
                 return
+            tensors = [tensor for group in self._outer.param_groups for tensor in group["params"]]
             views, grads = views_of(step.layout), [tensor.grad for tensor in tensors]
-            for tensor in tensors:
+            for tensor in tensors:  # the step changes only those with a gradient
                 tensor.grad = None
-            for shown, param in zip(self._shown, self._params, strict=True):
-                param.tensor.grad = views[id(shown)]
+            for tensor, average in self._pairs:
+                tensor.grad = views[id(average)]
             self._outer.step()
             for tensor, grad in zip(tensors, grads, strict=True):
                 tensor.grad = grad
-            for param, average in zip(self._params, self._averages, strict=True):
-                average.copy_(param.tensor)
+            for tensor, average in self._pairs:
+                average.tensor.copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        averages = {param.name: average.clone() for param, average in zip(self._params, self._averages, strict=True)}
-        return {"engine": tensors_of(self.engine.get_states()), "averages": averages}
+        engine = self._before if self._sent else tensors_of(self.engine.get_states())
+        averages = {average.name: average.tensor.detach().clone() for _, average in self._pairs}
+        return {"engine": engine, "averages": averages, "sent": list(self._sent)}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        averages = states["averages"]
-        if averages.keys() != {param.name for param in self._params}:
+        engine, averages = arrays_in(states), states["averages"]
+        if averages.keys() != {average.name for _, average in self._pairs}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")
-        self.engine.set_states(arrays_in(states["engine"]))
-        for param, average in zip(self._params, self._averages, strict=True):
-            average.copy_(averages[param.name])
+        self.engine.set_states(engine)
+        for _, average in self._pairs:
+            average.tensor.detach().copy_(averages[average.name])
+        self._sent, self._before = [change.clone() for change in states["sent"]], tensors_of(engine)
 
 
 def _parts_of(params: list[TrainedParameter], count: int) -> list[list[TrainedParameter]]:
     """`params` cut into `count` runs of about as many elements, none of them empty."""
-    ends = list(accumulate(param.tensor.numel() for param in params))
+    ends = np.cumsum([param.tensor.numel() for param in params])
     cuts = [0]
     for k in range(1, count):
-        nearest = int(np.argmin([abs(end - ends[-1] * k / count) for end in ends])) + 1
+        nearest = int(np.argmin(abs(ends - ends[-1] * k / count))) + 1
         cuts.append(min(max(nearest, cuts[-1] + 1), len(params) - count + k))
     return [params[start:end] for start, end in zip(cuts, [*cuts[1:], len(params)], strict=True)]

@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ... import compress
+from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
-from ..private import call_after_backward, current_backward_pass
+from ...sync.layout import Layout
+from ...sync.step import GradientCounter
+from ..private import call_after_backward, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
-from .parameters import OptimizerRule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from ...compress import Codec, CommunicationStatistics
-    from ...sync.layout import Layout
-    from ...sync.step import GradientCounter
+from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, views_of
 
 
 class DistOpt(torch.optim.Optimizer):
@@ -34,6 +29,7 @@ class DistOpt(torch.optim.Optimizer):
     groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
 
     Each step has one backward pass outside of `no_sync`, and uses the same parameters. Sparse gradients become dense.
+    The next pass overwrites the memory of `.grad`: clone what is to be kept. Parameters may be frozen and thawed.
 
     Args:
         optimizer: the optimizer to wrap.
@@ -75,32 +71,24 @@ class DistOpt(torch.optim.Optimizer):
     ) -> None:
         """Collective."""
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"DistOpt wraps an optimizer of torch.optim, such as SGD(model.parameters(), 0.1); got {optimizer!r}"
-            )
+            raise UsageError(f"DistOpt wraps an optimizer, such as torch.optim.SGD(parameters), not {optimizer!r}")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS computes several gradients in a step; use it with DDP, or choose another optimizer")
         Engine.check_options(non_finite, check_every)
-        self.optimizer = optimizer
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
-        self._params = trained_parameters(_named(optimizer, named_parameters))
+        self._params = [TrainedParameter(name, tensor) for name, tensor in _named(optimizer, named_parameters)]
         self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
-        self._rule = OptimizerRule(optimizer, self._engine.statistics)
+        self._rule = Rule(self._engine.statistics, optimizer)
         self._engine.agreement.attach(self._params)
         self._unused = "zero" if find_unused_parameters else "raise"
-        self._trained: tuple[bool, ...] = ()  # which parameters, and a number that changes with it
-        self._version = 0
-        self._layout: Layout | None = None
-        self._views: dict[int, torch.Tensor] = {}  # of the buckets, by id of the parameter
+        self._layout: Layout | None = None  # of the last step
         self._step: GradientCounter | None = None
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
         self._skips = False  # the next update
-        me = weakref.ref(self)  # a DistOpt that a script drops sends nothing any more
-        self._handles = [
-            param.tensor.register_post_accumulate_grad_hook(partial(_take, me, param)) for param in self._params
-        ]
+        self._handles = [_hooked(param, weakref.ref(self)) for param in self._params]
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
     # -- the interface of optimizers -----------------------------------------------------------------------------------
@@ -114,13 +102,8 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The states of the wrapped optimizer."""
         return self.optimizer.state
 
-    @property
-    def defaults(self) -> Any:
-        """Local. The default options of the wrapped optimizer."""
-        return self.optimizer.defaults
-
-    def __repr__(self) -> str:
-        return f"DistOpt({self.optimizer!r})"
+    def __getstate__(self) -> Any:
+        raise UsageError("a DistOpt cannot be copied or pickled; save its state_dict")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective with partial updates, else local. Update the parameters; returns the value of `closure`."""
@@ -128,6 +111,8 @@ class DistOpt(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._step is not None:
+            self._finish()
         if self._skips:
             self._skips = False
         else:
@@ -135,14 +120,6 @@ class DistOpt(torch.optim.Optimizer):
             if self.partition_elements is not None and self._layout is not None:
                 self._engine.partial.average(self._layout)
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Local. See `torch.optim.Optimizer.zero_grad`."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise a UsageError."""
-        raise UsageError("parameters cannot be added to a DistOpt; add them to the optimizer, then wrap it")
 
     def state_dict(self) -> dict[str, Any]:
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
@@ -154,10 +131,9 @@ class DistOpt(torch.optim.Optimizer):
         Raises:
             StateError: the states do not fit.
         """
-        states = dict(state_dict)
-        engine = arrays_in(states.pop("engine", {}))
+        engine = arrays_in(state_dict)
         self._engine.check_states(engine)
-        self.optimizer.load_state_dict(states)
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "engine"})
         self._engine.set_states(engine)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -170,7 +146,7 @@ class DistOpt(torch.optim.Optimizer):
         finally:
             self._collects = False
 
-    def join(self) -> AbstractContextManager[None]:
+    def join(self) -> contextlib.AbstractContextManager[None]:
         """Collective. Let ranks take different numbers of steps in the body of a `with`.
 
         A rank that leaves the body contributes zeros to the steps of the others, and applies the same updates. A step
@@ -179,7 +155,12 @@ class DistOpt(torch.optim.Optimizer):
         Raises:
             UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
         """
-        return self._engine.join(self._rule, self._update_by)
+
+        def update(layout: Layout) -> None:
+            self._give(layout)
+            self.optimizer.step()
+
+        return self._engine.join(self._rule, update)
 
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
@@ -199,42 +180,46 @@ class DistOpt(torch.optim.Optimizer):
         if self._collects:
             return
         number = current_backward_pass()
-        if self._step is not None and number != self._pass:
+        if self._step is not None and number > self._pass and not is_nested_backward():
             tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
             self._leave(but=param)
         if self._step is None:
-            self._open(number)
-        view, grad = self._views[id(param)], tensor.grad
+            self._open()
+        if number != self._pass:
+            self._pass = number
+            call_after_backward(self._finish)
         assert self._step is not None
+        view, grad = views_of(self._step.layout)[id(param)], tensor.grad
         assert grad is not None
         with self._step:
+            if grad.requires_grad:
+                raise UsageError(
+                    "means of gradients have no derivatives; instead of backward(create_graph=True), compute the "
+                    "gradients of a penalty by torch.autograd.grad"
+                )
             if grad is not view:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
                 tensor.grad = view
             self._step.final(param)
 
-    def _open(self, number: int) -> None:
-        trained = tuple(param.tensor.requires_grad for param in self._params)
-        if trained != self._trained:
-            self._trained, self._version = trained, self._version + 1
-        self._step, self._pass, self._skips = self._begin(), number, False
-        if self._step.layout is not self._layout:
-            self._layout = self._step.layout
-            self._views = views_of(self._layout)
-        call_after_backward(self._finish)
-
-    def _begin(self) -> GradientCounter:
-        engine, order = self._engine, partial(_order, self._params)
+    def _open(self) -> None:
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._params):
+            raise UsageError("the optimizer has got more parameters since it was wrapped; wrap it anew")
+        engine, rule = self._engine, self._rule
+        version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
         if self.partition_elements is not None:
-            return engine.begin_partial(self.partition_elements, order, self._rule, version=self._version)
-        return engine.begin(self.codec, self.bucket_elements, order, self._rule, version=self._version, clip=self.clip)
+            self._step = engine.begin_partial(self.partition_elements, self._order, rule, version=version)
+        else:
+            options: dict[str, Any] = {"version": version, "clip": self.clip}
+            self._step = engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
+        self._layout, self._skips = self._step.layout, False
+
+    def _order(self) -> list[TrainedParameter]:
+        """Local. The parameters that train, in the order in which their gradients usually become final."""
+        return [param for param in reversed(self._params) if param.tensor.requires_grad]
 
     def _leave(self, but: TrainedParameter) -> None:
-        """Collective. An exception has ended the backward pass of the open step on this rank: drop its gradients.
-
-        Args:
-            but: has a gradient of the pass that follows.
-        """
+        """Collective. An exception has ended the backward pass of the step: drop its gradients; `but` has a new one."""
         step, self._step = self._step, None
         assert step is not None
         for param in self._params:
@@ -244,9 +229,11 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError("the backward pass was not completed")
 
     def _finish(self) -> None:
-        """Collective. The end of the backward pass."""
-        step, self._step = self._step, None
-        assert step is not None
+        """Collective. The end of a backward pass, and of the step: unless the pass is part of another one."""
+        step = self._step
+        if step is None or (not step.is_complete and is_nested_backward()):
+            return
+        self._step = None
         try:
             with step:
                 verdict = step.finish(self._unused)  # type: ignore[arg-type]
@@ -254,33 +241,33 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError(f"{error}, or pass find_unused_parameters=True") from None
         if verdict is not None:
             self._skips = True
+            for view in views_of(step.layout).values():
+                view.fill_(torch.nan)  # so that a GradScaler finds the same on all ranks
             self._engine.refuse(verdict)
             return
         self._give(step.layout)
 
     def _give(self, layout: Layout) -> None:
         """Local. Make the means the gradients of the parameters."""
-        averaged = [param for param in self._params if id(param) in layout.places]
+        views = views_of(layout)
+        averaged = [param for param in self._params if id(param) in views]
         for param in averaged:
-            param.tensor.grad = self._views[id(param)]
+            param.tensor.grad = views[id(param)]
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([param.tensor for param in averaged], self.clip_grad_norm)
 
-    def _update_by(self, layout: Layout) -> None:
-        """Local. The step of a rank without data."""
-        self._give(layout)
-        self.optimizer.step()
 
+def _hooked(param: TrainedParameter, owner: weakref.ref[DistOpt]) -> torch.utils.hooks.RemovableHandle:
+    """Local. Have a DistOpt take the gradients of a parameter; one that a script drops takes none any more."""
 
-def _order(params: list[TrainedParameter]) -> list[TrainedParameter]:
-    """The parameters that train, in the order in which their gradients usually become final."""
-    return [param for param in reversed(params) if param.tensor.requires_grad]
+    def take(tensor: torch.Tensor) -> None:
+        if (optimizer := owner()) is not None:
+            optimizer.take(param, tensor)
 
-
-def _take(owner: weakref.ref[DistOpt], param: TrainedParameter, tensor: torch.Tensor) -> None:
-    """Collective, in a backward pass. The gradient of a parameter is final."""
-    if (optimizer := owner()) is not None:
-        optimizer.take(param, tensor)
+    trains = param.tensor.requires_grad
+    handle = param.tensor.requires_grad_().register_post_accumulate_grad_hook(take)  # a frozen one refuses hooks
+    param.tensor.requires_grad_(trains)
+    return handle
 
 
 def _named(
@@ -290,11 +277,8 @@ def _named(
     own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if named is None:
         return [(f"parameter {place}", tensor) for place, tensor in enumerate(own)]
+    found = {id(tensor): (name, tensor) for name, tensor in named}
+    if missing := sum(id(tensor) not in found for tensor in own):
+        raise UsageError(f"named_parameters lacks {missing} of the optimizer's {len(own)}; pass those of its model")
     ids = {id(tensor) for tensor in own}
-    found = [(name, tensor) for name, tensor in named if id(tensor) in ids]
-    if len(found) != len(ids):
-        raise UsageError(
-            f"named_parameters has {len(found)} of the {len(ids)} parameters of the optimizer; pass those of the model "
-            "that it was made for"
-        )
-    return found
+    return [pair for key, pair in found.items() if key in ids]

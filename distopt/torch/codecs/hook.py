@@ -12,11 +12,11 @@ from torch.futures import Future
 from ... import compress
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
-from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine
+from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import NoRule, arrays_in, tensors_of, trained_parameters, views_of
+from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
 
 
 class CodecHook:
@@ -27,38 +27,28 @@ class CodecHook:
     depend on the layout of DDP's buckets, which changes after the first step.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        codec: Codec,
-        *,
-        group: dist.ProcessGroup | None,
-        bucket_elements: int,
-        non_finite: str,
-    ) -> None:
-        """Collective. See `hook`."""
-        if non_finite == "skip":
-            raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
-        self.codec = codec
-        self.bucket_elements = bucket_elements
-        self._params = trained_parameters(plain_model(model)[0].named_parameters())
-        self._by_tensor = {id(param.tensor): param for param in self._params}
-        self._engine = Engine(communicator_of(group), non_finite)  # type: ignore[arg-type] # checked there
-        self._rule = NoRule(self._engine.statistics)
+    def __init__(self, params: list[TrainedParameter], engine: Engine, codec: Codec, bucket_elements: int) -> None:
+        """Local. See `hook`."""
+        self.codec, self.bucket_elements = codec, bucket_elements
+        self._params = {id(param.tensor): param for param in params}
+        self._engine, self._rule = engine, Rule(engine.statistics)
         self._step: GradientCounter | None = None
-        self._views: dict[int, torch.Tensor] = {}  # of the engine's buckets, by id of the parameter
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Collective. Take the gradients of a bucket; the future ends with the last bucket of the backward pass."""
+        """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
         if bucket.index() == 0:
-            self._begin()
+            self._taken.clear()  # of a backward pass that an exception has ended
+            params = [*self._params.values()][::-1]
+            self._step = self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
         step = self._step
         assert step is not None
+        views = views_of(step.layout)
         with step:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                param = self._by_tensor[id(tensor)]
-                self._views[id(param)].copy_(grad)
+                if (param := self._params.get(id(tensor))) is None:
+                    raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
+                views[id(param)].copy_(grad)
                 step.final(param)
             future: Future[torch.Tensor] = Future()
             self._taken.append((bucket, future))
@@ -66,22 +56,15 @@ class CodecHook:
                 self._finish(step)
         return future
 
-    def _begin(self) -> None:
-        self._taken.clear()  # of a backward pass that an exception has ended
-        layout = self._engine.layout
-        self._step = self._engine.begin(self.codec, self.bucket_elements, lambda: self._params[::-1], self._rule)
-        if self._engine.layout is not layout:
-            assert self._engine.layout is not None
-            self._views = views_of(self._engine.layout)
-
     def _finish(self, step: GradientCounter) -> None:
         taken, self._taken = self._taken, []
         verdict = step.finish()
         if verdict is not None:
             self._engine.refuse(verdict)
+        views = views_of(step.layout)
         for bucket, future in taken:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                grad.copy_(self._views[id(self._by_tensor[id(tensor)])])
+                grad.copy_(views[id(self._params[id(tensor)])])
             future.set_result(bucket.buffer())
 
     def stats(self) -> CommunicationStatistics:
@@ -98,12 +81,7 @@ class CodecHook:
         Raises:
             StateError: the states do not fit; nothing was changed.
         """
-        self._engine.set_states(arrays_in(state_dict["engine"]))
-
-
-def distopt_hook(state: CodecHook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Collective. The function that DDP calls with each bucket."""
-    return state.take(bucket)
+        self._engine.set_states(arrays_in(state_dict))
 
 
 def hook(
@@ -112,7 +90,7 @@ def hook(
     *,
     group: dist.ProcessGroup | None = None,
     bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
-    non_finite: str = "raise",
+    non_finite: NonFinite = "raise",
     **options: Any,
 ) -> tuple[CodecHook, Any]:
     """Collective. A hook by which DDP averages its gradients through a codec.
@@ -137,5 +115,8 @@ def hook(
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
     """
     codec = compress.create(codec, **options) if isinstance(codec, str) else compress.codec_of(codec)
-    state = CodecHook(model, codec, group=group, bucket_elements=bucket_elements, non_finite=non_finite)
-    return state, distopt_hook
+    if non_finite == "skip":
+        raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
+    Engine.check_options(non_finite)
+    params = trained_parameters(plain_model(model)[0].named_parameters())
+    return CodecHook(params, Engine(communicator_of(group), non_finite), codec, bucket_elements), CodecHook.take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from ...comm.base import Array
 from ...compress import CommunicationStatistics
-from ...errors import UsageError
+from ...errors import StateError, UsageError
 from ...sync.layout import Layout
 from ..tensors import array_of
+
+_views: weakref.WeakKeyDictionary[Layout, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()  # see `views_of`
 
 
 class TrainedParameter:
@@ -49,11 +52,7 @@ class TrainedParameter:
     @property
     def array(self) -> Array:
         """Local. Its values, a view."""
-        return self.array_of(self.tensor)
-
-    def array_of(self, tensor: torch.Tensor) -> Array:
-        """Local. A tensor of the parameter's shape and strides as an array; a view."""
-        row = tensor.detach().permute(self._dims)
+        row = self.tensor.detach().permute(self._dims)
         return array_of(row).reshape(row.shape)
 
     def tensor_of(self, array: Array) -> torch.Tensor:
@@ -69,17 +68,18 @@ def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[
     """
     params = [TrainedParameter(name, tensor) for name, tensor in named if tensor.requires_grad]
     if not params:
-        raise UsageError("no parameter requires a gradient")
+        raise UsageError("no parameter requires a gradient, or the optimizer is of another model")
     return params
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:
     """Local. The gradients in the buckets as tensors like their parameters, by id of the parameter."""
-    views = {}
-    for bucket in layout.buckets:
-        for param, grad in zip(bucket.params, bucket.grads, strict=True):
-            assert isinstance(param, TrainedParameter)
-            views[id(param)] = param.tensor_of(grad)
+    if (views := _views.get(layout)) is None:
+        views = _views[layout] = {}
+        for bucket in layout.buckets:
+            for param, grad in zip(bucket.params, bucket.grads, strict=True):
+                assert isinstance(param, TrainedParameter)
+                views[id(param)] = param.tensor_of(grad)
     return views
 
 
@@ -88,49 +88,42 @@ def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def arrays_in(states: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """Local. What `tensors_of` was given."""
-    return {name: tensor.numpy() for name, tensor in states.items()}
+def arrays_in(state_dict: Mapping[str, Any]) -> dict[str, Array]:
+    """Local. What `tensors_of` was given, from a state dictionary with its result as "engine".
+
+    Raises:
+        StateError: there is none.
+    """
+    if "engine" not in state_dict:
+        raise StateError(
+            f"the states have no engine, only {', '.join(map(str, state_dict)) or 'nothing'}; pass the result of "
+            "state_dict of the same class, and load those of an optimizer before it is wrapped"
+        )
+    return {name: tensor.numpy() for name, tensor in state_dict["engine"].items()}
 
 
-class NoRule:
-    """In place of an update rule that the engine does not know.
+class Rule:
+    """An optimizer's update rule for the engine: its options, and its states such as momentum.
 
     Args:
         statistics: of the engine.
+        optimizer: None where the engine does not know it.
     """
 
-    def __init__(self, statistics: CommunicationStatistics) -> None:
-        self._statistics = statistics
-
-    def get_states(self) -> dict[str, Array]:
-        """Return no states."""
-        return {}
-
-    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Ignore them."""
+    def __init__(self, statistics: CommunicationStatistics, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._statistics, self._optimizer = statistics, optimizer
 
     def constants(self) -> dict[str, Any]:
-        """Return the number of updates."""
-        return {"step_counter": self._statistics.steps - self._statistics.skipped}
-
-
-class OptimizerRule(NoRule):
-    """The update rule of an optimizer of PyTorch: its options, and its states such as momentum."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, statistics: CommunicationStatistics) -> None:
-        super().__init__(statistics)
-        self._optimizer = optimizer
-
-    def constants(self) -> dict[str, Any]:
-        """Return the options of all groups of parameters, numbers and texts."""
-        options = {
-            f"{key} of group {place}" if place else key: value.item() if isinstance(value, torch.Tensor) else value
-            for place, group in enumerate(self._optimizer.param_groups)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        return {"optimizer": type(self._optimizer).__name__, **options, **super().constants()}
+        """Return the number of updates, and the options of all groups of parameters, numbers and texts."""
+        constants: dict[str, Any] = {"step_counter": self._statistics.steps - self._statistics.skipped}
+        if self._optimizer is not None:
+            constants["optimizer"] = type(self._optimizer).__name__
+            for place, group in enumerate(self._optimizer.param_groups):
+                for key, value in group.items():
+                    if key not in ("params", "param_names"):
+                        name = f"{key} of group {place}" if place else key
+                        constants[name] = value.item() if isinstance(value, torch.Tensor) else value
+        return constants
 
     def get_states(self) -> dict[str, Array]:
         """Return copies of the states in floating point."""
@@ -142,6 +135,8 @@ class OptimizerRule(NoRule):
             tensor.copy_(torch.from_numpy(states[name]))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        if self._optimizer is None:
+            return {}
         params = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
         states = self._optimizer.state
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import distopt.torch
 from distopt import compress
-from distopt.errors import GradientError, MismatchError, UsageError
+from distopt.errors import GradientError, MismatchError, StateError, UsageError
 
 from ..forked import group_with_gloo
 from .ddp import network
@@ -250,6 +252,68 @@ def check_dist_opt_after_an_exception(r: Ranks) -> None:
         optimizer.close()
 
 
+def check_dist_opt_of_thawed_parameters(r: Ranks) -> None:
+    """Parameters that train later than others are those of rank 0, and averaged."""
+    own, expected = network(), DistributedDataParallel(network(), find_unused_parameters=True)
+    if r.rank:
+        with torch.no_grad():
+            next(own.parameters()).add_(1)  # replaced by that of rank 0
+    own[0].requires_grad_(False)
+    ours, theirs = dist_opt(own), sgd(expected)
+    for first in range(3):
+        if first == 1:
+            own[0].requires_grad_(True)
+        for x, y in batches(r.rank, 2, 2 * first):
+            for model, optimizer in ((own, ours), (expected, theirs)):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                if not first and optimizer is theirs:
+                    expected.module[0].zero_grad(set_to_none=True)
+                optimizer.step()
+    r.same_as_gloo(params_of(own), params_of(expected), rtol=1e-4, atol=1e-5)
+
+
+def check_dist_opt_in_nested_backward_passes(r: Ranks) -> None:
+    """Reentrant checkpointing, where also a whole model, and one with a parameter that is not used, is checkpointed."""
+    for wholly in (False, True):
+        model, own, unused = DistributedDataParallel(network()), network(), torch.nn.Linear(2, 2)
+        theirs = sgd(model)
+        both, nested = torch.nn.ModuleList([own, unused]), {"use_reentrant": True}
+        ours = dist_opt(both, find_unused_parameters=True)
+        for x, y in batches(r.rank, 3):
+            for trained, optimizer in ((model.module, theirs), (own, ours)):
+                optimizer.zero_grad()
+                if trained is not own:
+                    out = model(x)
+                elif wholly:
+                    out = checkpoint(own, x.requires_grad_(), **nested)
+                else:
+                    out = own[4](checkpoint(own[3], checkpoint(own[:3], x.requires_grad_(), **nested), **nested))
+                torch.nn.functional.cross_entropy(out, y).backward()
+                optimizer.step()
+        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        ours.close()
+
+
+def check_dist_opt_with_a_grad_scaler(r: Ranks) -> None:
+    """An overflow on one rank makes the scalers of all ranks skip a step, and halves their scales."""
+    for name, options in CODECS.items():
+        model = network()
+        optimizer = dist_opt(model, codec=compress.create(name, **options), non_finite="skip")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model[4].weight.register_hook(
+            lambda grad, s=scaler: grad * (torch.inf if r.rank and s.get_scale() > 512 else 1)
+        )
+        for x, y in batches(r.rank, 3):
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert (scaler.get_scale(), optimizer.stats().skipped) == (512.0, 1), name
+        for tensor in model.parameters():
+            same_on_all_ranks(tensor, name)
+
+
 def _raise(_: torch.Tensor) -> None:
     raise ValueError("in the middle of a backward pass")
 
@@ -283,7 +347,8 @@ def check_codec_states_resume(r: Ranks) -> None:
         model = network()
         inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
         codec = compress.create("top-k", ratio=0.2, error_feedback=True)
-        local = distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragments=2, codec=codec)
+        options = {"sync_every": 5, "fragment_sync_delay": 1, "codec": codec}  # the average of step 5 is under way
+        local = distopt.torch.DiLoCo(model, inner, outer, **options)
         return model, inner, {"model": model, "optimizer": inner, "local": local}
 
     for make in (of_dist_opt, of_hook, of_diloco):
@@ -360,7 +425,7 @@ def check_diloco_skips_bad_changes(r: Ranks) -> None:
             next(model.parameters())[0] = float("nan")
     train(model, inner, r.rank, 1, 1)
     with pytest.raises(UsageError, match="an average is under way in step 2"):
-        local.state_dict()
+        local.load_state_dict(local.state_dict())
     train(model, inner, r.rank, 1, 2)
     for one, other in zip(params_of(model), before, strict=True):
         same(one, other)
@@ -368,10 +433,14 @@ def check_diloco_skips_bad_changes(r: Ranks) -> None:
 
 
 def check_mistakes_with_codecs(r: Ranks) -> None:
+    model = network()
+    inner, outer = sgd(model), sgd(model)
     with pytest.raises(UsageError, match="5 fragments of 6 parameters"):
-        distopt.torch.DiLoCo(network(), sgd(network()), sgd(network()), sync_every=4, fragments=5)
+        distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragments=5)
     with pytest.raises(UsageError, match="fragment_sync_delay=4 is not from 0 to 3"):
-        distopt.torch.DiLoCo(network(), sgd(network()), sgd(network()), sync_every=4, fragment_sync_delay=4)
+        distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=4)
+    with pytest.raises(UsageError, match="or the optimizer is of another model"):
+        distopt.torch.DiLoCo(network(), inner, outer)
     with pytest.raises(UsageError, match=r"7 is not a codec"):
         dist_opt(network(), codec=7)
     with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
@@ -382,6 +451,35 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         distopt.torch.DistOpt(torch.optim.LBFGS(network().parameters()))
     with pytest.raises(UsageError, match="unknown codec 'topk'"):
         distopt.torch.hook(network(), "topk")
+    model = network()
+    optimizer = dist_opt(model)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled; save its state_dict"):
+            copied(optimizer)
+    with pytest.raises(StateError, match=r"have no engine, only state, param_groups; .* before it is wrapped"):
+        optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    with pytest.raises(UsageError, match=r"instead of backward\(create_graph=True\)"):
+        model(torch.ones(1, 1, 8, 8)).sum().backward(create_graph=True)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UsageError, match="more parameters since it was wrapped"):
+        model(torch.ones(1, 1, 8, 8)).sum().backward()
+    optimizer.close()
+    with pytest.raises(UsageError, match="named_parameters lacks 6 of the optimizer's 6; "):
+        distopt.torch.DistOpt(sgd(model), network().named_parameters())
+    ddp = DistributedDataParallel(network())
+    ddp.register_comm_hook(*distopt.torch.hook(network()))
+    with pytest.raises(UsageError, match="make the hook of the model inside of DDP"):
+        ddp(torch.ones(1, 1, 8, 8)).sum().backward()
+    with pytest.raises(UsageError, match="trains 4 parameters that are not averaged"):
+        distopt.torch.DiLoCo(model, sgd(model), sgd(model[4]))
+    model[0].requires_grad_(False)
+    inner = sgd(model)
+    local = distopt.torch.DiLoCo(model, inner, sgd(model))
+    with pytest.raises(StateError, match="the states are of 0 fragments"):
+        local.load_state_dict({})
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match="trains 2 parameters that are not averaged"):
+        inner.step()
     model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
     with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
         dist_opt(model)
