@@ -26,8 +26,11 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
+from threading import Lock
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = "repository.zip"  # beside this file in a pack: tests, benchmarks, examples, csrc
@@ -47,6 +50,7 @@ class Part:
     needs: tuple[str, ...] = ("GPU",)
     environment: Mapping[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()  # a command that runs Python, such as compute-sanitizer
+    alone: bool = True  # whether it measures, so that nothing may run beside it
 
 
 @dataclass
@@ -69,7 +73,7 @@ def tests(*names: str) -> tuple[str, ...]:
 
 
 def gpu_tests(name: str, seconds: float, *more: str) -> Part:
-    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), ("GPU", "pytest"))
+    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), ("GPU", "pytest"), alone=False)
 
 
 def measures(only: str, *more: str) -> tuple[str, ...]:
@@ -78,47 +82,50 @@ def measures(only: str, *more: str) -> tuple[str, ...]:
 
 def sanitized(tool: str) -> Part:
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no")
-    return Part(f"every kernel under {tool}", 120, checks("kernels"), ("GPU", "compute-sanitizer"), before=command)
+    needs = ("GPU", "compute-sanitizer")
+    return Part(f"every kernel under {tool}", 120, checks("kernels"), needs, before=command, alone=False)
 
 
-# Versions first, as all else may fail for their sake; then by risk, so that the first failure names its cause.
+# Versions first, as all else may fail for their sake, then the smallest uses of each library. Tests run four at a time,
+# the longest first: two minutes on an H100. What measures comes last, the most telling first.
+TOGETHER = 4
 VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"), ())
+NCCL = ("GPU", "pytest", "NCCL 2.30")
 ON_GPU = (
-    Part("ceilings", 60, measures("ceilings")),
     Part("one kernel", 60, checks("kernel")),
     Part("one product", 60, checks("product")),
     Part("one cuDNN plan", 60, checks("plan")),
-    gpu_tests("tensor", 60),
-    gpu_tests("codec_kernels", 90),
-    gpu_tests("ops", 120),
-    gpu_tests("functions", 60),
-    gpu_tests("staging", 30),
-    gpu_tests("convolution", 120),
-    gpu_tests("cudnn", 60),
-    gpu_tests("training", 120),
-    gpu_tests("graph", 120),
-    Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest")),
-    Part(
-        "NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), ("GPU", "pytest", "NCCL 2.30")
-    ),
-    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), ("GPU", "pytest", "NCCL 2.30"), SHARING),
-    *(Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n))) for n in (431_080, 2_000_000)),
-    *(
-        Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n)))
-        for n in (25_600_000, 100_000_000)
-    ),
-    Part("top-K beside others", 60, measures("select")),
-    Part("convolutions", 60, measures("convolutions")),
-    Part("CNN step beside PyTorch", 200, measures("cnn")),
-    Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
-    sanitized("memcheck"),
-    sanitized("racecheck"),
+    gpu_tests("graph", 180),
+    Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), NCCL, alone=False),
     Part(
         "MNIST",
-        300,
-        ("examples/mnist_multiprocess.py", "1", "--max-epoch", "10"),
+        120,
+        ("examples/mnist_multiprocess.py", "1", "--max-epoch", "3"),
         environment={"DISTOPT_DEVICE": "cuda"},
+        alone=False,
     ),
+    gpu_tests("convolution", 120),
+    gpu_tests("codec_kernels", 90),
+    gpu_tests("ops", 120),
+    gpu_tests("training", 120),
+    Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
+    gpu_tests("functions", 60),
+    gpu_tests("cudnn", 60),
+    gpu_tests("tensor", 60),
+    gpu_tests("staging", 30),
+    sanitized("memcheck"),
+    sanitized("racecheck"),
+    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), NCCL, SHARING),
+    Part("ceilings", 60, measures("ceilings")),
+    *(
+        Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n)))
+        for n in (431_080, 2_000_000, 25_600_000, 100_000_000)
+    ),
+    Part("top-K beside others", 60, measures("select")),
+    Part("time of each kernel", 90, checks("profile")),
+    Part("convolutions", 60, measures("convolutions")),
+    Part("CNN step beside PyTorch", 120, measures("cnn")),
+    Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
 )
 EMULATED = (
     "tests/unit/test_cuda_codec_kernels.py",
@@ -212,19 +219,26 @@ def run_parts(
     """Run what the facts allow within `minutes`, and write after each part what is known."""
     end = time.monotonic() + 60 * minutes
     rows: list[Row] = [Row(part.name, says="its turn has not come") for part in parts]
-    for number, part in enumerate(parts):
-        left = end - time.monotonic()
+    lock = Lock()
+
+    def run(number: int) -> None:
+        part, left = parts[number], end - time.monotonic()
         if reason := missing(part.needs, facts) or ("" if left > 1 else f"{minutes:g} minutes are over"):
-            rows[number].says = reason
+            row = Row(part.name, says=reason)
         else:
             log = out / f"{number:02}-{''.join(c if c.isalnum() else '-' for c in part.name)}.txt"
             try:
-                rows[number] = run_part(part, min(part.seconds, left), log, python, environment)
+                row = run_part(part, min(part.seconds, left), log, python, environment)
             except OSError as error:
-                rows[number] = Row(part.name, "failed", 0.0, str(error))
-        row = rows[number]
-        print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
-        write(out, rows, head)
+                row = Row(part.name, "failed", 0.0, str(error))
+        with lock:
+            rows[number] = row
+            print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
+            write(out, rows, head)
+
+    for alone, numbers in groupby(range(len(parts)), lambda number: parts[number].alone):
+        with ThreadPoolExecutor(1 if alone else TOGETHER) as pool:
+            list(pool.map(run, numbers))  # raises what was raised
     return rows
 
 

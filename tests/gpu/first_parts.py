@@ -203,6 +203,51 @@ def every_kernel() -> int:
     return 0
 
 
+def kernel_times() -> int:
+    """Microseconds and launches of each kernel in selections, sparse sums and steps, by PyTorch's profiler."""
+    import cupy
+
+    try:
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError:
+        print("PyTorch is not installed")
+        return NOT_RUN
+    from benchmarks.gpu import BATCH
+    from benchmarks.models import compiled, sgd
+    from distopt import device, opt
+    from distopt.kernels import FINDINGS, Accumulation
+    from distopt.kernels import gpu as codec
+
+    n = 25_600_000
+    x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
+    lists, findings = codec.new_lists(n // 50), cupy.full(FINDINGS, -1, cupy.int64)
+    indices, dense = cupy.arange(0, n, 100, dtype=cupy.int32), cupy.zeros(n, cupy.float32)
+    values, residual = cupy.ones(indices.size, cupy.float32), Accumulation(residual=cupy.zeros(n, cupy.float32))
+    device.create_cuda_gpu()
+    cnn, images, labels = compiled(opt.DistOpt(sgd()), BATCH)
+    calls = {
+        "threshold": lambda: codec.threshold(x, 2.5758, Accumulation(), lists, findings),
+        "top-K": lambda: codec.top_k(x, n // 100, Accumulation(), lists, findings),
+        "top-K with a residual": lambda: codec.top_k(x, n // 100, residual, lists, findings),
+        "sparse sum": lambda: codec.scatter_sum(dense, [indices], [values], 0, n),
+        "CNN step": lambda: cnn(images, labels),
+    }
+    print("| of | kernel | launches | us |\n| --- | --- | --- | --- |")
+    for name, call in calls.items():
+        for _ in range(5):
+            call()
+        cupy.cuda.Device().synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            call()
+            cupy.cuda.Device().synchronize()
+        kernels = [event for event in recorded.key_averages() if event.device_time_total > 0]
+        for event in sorted(kernels, key=lambda event: -event.device_time_total):
+            print(f"| {name} | {event.key[:90].replace('|', '/')} | {event.count} | {event.device_time_total:.1f} |")
+        print(f"| {name} | all | {sum(e.count for e in kernels)} | {sum(e.device_time_total for e in kernels):.1f} |")
+    print(f"{len(calls)} calls, of {n:,} elements except the step")
+    return 0
+
+
 PARTS = {
     "compile": compile_kernels,
     "libraries": load_libraries,
@@ -210,6 +255,7 @@ PARTS = {
     "product": one_product,
     "plan": one_plan,
     "kernels": every_kernel,
+    "profile": kernel_times,
 }
 
 if __name__ == "__main__":

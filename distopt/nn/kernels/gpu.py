@@ -297,7 +297,7 @@ def _channel_sums(x: Array, batch: Pair, pixels: int, rows: bool, add: bool, sum
 
 
 def _workspace(batch: Pair, pixels: int) -> Array:
-    """What sums over the channels of a batch need, of images and channels."""
+    """The workspace of sums over channels; `batch` is (images, channels)."""
     return cupy.empty(native.channel_workspace(batch, pixels), cupy.float64)
 
 
