@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 
 import pytest
 
 from distopt.comm.gpu import GpuStack, gpu_stack
 from distopt.errors import MissingDependencyError
 
-os.environ["DISTOPT_DEVICE"] = "cuda"
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu_asked_for() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTOPT_DEVICE", "cuda")
+        yield
 
 
 @pytest.fixture(scope="session")
