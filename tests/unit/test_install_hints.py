@@ -41,5 +41,7 @@ def test_the_package_requires_what_it_imports_and_nothing_else():
 def test_hints_name_the_packages_of_the_extras():
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     for extra in _PACKAGES:
-        wanted = [re.match(r"[\w-]+(\[\w+\])?", requirement)[0] for requirement in project["optional-dependencies"][extra]]
+        wanted = [
+            re.match(r"[\w-]+(\[\w+\])?", requirement)[0] for requirement in project["optional-dependencies"][extra]
+        ]
         assert pip_install(extra).replace("--upgrade ", "").replace("'", "") == f"pip install {' '.join(wanted)}"
