@@ -54,7 +54,7 @@ class Sent:
 
     @property
     def of_hooks(self) -> bool:
-        """Whether `--front torch` has it."""
+        """Whether `--front torch` compares it."""
         compared = self.bound is not None or isinstance(self.codec, Fp32)
         return compared and self.codec is not None and self.dtype is np.float32
 
@@ -269,9 +269,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     records = {}
-    for name in args.only or SENT:
-        if args.front == "torch" and not SENT[name].of_hooks:
-            continue
+    for name in args.only or [name for name in SENT if args.front == "nn" or SENT[name].of_hooks]:
         record = records[name] = record_of(name, args)
         print(f"{name}: {record['accuracies'][-1]:.4f}, {record['steps_per_second']:.1f} steps/s", flush=True)
     if "fp32" in records:

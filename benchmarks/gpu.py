@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -72,8 +72,8 @@ def ceiling_rows(cupy, n: int) -> Iterator[str]:
         yield f"| {name}, {n:,} elements | {own:.3f} ms | | {n_bytes / own / 1e6:,.0f} GB/s | |"
 
 
-def kernel_rows(cupy, n: int) -> Iterator[str]:
-    """Casts, selection, sparse sum, norm and updates, against a copy of the bytes that they must move."""
+def kernel_calls(cupy, n: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Casts, selection, sparse sum, norm and updates, with the bytes that they must move."""
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
     from distopt.nn.kernels import gpu as ops
@@ -87,7 +87,7 @@ def kernel_rows(cupy, n: int) -> Iterator[str]:
     values, dense = cupy.ones(indices.size, cupy.float32), cupy.zeros(n, cupy.float32)
     grad, first, second = cupy.ones_like(x), cupy.zeros_like(x), cupy.zeros_like(x)
     # The values that are selected, or summed, come with an index of 4 bytes each.
-    cases = {
+    return {
         "cast to float16": (6 * n, lambda: codec.encode16(x, (None, None), wire, "float16", 1.0, 65504.0, findings)),
         "cast to bfloat16": (6 * n, lambda: codec.encode16(x, (None, None), wire, "bfloat16", 1.0, 3e38, findings)),
         "cast from float16": (6 * n, lambda: codec.decode16(wire, dense, "float16", 1.0)),
@@ -99,7 +99,11 @@ def kernel_rows(cupy, n: int) -> Iterator[str]:
         "SGD with momentum": (20 * n, lambda: ops.update("sgd", x, grad, [first], 1e-6, 0.9, 0.0, 0.0, False)),
         "Adam": (28 * n, lambda: ops.update("adam", x, grad, [first, second], 1, *ADAM)),
     }
-    for name, (n_bytes, call) in cases.items():
+
+
+def kernel_rows(cupy, n: int) -> Iterator[str]:
+    """Each of `kernel_calls` against a copy of its bytes."""
+    for name, (n_bytes, call) in kernel_calls(cupy, n).items():
         own, copied = device_ms(cupy, call, copy_of(cupy, n_bytes))
         yield f"| {name}, {n:,} elements | {own:.3f} ms | a copy of the same bytes | {copied / own:.0%} of it | 80 % |"
 

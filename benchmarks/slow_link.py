@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
                         print(f"{rate}, {ranks} on each host: {label}: {', '.join(found[label])}", flush=True)
                 head = ["sent", "s to 98.0 %", "s to 98.5 %", "steps/s"]
                 rows = ([label, *cells] for label, cells in found.items())
-                parts.append(f"### {rate.replace('mbit', ' Mbit/s')}, ranks on each host: {ranks}\n\n{output.table(head, rows)}")
+                parts.append(
+                    f"### {rate.replace('mbit', ' Mbit/s')}, ranks on each host: {ranks}\n\n{output.table(head, rows)}"
+                )
     put(args.output, "slow-link", "\n\n".join(parts))
 
 

@@ -30,9 +30,7 @@ void bind_cuda_numerics(nb::module_& m) {
   DISTOPT_IMAGE_KERNELS(DISTOPT_DEFINE)
   DISTOPT_ARRAY_KERNELS(DISTOPT_DEFINE)
   DISTOPT_UPDATE_KERNELS(DISTOPT_DEFINE)
-  m.def("channel_workspace", [](const std::array<int, 2>& batch, int pixels) {
-    return cuda::channel_workspace({batch[0], batch[1]}, pixels);
-  });
+  m.attr("channel_blocks") = cuda::channel_blocks;
 }
 
 #undef DISTOPT_DEFINE

@@ -38,9 +38,9 @@ Channels channels_of(Batch batch, int pixels, bool rows = false) {
 // A channel is summed up in parts, by one block each: a block per channel would leave most of the device idle. The
 // kernel that uses a sum adds its parts up, so no block waits for another. Their number depends on the shape alone.
 unsigned parts_of(Batch batch, int pixels) {
-  constexpr unsigned least = 8 * block_threads, blocks = 1024;  // in all: about as many as an H100 holds
+  constexpr unsigned least = 8 * block_threads;
   const unsigned wanted = blocks_of(std::size_t(batch.images) * pixels, least);
-  const unsigned most = blocks / unsigned(batch.channels);
+  const unsigned most = channel_blocks / unsigned(batch.channels);
   return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
 }
 
@@ -236,10 +236,6 @@ template <class T>
 void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream) {
   const unsigned blocks = unsigned(columns + tile - 1) / tile;
   if (blocks) launch(column_sums_kernel<T>, dim3(blocks), dim3(tile, warp_count), stream, matrix, rows, columns, out);
-}
-
-std::size_t channel_workspace(Batch batch, int pixels) {
-  return batch.channels ? 2 * std::size_t(batch.channels) * parts_of(batch, pixels) : 0;
 }
 
 template <class T>

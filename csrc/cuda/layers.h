@@ -66,8 +66,8 @@ void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cud
 template <class T>
 void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream);
 
-// The float64 that `workspace` has room for in the sums over channels below.
-std::size_t channel_workspace(Batch batch, int pixels);
+// `workspace` has room for 2 * max(channels, channel_blocks) float64 in the sums over channels below.
+constexpr unsigned channel_blocks = 1024;  // about as many as an H100 holds
 // out[channel] = the sum of its planes over all images, added to the existing values if asked.
 template <class T>
 void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, double* workspace, T* out,

@@ -87,7 +87,7 @@ def sanitized(tool: str) -> Part:
 
 
 # Versions first, as all else may fail for their sake, then the smallest uses of each library. Tests run four at a time,
-# the longest first: two minutes on an H100. What measures comes last, the most telling first.
+# the longest first: two minutes on an H100. Measurements come last.
 TOGETHER = 4
 VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"), ())
 NCCL = ("GPU", "pytest", "NCCL 2.30")

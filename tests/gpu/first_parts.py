@@ -204,7 +204,7 @@ def every_kernel() -> int:
 
 
 def kernel_times() -> int:
-    """Microseconds and launches of each kernel in selections, sparse sums and steps, by PyTorch's profiler."""
+    """Microseconds and launches of each kernel in the calls of the benchmark and in a step, by PyTorch's profiler."""
     import cupy
 
     try:
@@ -212,26 +212,14 @@ def kernel_times() -> int:
     except ImportError:
         print("PyTorch is not installed")
         return NOT_RUN
-    from benchmarks.gpu import BATCH
+    from benchmarks.gpu import BATCH, kernel_calls
     from benchmarks.models import compiled, sgd
     from distopt import device, opt
-    from distopt.kernels import FINDINGS, Accumulation
-    from distopt.kernels import gpu as codec
 
-    n = 25_600_000
-    x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
-    lists, findings = codec.new_lists(n // 50), cupy.full(FINDINGS, -1, cupy.int64)
-    indices, dense = cupy.arange(0, n, 100, dtype=cupy.int32), cupy.zeros(n, cupy.float32)
-    values, residual = cupy.ones(indices.size, cupy.float32), Accumulation(residual=cupy.zeros(n, cupy.float32))
     device.create_cuda_gpu()
     cnn, images, labels = compiled(opt.DistOpt(sgd()), BATCH)
-    calls = {
-        "threshold": lambda: codec.threshold(x, 2.5758, Accumulation(), lists, findings),
-        "top-K": lambda: codec.top_k(x, n // 100, Accumulation(), lists, findings),
-        "top-K with a residual": lambda: codec.top_k(x, n // 100, residual, lists, findings),
-        "sparse sum": lambda: codec.scatter_sum(dense, [indices], [values], 0, n),
-        "CNN step": lambda: cnn(images, labels),
-    }
+    calls = {name: call for name, (_, call) in kernel_calls(cupy, 25_600_000).items()}
+    calls["CNN step"] = lambda: cnn(images, labels)
     print("| of | kernel | launches | us |\n| --- | --- | --- | --- |")
     for name, call in calls.items():
         for _ in range(5):
@@ -244,7 +232,7 @@ def kernel_times() -> int:
         for event in sorted(kernels, key=lambda event: -event.device_time_total):
             print(f"| {name} | {event.key[:90].replace('|', '/')} | {event.count} | {event.device_time_total:.1f} |")
         print(f"| {name} | all | {sum(e.count for e in kernels)} | {sum(e.device_time_total for e in kernels):.1f} |")
-    print(f"{len(calls)} calls, of {n:,} elements except the step")
+    print(f"{len(calls)} calls, of 25,600,000 elements except the step")
     return 0
 
 

@@ -291,14 +291,14 @@ def _convolution_backward(
 
 def _channel_sums(x: Array, batch: Pair, pixels: int, rows: bool, add: bool, sums: int) -> None:
     """The gradient of a bias, at the address `sums`; x are `rows` or images."""
-    workspace = _workspace(batch, pixels)
+    workspace = _workspace(batch[1])
     given = x.data.ptr, rows, add, workspace.data.ptr, sums
     native.channel_sums(code_of(x), batch, pixels, *given, current_stream())
 
 
-def _workspace(batch: Pair, pixels: int) -> Array:
-    """The workspace of sums over channels; `batch` is (images, channels)."""
-    return cupy.empty(native.channel_workspace(batch, pixels), cupy.float64)
+def _workspace(channels: int) -> Array:
+    """The workspace of sums over channels."""
+    return cupy.empty(2 * max(channels, native.channel_blocks), cupy.float64)
 
 
 def _lowered_backward(
@@ -384,7 +384,7 @@ def batch_norm2d(
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
     mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
     y = cupy.empty(x.shape, x.dtype)
-    workspace = _workspace((n, c), h * w)
+    workspace = _workspace(c)
     given, moments = (code_of(x), (n, c), h * w, address_of(x, x.shape, x.dtype)), (mean.data.ptr, inverse.data.ptr)
     running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
     results = workspace.data.ptr, *moments, *running
@@ -398,7 +398,7 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
-    dx, workspace = cupy.empty(x.shape, x.dtype), _workspace((n, c), h * w)
+    dx, workspace = cupy.empty(x.shape, x.dtype), _workspace(c)
     given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
     results = workspace.data.ptr, address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
     native.normalize_backward(code_of(x), (n, c), h * w, *given, *results, current_stream())

@@ -59,7 +59,7 @@ class Plan:
             second: w, or dy for "wgrad".
             out: y, dx or dw.
         """
-        # Gradients of parameters are views of a bucket and begin anywhere.
+        # A script's own views begin anywhere.
         first, second = (array if _is_aligned(array) else array.copy() for array in (first, second))
         result = out if _is_aligned(out) else cupy.empty(out.shape, out.dtype)
         workspace = cupy.empty(self._workspace_bytes, cupy.uint8)
