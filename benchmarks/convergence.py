@@ -34,6 +34,7 @@ from distopt.compress import (
     TopK,
 )
 from distopt.data import ShardedSampler
+from distopt.errors import UsageError
 
 from .models import CNN, sgd, train_cnn
 from .output import ROOT, put, table
@@ -267,9 +268,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    names = [name for name in SENT if args.front == "nn" or SENT[name].of_hooks]
+    if others := sorted({*(args.only or ())} - {*names}):
+        raise UsageError(f"--front torch does not compare {', '.join(others)}, only {', '.join(names)}")
     args.cache.mkdir(parents=True, exist_ok=True)
     records = {}
-    for name in args.only or [name for name in SENT if args.front == "nn" or SENT[name].of_hooks]:
+    for name in args.only or names:
         record = records[name] = record_of(name, args)
         print(f"{name}: {record['accuracies'][-1]:.4f}, {record['steps_per_second']:.1f} steps/s", flush=True)
     if "fp32" in records:

@@ -35,6 +35,8 @@ SHORT = {
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
     "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
     "--output {page}",
+    "convergence --front torch": "--epochs 1 --batch-size 32 --only fp32 topk1 --data-dir {digits} --cache {cache} "
+    "--output {page}",
     "memory": "--steps 20 --batch-size 2 --only distopt",
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
@@ -67,7 +69,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    pages = ("network.md", "gpu.md", "convergence.md", "results/scaling.md")
+    pages = ("network.md", "results/gpu.md", "convergence.md", "results/scaling.md")
     page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
@@ -81,7 +83,7 @@ def run_short(words: str, files: dict[str, Path]) -> Ended:
     if name in {"convergence", "scale"}:
         pytest.importorskip("matplotlib")
     words = words.replace("2xN", "2x1")
-    own = SHORT[name].format(**files)
+    own = SHORT[f"{name} --front torch" if "--front torch" in words else name].format(**files)
     return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end(250)
 
 
@@ -97,7 +99,7 @@ def require_hosts() -> None:
 
 
 def test_every_benchmark_is_here_and_in_its_readme():
-    assert set(SHORT) == set(BENCHMARKS)
+    assert {words.split()[0] for words in SHORT} == set(BENCHMARKS)
     table = (ROOT / "benchmarks" / "README.md").read_text()
     assert all(re.search(rf"^\| [^|]*\b{name}\b[^|]* \|", table, re.M) for name in BENCHMARKS)
     modules = {path.stem.replace("_", "-") for path in (ROOT / "benchmarks").glob("*.py")}
