@@ -120,7 +120,8 @@ class Communicator(ABC):
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True
     # Arrays above this size are summed over the ranks of every host in rank order, then over the hosts in the order of
-    # their first ranks; a rest that cannot be dealt out equally to the ranks of a host, in rank order. None: no array.
+    # their first ranks; a rest that cannot be dealt out equally to the ranks of a host, in rank order. Sums of 16 bits
+    # are rounded once per host. None: no array is. 0: all are, with their rests, and the sums of reduce_scatter.
     by_host_above_bytes: int | None = None
     # Whether `all_reduce` takes `find_nonfinite`.
     finds_nonfinite: ClassVar[bool] = False

@@ -76,11 +76,18 @@ def result(comm: Communicator, count: int, dtype: str, op: ReduceOp = "sum", sal
     return documented(comm, *(whole[_window(count, salt)] for whole in results))
 
 
+def scattered(comm: Communicator, count: int, dtype: str, op: ReduceOp = "sum", salt: int = 0) -> Array:
+    """The same for `comm.reduce_scatter`, all parts."""
+    flat, by_host = _long_results(comm.topology.hosts, dtype, op)
+    return (by_host if comm.by_host_above_bytes == 0 else flat)[_window(count, salt)]
+
+
 def documented(comm: Communicator, flat: Array, by_host: Array) -> Array:
     """Combine both results as `comm.all_reduce` must: it may reduce large arrays host by host, except a remainder."""
     if comm.by_host_above_bytes is None or flat.nbytes <= comm.by_host_above_bytes:
         return flat
-    even = flat.size // comm.topology.local_size * comm.topology.local_size
+    slices = comm.topology.local_size if comm.by_host_above_bytes else 1
+    even = flat.size // slices * slices
     return np.concatenate([by_host[:even], flat[even:]])
 
 
@@ -172,9 +179,9 @@ def check_reduce_scatter(comm: Communicator, dtype: str, op: Any) -> None:
         mine = slice(rank * count, (rank + 1) * count)
         out = array[mine] if in_place else places.empty(place, count)
         comm.reduce_scatter(array, out, op, wire=dtype).wait()
-        flat, _ = _long_results(comm.topology.hosts, dtype, op)
+        expected = scattered(comm, n * count, dtype, op)[mine]
         inputs = [whole[mine] for whole in all_values(comm, n * count, dtype)]
-        assert_reduced(comm, dtype, out, flat[_window(n * count, 0)][mine], inputs, (count, place, in_place))
+        assert_reduced(comm, dtype, out, expected, inputs, (count, place, in_place))
 
 
 def check_all_gather(comm: Communicator, dtype: str) -> None:
@@ -242,8 +249,7 @@ def check_overlap(comm: Communicator) -> None:
                 assert_same_bits(out, np.concatenate(inputs), (count, place, begin))
             else:
                 mine = slice(rank * count, (rank + 1) * count)
-                flat, _ = _long_results(comm.topology.hosts, "float32", "sum")
-                expected = flat[_window(n * count, i)][mine]
+                expected = scattered(comm, n * count, "float32", salt=i)[mine]
                 assert_reduced(comm, "float32", out, expected, [one[mine] for one in inputs], (count, place, begin))
     # Parts of an exchange are only read, and results are never the caller's memory.
     memory = comm.xp.asarray(values(rank, 9_000, "float32"))

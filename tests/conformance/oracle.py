@@ -26,6 +26,15 @@ def bfloat16_to(stored: Array) -> Array:
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
+def _float16(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
+
+def _float32(values: Array) -> Array:
+    return values.astype(np.float32)
+
+
 def reduce_in_rank_order(arrays: Sequence[Array], dtype: str, op: ReduceOp) -> Array:
     """The reduction of the arrays of all ranks; max and min take the first NaN, and the first of equal values."""
     wide = {"float16": lambda a: a.astype(np.float32), "bfloat16": bfloat16_to}.get(dtype, lambda a: a)
@@ -47,10 +56,17 @@ def reduce_in_rank_order(arrays: Sequence[Array], dtype: str, op: ReduceOp) -> A
 
 
 def reduce_by_host(arrays: Sequence[Array], hosts: Sequence[str], dtype: str, op: ReduceOp) -> Array:
-    """The reduction of what the reductions of each host give; 16-bit floats are rounded, and divided, in both."""
+    """The reduction of what the reductions of each host give; 16-bit floats are rounded, and divided, in both.
+
+    The mean over hosts with different numbers of ranks is the sum in float32, divided once.
+    """
     groups: dict[str, list[Array]] = {}
     for host, array in zip(hosts, arrays, strict=True):
         groups.setdefault(host, []).append(array)
+    uneven = len({len(group) for group in groups.values()}) > 1
+    if uneven and op == "mean" and dtype in ("float16", "bfloat16"):
+        narrow, wide = (bfloat16_from, bfloat16_to) if dtype == "bfloat16" else (_float16, _float32)
+        return narrow(reduce_by_host([wide(array) for array in arrays], hosts, "float32", op))
     divides = op == "mean" and dtype in ("float32", "float64")
     stage: ReduceOp = "sum" if divides else op
     total = reduce_in_rank_order([reduce_in_rank_order(group, dtype, stage) for group in groups.values()], dtype, stage)

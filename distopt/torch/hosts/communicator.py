@@ -44,7 +44,8 @@ _CHUNKS_REDUCED, _CHUNKS_GATHERED = 5, 1  # most chunks on the network in either
 class HostsCommunicator(Communicator):
     """Collectives over hosts with any numbers of ranks, and with any assignment of ranks to hosts.
 
-    `Work.wait` carries out an operation, so works must be waited for in the order in which they were started.
+    Operations are carried out in the order in which they were started: `Work.wait` carries out one, and before it all
+    earlier ones that no `wait` has reached. Messages take tags from 0 to 2^20 - 1, and only `wait` notices their end.
 
     Attributes:
         begins_at_once: sums start when they are called, and progress while this rank computes.
@@ -80,6 +81,7 @@ class HostsCommunicator(Communicator):
         self._seconds = seconds
         self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
+        self.by_host_above_bytes = None if len(self._mine) == 1 and self._even else 0
         self.begins_at_once = len(hosts) == len(topology.hosts) == 2
         # Number of ranks of every host that carry a slice. The carriers of this rank's slice are empty if it has none.
         self._n_slices = min(len(ranks) for ranks in hosts)
@@ -133,8 +135,9 @@ class HostsCommunicator(Communicator):
             self._local.close()
             raise self._error from error
 
-    def end(self) -> None:
-        """Local. Drop the oldest operation, which has been carried out."""
+    def carry_out_oldest(self, timeout: float | None) -> None:
+        """Collective. Carry out the oldest operation that no `wait` has reached."""
+        self._under_way[0].carry_out(timeout)
         self._under_way.popleft()
 
     # -- for the base class ------------------------------------------------------------------------------------------
@@ -322,8 +325,9 @@ class HostsCommunicator(Communicator):
     def _gather_unevenly(self, call: Description, array: Array, out: Array) -> None:
         received: list[Array] = []
         label = f"all_gather of {array.size} {call.label}"
-        self._exchange(replace(call, kind="all_gather_ragged", count=0, label=label), [array] * self._size, received)
-        np.concatenate(received, out=out)
+        parts = [bytes_of(array)] * self._size
+        self._exchange(replace(call, kind="all_gather_ragged", count=0, label=label), parts, received)
+        np.concatenate(received, out=bytes_of(out))
 
     def _spread(self, call: Description, array: Array) -> None:
         """Send to one rank of every other host, which broadcasts inside its host."""
@@ -400,14 +404,21 @@ class _Deferred(Work):
         """Local. Whether an operation on `array` may start before this one ends: this one has, on other memory."""
         return self._array is not None and not np.may_share_memory(self._array, array)
 
+    def carry_out(self, timeout: float | None) -> None:
+        """Collective. Carry out this operation, the oldest one under way."""
+        assert self._run is not None
+        self._owner.carry_out(self._call, self._run, timeout)
+        self._run = None
+
     def done(self) -> bool:
-        """Collective. Carry out the operation."""
+        """Collective. Carry out the operation, and all earlier ones."""
         self.wait()
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Collective. Carry out the operation; wait at most `timeout` seconds for the other ranks. See `Work.wait`."""
-        if self._run is not None:
-            self._owner.carry_out(self._call, self._run, timeout)
-            self._owner.end()
-            self._run = None
+        """Collective. Carry out the operation, and all earlier ones; see `Work.wait`.
+
+        Each waits at most `timeout` seconds for the other ranks.
+        """
+        while self._run is not None:
+            self._owner.carry_out_oldest(timeout)

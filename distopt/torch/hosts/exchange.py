@@ -90,6 +90,8 @@ class Between:
 
     def send(self, call: Description, array: Array, to: int, phase: int = 0) -> Transfer:
         """Local. Start to send to a rank that receives as many bytes."""
+        if not array.flags.writeable:  # PyTorch would warn
+            array = array.copy()
         return self.gloo.send(torch.from_numpy(bytes_of(array)), to, call.tag(phase), call.describe)
 
     def receive(self, call: Description, array: Array, source: int, phase: int = 0) -> Transfer:
