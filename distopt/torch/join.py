@@ -117,7 +117,7 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
     offered = address or next(iter(own_addresses()), "")
     note = [identity, host, pid, token_bytes(16).hex(), offered]
     store.set(str(rank), json.dumps(note))
-    _await_all(store, rank, ranks, timeout)
+    await_all(store, rank, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
     _known.update((process.rank, process) for process in processes)
@@ -146,7 +146,7 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
         raise
 
 
-def _await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
+def await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
     """Collective. Wait until the notes of all ranks are in the store."""
     try:
         store.wait([str(q) for q in range(len(ranks))], timedelta(seconds=timeout))

@@ -6,28 +6,37 @@ import atexit
 import contextlib
 import weakref
 
+import torch
 import torch.distributed as dist
 
 from ...comm import Communicator
 from ...errors import DistoptError, UsageError
 from ...settings import Settings
 from ..join import communicator_of_store
+from .gpu import StoreJob, communicator_on
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-def communicator_of(group: dist.ProcessGroup | None = None) -> Communicator:
-    """Collective. A new communicator of the ranks of `group`: shared memory on a host, PyTorch's Gloo between hosts.
+_CPU = torch.device("cpu")
+
+
+def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Communicator:
+    """Collective. A new communicator of the ranks of `group` for arrays on a device.
+
+    On CPUs, it is shared memory on a host and PyTorch's Gloo between hosts; on GPUs, one for each rank, it is NCCL.
 
     The ranks meet in the group's store; afterwards it depends on the group no more. Its operations have an order of
     their own, so it does not disturb those that PyTorch calls. An operation waits for a rank for $DISTOPT_TIMEOUT.
 
     Args:
         group: a group with this process, over any backend (default: all ranks).
+        device: of this rank's arrays.
 
     Raises:
         UsageError: the process group is missing, or does not have this process.
-        LaunchError: the ranks did not meet.
+        LaunchError: the ranks did not meet, or two of them would use the same GPU.
+        MissingDependencyError: the arrays are on a GPU, and CuPy or NCCL is missing.
     """
     if not dist.is_initialized():
         raise UsageError('there is no process group; call torch.distributed.init_process_group("distopt") before')
@@ -39,7 +48,10 @@ def communicator_of(group: dist.ProcessGroup | None = None) -> Communicator:
     number = store.add(f"distopt.codecs/{rank}", 1)
     store = dist.PrefixStore(f"distopt.codecs/{number}", store.clone())
     seconds = Settings.from_env().timeout
-    communicator = communicator_of_store(store, rank, dist.get_process_group_ranks(group), seconds)
+    ranks = dist.get_process_group_ranks(group)
+    if device.type == "cuda":
+        return communicator_on(device, StoreJob(store, rank, ranks, seconds))
+    communicator = communicator_of_store(store, rank, ranks, seconds)
     if not _open:
         atexit.register(_close_at_exit)
     _open.add(communicator)

@@ -23,7 +23,8 @@ from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
+from .gpu import current_stream, on_current_stream
+from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
 
 
 class DiLoCo:
@@ -43,7 +44,7 @@ class DiLoCo:
         fragments: parts of the model, in the order of its parameters, which are averaged in turn, at equal distances.
         fragment_sync_delay: steps between sending a fragment and applying its average; what a rank has learned of the
             fragment in these steps is lost.
-        group: the ranks, over any backend for CPU tensors (default: all).
+        group: the ranks, over any backend (default: all).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
             or "skip" it: all ranks go back to the last average.
@@ -89,8 +90,10 @@ class DiLoCo:
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
         self._averaged = {id(param.tensor) for param in params}
         self._check_inner()
-        codec, communicator = compress.codec_of(codec), communicator_of(group)
-        Engine(communicator).agreement.attach(params)
+        device = device_of(params)
+        codec, communicator = compress.codec_of(codec), communicator_of(group, device)
+        with current_stream(device):
+            Engine(communicator).agreement.attach(params)
         self._fragments = [
             _Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
             for part in _parts_of(params, fragments)
@@ -167,6 +170,7 @@ class _Fragment:
     ) -> None:
         self.engine, self._sent_by = engine, sent_by  # a codec, and the elements of a bucket
         self.step: GradientCounter | None = None
+        self.device = params[0].tensor.device
         self._outer, self._rule = outer, Rule(engine.statistics, outer)
         # Each parameter with its last average. The engine compares averages, which are equal on all ranks.
         self._pairs = [
@@ -176,12 +180,14 @@ class _Fragment:
         self._sent: list[torch.Tensor] = []  # the changes under way, and the engine's states before they were sent
         self._before: dict[str, torch.Tensor] = {}
 
+    @on_current_stream
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
         self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
         self._before = tensors_of(self.engine.get_states())
         self.send_again()
 
+    @on_current_stream
     def send_again(self) -> None:
         """Collective. Send the changes that were under way when the states were saved."""
         if not self._sent or self.step is not None:
@@ -194,6 +200,7 @@ class _Fragment:
                 views[id(average)].copy_(change)
                 step.final(average)
 
+    @on_current_stream
     def apply(self) -> None:
         """Collective. Wait for the mean of the changes, and take an outer step from the last average."""
         step, self.step, self._sent, self._before = self.step, None, [], {}
@@ -219,11 +226,13 @@ class _Fragment:
             for tensor, average in self._pairs:
                 average.tensor.copy_(tensor)
 
+    @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         engine = self._before if self._sent else tensors_of(self.engine.get_states())
         averages = {average.name: average.tensor.detach().clone() for _, average in self._pairs}
         return {"engine": engine, "averages": averages, "sent": list(self._sent)}
 
+    @on_current_stream
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         engine, averages = arrays_in(states), states["averages"]
         if averages.keys() != {average.name for _, average in self._pairs}:

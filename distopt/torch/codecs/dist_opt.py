@@ -18,7 +18,8 @@ from ...sync.layout import Layout
 from ...sync.step import GradientCounter
 from ..private import call_after_backward, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
-from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, views_of
+from .gpu import current_stream, on_current_stream
+from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, views_of
 
 
 class DistOpt(torch.optim.Optimizer):
@@ -34,7 +35,7 @@ class DistOpt(torch.optim.Optimizer):
     Args:
         optimizer: the optimizer to wrap.
         named_parameters: `model.named_parameters()`; the names are for errors and saved states (default: numbers).
-        group: the ranks, over any backend for CPU tensors (default: all).
+        group: the ranks, over any backend (default: all).
         codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: if given, steps are partial updates: each rank applies its own gradients, and then one
@@ -79,9 +80,12 @@ class DistOpt(torch.optim.Optimizer):
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
         self._params = [TrainedParameter(name, tensor) for name, tensor in _named(optimizer, named_parameters)]
-        self._engine = Engine(communicator_of(group), non_finite, 0 if partition_elements else check_every)
+        self.device = device_of(self._params)
+        communicator = communicator_of(group, self.device)
+        self._engine = Engine(communicator, non_finite, 0 if partition_elements else check_every)
         self._rule = Rule(self._engine.statistics, optimizer)
-        self._engine.agreement.attach(self._params)
+        with current_stream(self.device):
+            self._engine.agreement.attach(self._params)
         self._unused = "zero" if find_unused_parameters else "raise"
         self._layout: Layout | None = None  # of the last step
         self._step: GradientCounter | None = None
@@ -105,6 +109,7 @@ class DistOpt(torch.optim.Optimizer):
     def __getstate__(self) -> Any:
         raise UsageError("a DistOpt cannot be copied or pickled; save its state_dict")
 
+    @on_current_stream
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective with partial updates, else local. Update the parameters; returns the value of `closure`."""
         loss = None
@@ -121,10 +126,12 @@ class DistOpt(torch.optim.Optimizer):
                 self._engine.partial.average(self._layout)
         return loss
 
+    @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
         return {**self.optimizer.state_dict(), "engine": tensors_of(self._engine.get_states())}
 
+    @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
 
@@ -146,7 +153,8 @@ class DistOpt(torch.optim.Optimizer):
         finally:
             self._collects = False
 
-    def join(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
         """Collective. Let ranks take different numbers of steps in the body of a `with`.
 
         A rank that leaves the body contributes zeros to the steps of the others, and applies the same updates. A step
@@ -160,8 +168,10 @@ class DistOpt(torch.optim.Optimizer):
             self._give(layout)
             self.optimizer.step()
 
-        return self._engine.join(self._rule, update)
+        with current_stream(self.device), self._engine.join(self._rule, update):
+            yield
 
+    @on_current_stream
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
         self._engine.partial.synchronize()
@@ -175,6 +185,7 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
+    @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
         """Collective, in a backward pass, for the hooks of parameters. The gradient of a parameter is final."""
         if self._collects:
@@ -228,6 +239,7 @@ class DistOpt(torch.optim.Optimizer):
         with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
             raise UsageError("the backward pass was not completed")
 
+    @on_current_stream
     def _finish(self) -> None:
         """Collective. The end of a backward pass, and of the step: unless the pass is part of another one."""
         step = self._step

@@ -16,7 +16,8 @@ from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
-from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, trained_parameters, views_of
+from .gpu import on_current_stream
+from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
 
 
 class CodecHook:
@@ -30,11 +31,13 @@ class CodecHook:
     def __init__(self, params: list[TrainedParameter], engine: Engine, codec: Codec, bucket_elements: int) -> None:
         """Local. See `hook`."""
         self.codec, self.bucket_elements = codec, bucket_elements
+        self.device = device_of(params)
         self._params = {id(param.tensor): param for param in params}
         self._engine, self._rule = engine, Rule(engine.statistics)
         self._step: GradientCounter | None = None
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
+    @on_current_stream
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
         if bucket.index() == 0:
@@ -50,7 +53,7 @@ class CodecHook:
                     raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
                 views[id(param)].copy_(grad)
                 step.final(param)
-            future: Future[torch.Tensor] = Future()
+            future: Future[torch.Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
             self._taken.append((bucket, future))
             if bucket.is_last():
                 self._finish(step)
@@ -71,10 +74,12 @@ class CodecHook:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
+    @on_current_stream
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
         return {"engine": tensors_of(self._engine.get_states())}
 
+    @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
 
@@ -101,7 +106,7 @@ def hook(
     Args:
         model: the model inside of DDP, or DDP itself; its names of parameters name residuals and errors.
         codec: a codec, or the name of one, see `distopt.compress.create`.
-        group: the ranks, over any backend for CPU tensors (default: all). The group of DDP.
+        group: the ranks, over any backend (default: all). The group of DDP.
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks from `backward`, or "ignore" it, which only fp32 can.
@@ -119,4 +124,5 @@ def hook(
         raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
     Engine.check_options(non_finite)
     params = trained_parameters(plain_model(model)[0].named_parameters())
-    return CodecHook(params, Engine(communicator_of(group), non_finite), codec, bucket_elements), CodecHook.take
+    engine = Engine(communicator_of(group, device_of(params)), non_finite)
+    return CodecHook(params, engine, codec, bucket_elements), CodecHook.take

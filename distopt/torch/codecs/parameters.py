@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,11 +33,11 @@ class TrainedParameter:
         """Local.
 
         Raises:
-            UsageError: it is not on the CPU, or of a type that codecs do not reduce, or its memory has gaps.
+            UsageError: it is on a device or of a type that codecs do not reduce, or its memory has gaps.
         """
-        if not tensor.is_cpu:
+        if not (tensor.is_cpu or tensor.is_cuda):
             raise UsageError(
-                f"parameter {name} is on {tensor.device}; codecs reduce gradients on the CPU: move the model there"
+                f"parameter {name} is on {tensor.device}; codecs reduce gradients on CPUs and NVIDIA's GPUs"
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             raise UsageError(
@@ -53,11 +53,16 @@ class TrainedParameter:
     def array(self) -> Array:
         """Local. Its values, a view."""
         row = self.tensor.detach().permute(self._dims)
+        if row.is_cuda:
+            import cupy
+
+            return cupy.from_dlpack(row)
         return array_of(row).reshape(row.shape)
 
     def tensor_of(self, array: Array) -> torch.Tensor:
         """Local. An array like `array` as a tensor of the parameter's shape and strides; a view."""
-        return torch.from_numpy(array).permute([self._dims.index(dim) for dim in range(len(self._dims))])
+        row = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+        return row.permute([self._dims.index(dim) for dim in range(len(self._dims))])
 
 
 def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[TrainedParameter]:
@@ -70,6 +75,21 @@ def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[
     if not params:
         raise UsageError("no parameter requires a gradient, or the optimizer is of another model")
     return params
+
+
+def device_of(params: Sequence[TrainedParameter]) -> torch.device:
+    """Local. The device of the parameters.
+
+    Raises:
+        UsageError: they are on several.
+    """
+    for param in params:
+        if param.tensor.device != params[0].tensor.device:
+            raise UsageError(
+                f"parameter {param.name} is on {param.tensor.device}, and {params[0].name} on "
+                f"{params[0].tensor.device}; codecs reduce the gradients of one device: put the model on one"
+            )
+    return params[0].tensor.device
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:

@@ -1,0 +1,99 @@
+"""Codecs of PyTorch's front on a GPU, over NCCL, against the same training on CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from distopt.comm.gpu import GpuStack
+from tests.conformance.ranks import LocalJob, run_ranks_ok
+
+from .test_nccl import SHARING, SHARING_VERSION
+
+torch = pytest.importorskip("torch")
+
+CODECS = {
+    "fp32": {},
+    "fp16": {},
+    "bf16": {},
+    "top-k": {"ratio": 0.05, "error_feedback": True},
+    "threshold": {"bound": 0.01, "error_feedback": True},
+    "power-sgd": {"error_feedback": True},
+}
+SMALL = 2_000  # elements of a bucket: the network has several
+
+
+def network(device: str) -> Any:
+    torch.manual_seed(7)
+    layers = torch.nn.Linear(40, 71), torch.nn.ReLU(), torch.nn.Linear(71, 33), torch.nn.ReLU(), torch.nn.Linear(33, 10)
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def batches(rank: int, device: str) -> Iterator[tuple[Any, Any]]:
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(16, 40, generator=generator), torch.randint(10, (16,), generator=generator)
+        yield x.to(device), y.to(device)
+
+
+def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
+    """The parameters after some steps, on the CPU."""
+    import distopt.torch
+    from distopt import compress
+
+    model, made = network(device), compress.create(codec, **CODECS[codec])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    trains, steps = model, optimizer
+    if front == "hook":
+        trains = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
+        trains.register_comm_hook(*distopt.torch.hook(model, made, bucket_elements=SMALL))
+    elif front == "DistOpt":
+        steps = distopt.torch.DistOpt(optimizer, model.named_parameters(), codec=made, bucket_elements=SMALL)
+    else:
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.5, nesterov=True)
+        distopt.torch.DiLoCo(model, optimizer, outer, sync_every=2, codec=made, bucket_elements=SMALL)
+    for x, y in batches(rank, device):
+        steps.zero_grad()
+        torch.nn.functional.cross_entropy(trains(x), y).backward()
+        steps.step()
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def train(job: LocalJob, share: bool) -> list[Any]:
+    import torch.distributed as dist
+
+    os.environ.update(SHARING if share else {})
+    rank, size = job.topology.rank, job.topology.world_size
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = int(job.all_gather(str(served.port if served else 0).encode())[0])
+    dist.init_process_group(
+        "gloo", store=served or dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size
+    )  # the ranks meet there; gradients travel by NCCL
+    ended = []
+    for front in ("hook", "DistOpt", "DiLoCo"):
+        for codec in CODECS:
+            expected = trained(front, codec, "cpu", rank)
+            found = trained(front, codec, "cuda", rank)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                on_another_stream = trained(front, codec, "cuda", rank)
+            for theirs, one, two in zip(expected, found, on_another_stream, strict=True):
+                # An element near the smallest that is sent may be sent on one device alone.
+                assert torch.allclose(one, theirs, rtol=1e-3, atol=2e-3), (front, codec, (one - theirs).abs().max())
+                assert torch.equal(one, two), (front, codec)
+            ended += found
+    dist.destroy_process_group()
+    return [param.numpy() for param in ended]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_codecs_on_a_gpu(stack: GpuStack, ranks: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    if ranks > 1 and stack.nccl_version < SHARING_VERSION:
+        pytest.skip(f"two ranks on one GPU need NCCL 2.30; this is {stack.nccl_version}")
+    first, *others = run_ranks_ok(train, ranks, ranks > 1, timeout=300)
+    for other in others:
+        assert all((a == b).all() for a, b in zip(first, other, strict=True))
