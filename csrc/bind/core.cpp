@@ -22,7 +22,7 @@ nb::dict build_info() {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "Native CPU kernels and the communicators over shared memory and MPI of distopt.";
+  m.doc() = "Native CPU kernels and the communicators over shared memory, MPI and NCCL of distopt.";
   m.def("supported_isas", &distopt::supported_isas, "Instruction sets that this build and this processor have.");
   m.def("isa", [] { return distopt::isa_name(distopt::current_isa()); }, "The instruction set in force.");
   m.def("set_isa", &distopt::set_isa, nb::arg("name"), "Choose an instruction set by name (tests, diagnosis).");
@@ -39,6 +39,7 @@ NB_MODULE(_core, m) {
       .def("stop", &distopt::Watchdog::stop);
   distopt::bind_shm(m);
   distopt::bind_mpi(m);
+  distopt::bind_nccl(m);
   distopt::bind_cpu_elementwise(m);
   distopt::bind_cpu_images(m);
   distopt::bind_cpu_codec(m);

@@ -56,7 +56,6 @@ void define_typed(nanobind::module_& m, const char* name, void (*single)(A...), 
   m.def(name, call, doc);
 }
 
-void bind_nccl(nanobind::module_& m);
 void bind_cuda_codec(nanobind::module_& m);
 void bind_cuda_numerics(nanobind::module_& m);
 void bind_cuda_step(nanobind::module_& m);

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <utility>
 
-#include "bind/cuda.h"
 #include "bind/errors.h"
+#include "bind/rooms.h"
 #include "nccl/communicator.h"
 
 namespace nb = nanobind;
@@ -17,9 +17,17 @@ namespace nb = nanobind;
 namespace distopt {
 namespace {
 
+using Address = std::uintptr_t;
 using Shared = std::shared_ptr<NcclCommunicator>;
 using Parts = std::vector<std::pair<Address, std::size_t>>;
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+cuda::Stream* stream_of(Address handle) { return at<cuda::Stream>(handle); }
 
 struct NcclWork {
   Shared communicator;
@@ -104,16 +112,10 @@ nb::bytes unique_id(const std::string& path) {
   return nb::bytes(&id, sizeof(id));
 }
 
-int device_count() {
-  int count = 0;
-  DISTOPT_CUDA_CHECK(cudaGetDeviceCount(&count));
-  return count;
-}
-
-std::string pci_bus_id(int device) {
-  char text[32];
-  DISTOPT_CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof(text), device));
-  return text;
+int driver_version() {
+  int version = 0;
+  cuda::driver().driver_get_version(&version);
+  return version;
 }
 
 void bind_work(nb::module_& m) {
@@ -141,7 +143,6 @@ void bind_work(nb::module_& m) {
 }  // namespace
 
 void bind_nccl(nb::module_& m) {
-  nb::register_exception_translator(raise_as_python);
   bind_work(m);
   nb::class_<NcclCommunicator> communicator(m, "NcclCommunicator",
                                             "Collectives over NCCL on device pointers; arguments are trusted.");
@@ -159,8 +160,8 @@ void bind_nccl(nb::module_& m) {
       "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), WithoutGil(),
       "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");
   m.def("nccl_unique_id", &unique_id, nb::arg("path"), "128 bytes that the ranks of one communicator share.");
-  m.def("device_count", &device_count, "GPUs that this process sees.");
-  m.def("pci_bus_id", &pci_bus_id, nb::arg("device"), "What tells a GPU from the others of the host.");
+  m.def("cuda_driver_version", &driver_version, WithoutGil(),
+        "The CUDA version that the driver supports, as 1000 * major + 10 * minor.");
 }
 
 }  // namespace distopt

@@ -1,12 +1,12 @@
 // The part of NCCL that is used: own declarations. It is loaded at run time, so that building needs no NCCL.
-// They hold from 2.18 to 2.32; with the CMake option DISTOPT_NCCL_INCLUDE the compiler compares them with nccl.h.
+// They hold from 2.18 to 2.32; tests/unit/test_native_abi.py compares them with nccl.h.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <climits>
 #include <cstddef>
 #include <string>
+
+#include "nccl/driver.h"
 
 namespace distopt::nccl {
 
@@ -46,24 +46,24 @@ struct Config {
 };
 
 // X(field, symbol, result, parameters)
-#define DISTOPT_NCCL_REQUIRED(X)                                                                                \
-  X(get_version, ncclGetVersion, Result, (int*))                                                                \
-  X(get_unique_id, ncclGetUniqueId, Result, (UniqueId*))                                                        \
-  X(get_error_string, ncclGetErrorString, const char*, (Result))                                                \
-  X(get_last_error, ncclGetLastError, const char*, (Comm*))                                                     \
-  X(comm_init_rank_config, ncclCommInitRankConfig, Result, (Comm**, int, UniqueId, int, Config*))               \
-  X(comm_get_async_error, ncclCommGetAsyncError, Result, (Comm*, Result*))                                      \
-  X(comm_finalize, ncclCommFinalize, Result, (Comm*))                                                           \
-  X(comm_destroy, ncclCommDestroy, Result, (Comm*))                                                             \
-  X(comm_abort, ncclCommAbort, Result, (Comm*))                                                                 \
-  X(all_reduce, ncclAllReduce, Result, (const void*, void*, std::size_t, DataType, RedOp, Comm*, cudaStream_t)) \
-  X(reduce_scatter, ncclReduceScatter, Result,                                                                  \
-    (const void*, void*, std::size_t, DataType, RedOp, Comm*, cudaStream_t))                                    \
-  X(all_gather, ncclAllGather, Result, (const void*, void*, std::size_t, DataType, Comm*, cudaStream_t))        \
-  X(broadcast, ncclBroadcast, Result, (const void*, void*, std::size_t, DataType, int, Comm*, cudaStream_t))    \
-  X(send, ncclSend, Result, (const void*, std::size_t, DataType, int, Comm*, cudaStream_t))                     \
-  X(recv, ncclRecv, Result, (void*, std::size_t, DataType, int, Comm*, cudaStream_t))                           \
-  X(group_start, ncclGroupStart, Result, ())                                                                    \
+#define DISTOPT_NCCL_REQUIRED(X)                                                                                 \
+  X(get_version, ncclGetVersion, Result, (int*))                                                                 \
+  X(get_unique_id, ncclGetUniqueId, Result, (UniqueId*))                                                         \
+  X(get_error_string, ncclGetErrorString, const char*, (Result))                                                 \
+  X(get_last_error, ncclGetLastError, const char*, (Comm*))                                                      \
+  X(comm_init_rank_config, ncclCommInitRankConfig, Result, (Comm**, int, UniqueId, int, Config*))                \
+  X(comm_get_async_error, ncclCommGetAsyncError, Result, (Comm*, Result*))                                       \
+  X(comm_finalize, ncclCommFinalize, Result, (Comm*))                                                            \
+  X(comm_destroy, ncclCommDestroy, Result, (Comm*))                                                              \
+  X(comm_abort, ncclCommAbort, Result, (Comm*))                                                                  \
+  X(all_reduce, ncclAllReduce, Result, (const void*, void*, std::size_t, DataType, RedOp, Comm*, cuda::Stream*)) \
+  X(reduce_scatter, ncclReduceScatter, Result,                                                                   \
+    (const void*, void*, std::size_t, DataType, RedOp, Comm*, cuda::Stream*))                                    \
+  X(all_gather, ncclAllGather, Result, (const void*, void*, std::size_t, DataType, Comm*, cuda::Stream*))        \
+  X(broadcast, ncclBroadcast, Result, (const void*, void*, std::size_t, DataType, int, Comm*, cuda::Stream*))    \
+  X(send, ncclSend, Result, (const void*, std::size_t, DataType, int, Comm*, cuda::Stream*))                     \
+  X(recv, ncclRecv, Result, (void*, std::size_t, DataType, int, Comm*, cuda::Stream*))                           \
+  X(group_start, ncclGroupStart, Result, ())                                                                     \
   X(group_end, ncclGroupEnd, Result, ())
 
 // Since 2.19; null where the library is older.

@@ -45,11 +45,11 @@ NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueI
     : api_(api),
       rank_(rank),
       world_size_(world_size),
+      context_(current_context()),
       board_(std::move(board)),
       limits_(limits),
       abort_seconds_(abort_seconds),
       hooks_(std::move(hooks)) {
-  DISTOPT_CUDA_CHECK(cudaGetDevice(&device_));
   nccl::Config config;
   config.blocking = 0;
   Lock lock(mutex_);
@@ -68,9 +68,9 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 
 // -- collectives ------------------------------------------------------------------------------------------------------
 
-NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cudaStream_t caller) {
+NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cuda::Stream* caller) {
   const nccl::DataType type = nccl_type(arguments.dtype);
-  return enqueue(arguments, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
+  return enqueue(arguments, caller, [&](nccl::Comm* comm, cuda::Stream* stream) {
     // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
     if (arguments.count == 0)
       return api_.all_reduce(arguments.input, arguments.output, 1, nccl::DataType::int32, nccl_op(RedOp::sum), comm,
@@ -94,11 +94,11 @@ NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cudaS
 }
 
 NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received,
-                                                      cudaStream_t caller) {
+                                                      cuda::Stream* caller) {
   const nccl::DataType type = nccl_type(arguments.dtype);
   const std::size_t item = item_bytes(arguments.dtype);
   const bool gathers = arguments.kind == OpKind::all_gather_ragged;
-  return enqueue(arguments, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
+  return enqueue(arguments, caller, [&](nccl::Comm* comm, cuda::Stream* stream) {
     GroupCall group(api_);
     for (int peer = 0; peer < world_size_; ++peer) {
       const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = received[peer];
@@ -113,11 +113,12 @@ NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments
   });
 }
 
-NcclCommunicator::Work NcclCommunicator::enqueue(const Arguments& arguments, cudaStream_t caller,
+NcclCommunicator::Work NcclCommunicator::enqueue(const Arguments& arguments, cuda::Stream* caller,
                                                  const Enqueue& start) {
   const Lock turn(start_mutex_);
   Lock lock(mutex_);
   require_usable();
+  const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
   forget_finished();
   ++sequence_;
@@ -175,9 +176,10 @@ bool NcclCommunicator::done(const NcclCollective& collective) {
   return reached;
 }
 
-void NcclCommunicator::join(const NcclCollective& collective, cudaStream_t stream) {
+void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stream) {
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
+  const InContext own(context_);
   collective.finished->hold_up(stream);
 }
 
@@ -218,9 +220,9 @@ void* NcclCommunicator::allocate(std::size_t bytes) {
 }
 
 void NcclCommunicator::release(void* memory) {
-  const OnDevice own(device_);  // where the last reference is dropped, another may be current
+  const InContext own(context_);  // where the last reference is dropped, another may be current
   // Kernels of the caller may still use it; nothing orders ncclMemFree behind them.
-  static_cast<void>(cudaDeviceSynchronize());
+  static_cast<void>(cuda::driver().ctx_synchronize.status());
   const Lock lock(mutex_);
   const auto found = std::find_if(memory_.begin(), memory_.end(), [&](auto& entry) { return entry.first == memory; });
   if (found == memory_.end()) return;

@@ -41,8 +41,8 @@ class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclCollective>;
 
-  // Collective. Waits until all ranks have joined; the device must be the current one. `limits` are for collectives
-  // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
+  // Collective. Waits until all ranks have joined; the context of the device must be the current one. `limits` are for
+  // collectives whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
   NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
   ~NcclCommunicator();
@@ -52,16 +52,16 @@ class NcclCommunicator {
   int world_size() const { return world_size_; }
 
   // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
-  Work start(const Arguments& arguments, cudaStream_t caller);
+  Work start(const Arguments& arguments, cuda::Stream* caller);
   // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or
   // parts[0] to all if it is the only one.
-  Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cudaStream_t caller);
+  Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cuda::Stream* caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclCollective& collective);
   // Local. Work enqueued on `stream` from now on sees the result. Throws CommunicatorError if the communicator has
   // failed.
-  void join(const NcclCollective& collective, cudaStream_t stream);
+  void join(const NcclCollective& collective, cuda::Stream* stream);
   // Waits on the host. Throws CommunicatorError.
   void wait(const NcclCollective& collective, double timeout_seconds);
 
@@ -77,9 +77,9 @@ class NcclCommunicator {
  private:
   using Lock = std::unique_lock<std::mutex>;
   using Clock = std::chrono::steady_clock;
-  using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
+  using Enqueue = std::function<nccl::Result(nccl::Comm*, cuda::Stream*)>;
 
-  Work enqueue(const Arguments& arguments, cudaStream_t caller, const Enqueue& call);
+  Work enqueue(const Arguments& arguments, cuda::Stream* caller, const Enqueue& call);
   // Calls, and polls until the call has taken effect, because the communicator is non-blocking.
   void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
   void require_usable() const;
@@ -100,7 +100,7 @@ class NcclCommunicator {
 
   const nccl::NcclApi& api_;
   const int rank_, world_size_;
-  int device_ = 0;
+  cuda::Context* const context_;  // of the device, in which all handles are
   std::shared_ptr<Board> board_;
   const Limits limits_;
   const double abort_seconds_;

@@ -1,74 +1,81 @@
-// CUDA streams and events that free themselves.
+// CUDA streams and events that free themselves, and the context in which a thread calls.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
-#include "cuda/check.h"
+#include "nccl/driver.h"
 
 namespace distopt {
 
 class Stream {
  public:
-  // Not synchronized with the default stream. Of the highest priority, because the next layers wait for it.
+  // In the current context. Not synchronized with the default stream. Of the highest priority, because the next layers
+  // wait for it.
   Stream() {
     int least = 0, greatest = 0;
-    DISTOPT_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    DISTOPT_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+    cuda::driver().ctx_get_stream_priority_range(&least, &greatest);
+    cuda::driver().stream_create_with_priority(&stream_, cuda::stream_non_blocking, greatest);
   }
-  ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
+  ~Stream() { static_cast<void>(cuda::driver().stream_destroy.status(stream_)); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  cudaStream_t get() const { return stream_; }
+  cuda::Stream* get() const { return stream_; }
 
  private:
-  cudaStream_t stream_ = nullptr;
+  cuda::Stream* stream_ = nullptr;
 };
 
 class Event {
  public:
-  Event() { DISTOPT_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-  ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
+  Event() { cuda::driver().event_create(&event_, cuda::event_disable_timing); }  // in the current context
+  ~Event() { static_cast<void>(cuda::driver().event_destroy.status(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  void record(cudaStream_t stream) { DISTOPT_CUDA_CHECK(cudaEventRecord(event_, stream)); }
-  void hold_up(cudaStream_t stream) const { DISTOPT_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+  void record(cuda::Stream* stream) { cuda::driver().event_record(event_, stream); }
+  void hold_up(cuda::Stream* stream) const { cuda::driver().stream_wait_event(stream, event_, 0); }
   bool reached() const {
-    const cudaError_t code = cudaEventQuery(event_);
-    if (code != cudaErrorNotReady) DISTOPT_CUDA_CHECK(code);
-    return code == cudaSuccess;
+    const cuda::Status status = cuda::driver().event_query.status(event_);
+    if (status != cuda::Status::not_ready) cuda::check(status, cuda::driver().event_query.name);
+    return status == cuda::Status::success;
   }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  cuda::Event* event_ = nullptr;
 };
 
-// Within, the thread's current device is `device`.
-class OnDevice {
+// The context of this thread: the primary one of the device that the caller has selected. Throws std::runtime_error.
+inline cuda::Context* current_context() {
+  cuda::Context* context = nullptr;
+  cuda::driver().ctx_get_current(&context);
+  if (context == nullptr) throw std::runtime_error("this thread has no CUDA context; use a device before");
+  return context;
+}
+
+// Within, the thread's current context is `context`.
+class InContext {
  public:
-  explicit OnDevice(int device) {
-    DISTOPT_CUDA_CHECK(cudaGetDevice(&before_));
-    DISTOPT_CUDA_CHECK(cudaSetDevice(device));
+  explicit InContext(cuda::Context* context) {
+    cuda::driver().ctx_get_current(&before_);
+    cuda::driver().ctx_set_current(context);
   }
-  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  ~InContext() { static_cast<void>(cuda::driver().ctx_set_current.status(before_)); }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
 
  private:
-  int before_ = 0;
+  cuda::Context* before_ = nullptr;
 };
 
 // A collective in a graph would run at every replay, unseen by the time-outs and the comparison of the ranks.
-inline void refuse_capture(cudaStream_t stream) {
-  cudaStreamCaptureStatus status{};
-  DISTOPT_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone)
-    throw std::runtime_error("a collective cannot be captured in a CUDA graph");
+inline void refuse_capture(cuda::Stream* stream) {
+  cuda::CaptureStatus status{};
+  cuda::driver().stream_is_capturing(stream, &status);
+  if (status != cuda::CaptureStatus::none) throw std::runtime_error("a collective cannot be captured in a CUDA graph");
 }
 
 // Events that return to the pool when unused: to create one takes longer than to record it. A stream that

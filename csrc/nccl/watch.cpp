@@ -114,8 +114,8 @@ bool NcclCommunicator::end_comm(bool orderly) {
   for (auto& [memory, registration] : memory_)
     if (orderly && registration != nullptr)
       static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));
-  return run_bounded(2 * abort_seconds_, [&api, comm, orderly, device = device_, seconds = abort_seconds_] {
-    static_cast<void>(cudaSetDevice(device));
+  return run_bounded(2 * abort_seconds_, [&api, comm, orderly, context = context_, seconds = abort_seconds_] {
+    static_cast<void>(cuda::driver().ctx_set_current.status(context));
     Result result = orderly ? api.comm_finalize(comm) : Result::internal_error;
     const auto began = Clock::now();
     while (result == Result::in_progress && seconds_since(began) < seconds) {
@@ -159,7 +159,7 @@ bool NcclCommunicator::drained(Lock& lock, double seconds) {
 // -- the watching thread ----------------------------------------------------------------------------------------------
 
 void NcclCommunicator::watch() {
-  static_cast<void>(cudaSetDevice(device_));
+  static_cast<void>(cuda::driver().ctx_set_current.status(context_));
   Lock lock(mutex_);
   while (!stop_) {
     changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failure_); });

@@ -7,7 +7,6 @@ knows what its arrays mean: codecs, gradients and models are above it.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from importlib import import_module
 
@@ -17,7 +16,7 @@ from ..launch.job.topology import Topology
 from ..settings import Settings
 from .base import Communicator, Work
 from .checks import check_same_environment, environment
-from .gpu import gpu_stack, refusal
+from .gpu import driver_version, gpu_stack, refusal
 
 __all__ = ["BACKENDS", "Communicator", "Work", "create"]
 
@@ -39,8 +38,8 @@ def create(job: Job, backend: str | None = None) -> Communicator:
     Args:
         job: this rank's membership.
         backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, NCCL where
-            `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (if distopt was built for GPUs, a warning says why it
-            cannot), else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
+            `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it cannot),
+            else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
 
     Raises:
         UsageError: no backend has that name.
@@ -86,11 +85,11 @@ def _choose(topology: Topology, device: str) -> str:
 
 
 def _gpus_are_usable(topology: Topology) -> bool:
-    """Whether this machine has GPUs and all that NCCL needs. If distopt was built for them, warn of missing parts."""
+    """Whether this machine has GPUs and all that NCCL needs. If it has NVIDIA's driver, warn of missing parts."""
     try:
         gpu_stack()
     except MissingDependencyError as error:
-        if sys.modules.get("distopt._cuda"):
+        if driver_version():
             _warn(topology, error)
         return False
     return True

@@ -47,7 +47,7 @@ def environment(backend: str) -> dict[str, str]:
         stack = gpu_stack()
         found["NCCL"] = dotted_version(stack.nccl_version)
         found["CuPy"] = stack.cupy.__version__
-        found["CUDA of the build"] = str(stack.cuda.runtime_version() // 1000)
+        found["CUDA of CuPy"] = str(stack.cupy.cuda.runtime.runtimeGetVersion() // 1000)
     return found
 
 

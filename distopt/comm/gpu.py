@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from .. import _core
 from ..errors import LaunchError, MissingDependencyError, pip_install
 from ..launch.job.base import Job
 from ..settings import Settings
@@ -25,16 +26,22 @@ class GpuStack:
     """The components that were found.
 
     Attributes:
-        cuda: the module `distopt._cuda`.
         cupy: the module `cupy`.
         nccl_path: absolute path of NCCL.
         nccl_version: 10000 * major + 100 * minor + patch.
     """
 
-    cuda: Any
     cupy: Any
     nccl_path: str
     nccl_version: int
+
+
+def driver_version() -> int:
+    """Local. The CUDA version that NVIDIA's driver supports, 1000 * major + 10 * minor; 0 without a driver."""
+    try:
+        return _core.cuda_driver_version()
+    except RuntimeError:
+        return 0
 
 
 def gpu_stack() -> GpuStack:
@@ -44,31 +51,27 @@ def gpu_stack() -> GpuStack:
         MissingDependencyError: something is missing; the message says what, and how to install it.
     """
     try:
-        cuda = import_module("distopt._cuda")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"distopt was built without CUDA ({error}); install the CUDA toolkit with nvcc, then distopt again with "
-            "DISTOPT_CUDA=ON (docs/gpu.md)"
-        ) from error
-    major = cuda.runtime_version() // 1000
-    try:
-        count = cuda.device_count()
+        driver = _core.cuda_driver_version()
     except RuntimeError as error:
-        cure = f"install NVIDIA's driver for CUDA {major} or later, or check CUDA_VISIBLE_DEVICES"
-        raise MissingDependencyError(f"no GPU answers ({error}); {cure}") from error
-    if count == 0:
-        raise MissingDependencyError("no GPU is visible to this process; check CUDA_VISIBLE_DEVICES")
+        raise MissingDependencyError(f"no driver of NVIDIA ({error}); install one for CUDA 12 or later") from error
+    major = 12 if driver < 13000 else 13
     try:
         cupy = import_module("cupy")
-        cupy.cuda.runtime.getDeviceCount()  # its CUDA may be newer than the driver
-    except (ImportError, RuntimeError) as error:
+    except ImportError as error:
         raise MissingDependencyError(f"CuPy cannot be used ({error}); {pip_install(f'cuda{major}')}") from error
-    path = find_nccl(cupy.cuda.runtime.runtimeGetVersion() // 1000)
+    runtime = cupy.cuda.runtime
     try:
-        version = cuda.nccl_version(path)
+        runtime.getDeviceCount()
+    except RuntimeError as error:
+        newer = runtime.runtimeGetVersion() // 1000 > driver // 1000
+        cure = pip_install(f"cuda{major}") if newer else "see what nvidia-smi says, and check CUDA_VISIBLE_DEVICES"
+        raise MissingDependencyError(f"no GPU answers ({error}); {cure}") from error
+    path = find_nccl(runtime.runtimeGetVersion() // 1000)
+    try:
+        version = _core.nccl_version(path)
     except RuntimeError as error:
         raise MissingDependencyError(f"NCCL cannot be used: {error}; {_nccl_cure(major)}") from error
-    return GpuStack(cuda, cupy, path, version)
+    return GpuStack(cupy, path, version)
 
 
 def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
@@ -130,8 +133,9 @@ class Place:
 
 def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
     """Collective. The places of all ranks, in rank order, in one exchange."""
-    gpus = [stack.cuda.pci_bus_id(device) for device in range(stack.cuda.device_count())]
-    current = int(stack.cupy.cuda.runtime.getDevice())
+    cuda = stack.cupy.cuda
+    gpus = [str(cuda.Device(device).pci_bus_id) for device in range(cuda.runtime.getDeviceCount())]
+    current = int(cuda.runtime.getDevice())
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     mine = Place(machine, job.topology.host, os.getpid(), gpus, current)
     return [Place(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]

@@ -114,16 +114,17 @@ class NcclCommunicator(Communicator):
         self.xp = cupy
         self.device_id = choose_devices(places, stack.nccl_version)[topology.rank]
         cupy.cuda.Device(self.device_id).use()
-        mine = stack.cuda.nccl_unique_id(stack.nccl_path) if topology.rank == 0 else b""
+        self._scratch = cupy.zeros(1, np.int32)  # makes the context, in which the communicator works
+        mine = _core.nccl_unique_id(stack.nccl_path) if topology.rank == 0 else b""
         unique_id = job.all_gather(mine)[0]
         group = job.host_group()
         of_pid = {place.pid: rank for rank, place in enumerate(places) if place.host == topology.host}
         processes = [Process(of_pid.get(pid, -1), topology.host, pid) for pid in group.pids]
         fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
-        board = stack.cuda.NcclBoard(fd, group.rank, processes)
+        board = _core.NcclBoard(fd, group.rank, processes)
         group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
         self._timeout = settings.timeout
-        self._core = stack.cuda.NcclCommunicator(
+        self._core: Any = _core.NcclCommunicator(
             stack.nccl_path,
             unique_id,
             topology.rank,
@@ -135,7 +136,6 @@ class NcclCommunicator(Communicator):
             _log.warning,
         )
         self._close = weakref.finalize(self, self._core.close)
-        self._scratch = cupy.zeros(1, np.int32)
         # The device may still use arrays that the caller has dropped.
         self._in_use: deque[tuple[Any, tuple[Array, ...]]] = deque()
 

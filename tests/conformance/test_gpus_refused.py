@@ -19,8 +19,8 @@ LACKS = {
     "one GPU": SHARED,
     "no memory": r"rank 1 \(.*\) cannot use GPU .* \(out of memory\); end the processes that nvidia-smi lists",
     "exclusive": r"rank 1 \(.*\) cannot use GPU .* \(.*busy or unavailable\); end the processes that nvidia-smi lists",
-    "no driver": r"no GPU answers \(.*\); install NVIDIA's driver for CUDA 13 or later",
-    "old driver": r"CuPy cannot be used \(.*driver version is insufficient.*\); pip install --upgrade 'cupy-cuda13x",
+    "no GPU": r"no GPU answers \(.*NoDevice.*\); see what nvidia-smi says, and check CUDA_VISIBLE_DEVICES",
+    "old driver": r"no GPU answers \(.*driver version is insufficient.*\); see what nvidia-smi says",
     "no CuPy": r"CuPy cannot be used \(.*\); pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
     "other NCCL": r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
 }
@@ -35,7 +35,7 @@ def take_away(lack: str, rank: int) -> None:
     """Leave the emulated machine without what `lack` names; only rank 1 finds its GPU occupied."""
     if lack == "one GPU":
         os.environ["DISTOPT_EMULATED_GPUS"] = "1"
-    elif lack == "no driver":
+    elif lack == "no GPU":
         os.environ["DISTOPT_EMULATED_GPUS"] = "0"
     elif lack == "no CuPy":
         sys.modules["cupy"] = None  # type: ignore[assignment]

@@ -18,13 +18,15 @@ __all__ = ["activate"]
 
 
 def activate() -> None:
-    """From now on this process takes the emulated `_cuda` for `distopt._cuda`, and the libraries that stand in."""
-    loaded = sys.modules.get("distopt._cuda")
-    path = build.cuda_module()
-    if loaded is not None and loaded.__file__ == str(path):
+    """From now on this process finds the emulated CUDA, and the libraries that stand in."""
+    if "_emulation" in sys.modules:
         return
-    if loaded is not None or "cupy" in sys.modules:
-        raise RuntimeError("this process has loaded the real CUDA or CuPy already; activate in a process of its own")
+    if "cupy" in sys.modules:
+        raise RuntimeError("this process has loaded the real CuPy already; activate in a process of its own")
+    path = build.cuda_module()
+    ctypes.CDLL(str(build.CUDA), ctypes.RTLD_GLOBAL)  # the fake libraries take their streams from there
+    sys.path[:0] = [str(Path(__file__).parent), str(build.FOLDER)]  # the packages cupy and cudnn; their native module
+    importlib.import_module("_emulation")
     spec = importlib.util.spec_from_file_location("distopt._cuda", path)
     assert spec is not None
     assert spec.loader is not None
@@ -33,7 +35,5 @@ def activate() -> None:
     spec.loader.exec_module(module)
     if "distopt" in sys.modules:
         sys.modules["distopt"]._cuda = module  # type: ignore[attr-defined]
-    ctypes.CDLL(str(path), os.RTLD_NOLOAD | os.RTLD_GLOBAL)  # the stand-in for NCCL takes its streams from there
-    sys.path.insert(0, str(Path(__file__).parent))  # has the packages cupy and cudnn
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)
     os.environ["DISTOPT_CUBLAS_LIBRARY"] = str(build.CUBLAS)

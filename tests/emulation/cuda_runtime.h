@@ -149,9 +149,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 
 #include "emulation/launch.h"
 
-// For the fake NCCL, a library of its own: dlsym(RTLD_DEFAULT, "emulation_enqueue") finds it if _cuda was loaded with
-// RTLD_GLOBAL. `step` is called, possibly often, until it returns other than 0: 0 says that it has to wait, for another
-// rank say. It must not block, or queries of the stream would. Returns a cudaError_t.
+// For the fake NCCL, a library of its own: dlsym(RTLD_DEFAULT, "emulation_enqueue") finds it. `step` is called,
+// possibly often, until it returns other than 0: 0 says that it has to wait, for another rank say. It must not block,
+// or queries of the stream would. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int emulation_enqueue(void* stream, int (*step)(void*),
                                                                         void* argument);
 // For the fake cuBLAS: `run` gets a copy of the arguments, as often as a graph with it is launched. Returns a

@@ -64,7 +64,7 @@ int gemm(Handle* handle, Arguments<T> p) {
   using Launch = int (*)(void*, void (*)(const void*), const void*, std::size_t);
   static const auto launch = reinterpret_cast<Launch>(::dlsym(RTLD_DEFAULT, "emulation_launch"));
   if (launch == nullptr) {
-    std::fprintf(stderr, "fake cuBLAS: the emulated _cuda was not loaded with RTLD_GLOBAL\n");
+    std::fprintf(stderr, "fake cuBLAS: load the emulated libcuda.so.1 with RTLD_GLOBAL before\n");
     std::abort();
   }
   return launch(handle->stream, run<T>, &p, sizeof p) == 0 ? 0 : execution_failed;

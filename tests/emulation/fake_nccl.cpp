@@ -74,7 +74,7 @@ namespace {
 thread_local int depth = 0;
 struct Group {
   Comm* comm = nullptr;
-  cudaStream_t stream = nullptr;
+  distopt::cuda::Stream* stream = nullptr;
   std::vector<std::function<void()>> collectives;
   std::vector<Message> messages;
 };
@@ -103,11 +103,11 @@ bool hangs_from_here(const Channel& channel) {
   return !text.empty() && channel.started >= static_cast<std::uint64_t>(std::atoll(text.c_str()));
 }
 
-void enqueue(Comm* comm, cudaStream_t stream, std::function<bool()> advance) {
+void enqueue(Comm* comm, distopt::cuda::Stream* stream, std::function<bool()> advance) {
   using Enqueue = int (*)(void*, int (*)(void*), void*);
   static const auto emulation_enqueue = reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "emulation_enqueue"));
   if (emulation_enqueue == nullptr) {
-    std::fprintf(stderr, "fake NCCL: load distopt._cuda with RTLD_GLOBAL before\n");
+    std::fprintf(stderr, "fake NCCL: load the emulated libcuda.so.1 with RTLD_GLOBAL before\n");
     std::abort();
   }
   Channel& channel = *comm->channel;
@@ -127,7 +127,7 @@ Result later(const char* function, Comm* comm, std::function<void()> effect) {
   return Result::in_progress;
 }
 
-Result collective(const char* function, Comm* comm, cudaStream_t stream, const Task& task) {
+Result collective(const char* function, Comm* comm, distopt::cuda::Stream* stream, const Task& task) {
   auto effect = [=] { enqueue(comm, stream, in_rounds(*comm->channel, task)); };
   if (depth == 0) return later(function, comm, effect);
   if (const Result result = told(function); result != Result::success) return result;
@@ -305,33 +305,34 @@ EXPORT Result ncclCommAbort(Comm* comm) {
 }
 
 EXPORT Result ncclAllReduce(const void* in, void* out, std::size_t count, DataType type, RedOp op, Comm* comm,
-                            cudaStream_t stream) {
+                            distopt::cuda::Stream* stream) {
   record(comm, "ncclAllReduce in_place=%d count=%zu type=%d op=%d", in == out, count, type, op);
   return collective("ncclAllReduce", comm, stream, reduction(comm, {Kind::all_reduce, count, type, op, 0}, in, out));
 }
 
 EXPORT Result ncclReduceScatter(const void* in, void* out, std::size_t count, DataType type, RedOp op, Comm* comm,
-                                cudaStream_t stream) {
+                                distopt::cuda::Stream* stream) {
   record(comm, "ncclReduceScatter count=%zu type=%d op=%d", count, type, op);
   return collective("ncclReduceScatter", comm, stream,
                     reduction(comm, {Kind::reduce_scatter, count, type, op, 0}, in, out));
 }
 
 EXPORT Result ncclAllGather(const void* in, void* out, std::size_t count, DataType type, Comm* comm,
-                            cudaStream_t stream) {
+                            distopt::cuda::Stream* stream) {
   record(comm, "ncclAllGather count=%zu type=%d", count, type);
   return collective("ncclAllGather", comm, stream,
                     copying(comm, {Kind::all_gather, count, type, RedOp::sum, 0}, in, out));
 }
 
 EXPORT Result ncclBroadcast(const void* in, void* out, std::size_t count, DataType type, int root, Comm* comm,
-                            cudaStream_t stream) {
+                            distopt::cuda::Stream* stream) {
   record(comm, "ncclBroadcast count=%zu type=%d root=%d", count, type, root);
   return collective("ncclBroadcast", comm, stream,
                     copying(comm, {Kind::broadcast, count, type, RedOp::sum, root}, in, out));
 }
 
-EXPORT Result ncclSend(const void* data, std::size_t count, DataType type, int peer, Comm* comm, cudaStream_t stream) {
+EXPORT Result ncclSend(const void* data, std::size_t count, DataType type, int peer, Comm* comm,
+                       distopt::cuda::Stream* stream) {
   record(comm, "ncclSend count=%zu type=%d peer=%d", count, type, peer);
   if (depth == 0) return Result::invalid_usage;  // a lone send to a peer that sends, too, would hang
   group.comm = comm;
@@ -340,7 +341,8 @@ EXPORT Result ncclSend(const void* data, std::size_t count, DataType type, int p
   return told("ncclSend");
 }
 
-EXPORT Result ncclRecv(void* data, std::size_t count, DataType type, int peer, Comm* comm, cudaStream_t stream) {
+EXPORT Result ncclRecv(void* data, std::size_t count, DataType type, int peer, Comm* comm,
+                       distopt::cuda::Stream* stream) {
   record(comm, "ncclRecv count=%zu type=%d peer=%d", count, type, peer);
   if (depth == 0) return Result::invalid_usage;
   group.comm = comm;

@@ -89,6 +89,7 @@ def load_libraries() -> int:
     """Load what a GPU will need, as far as it is installed; nothing here needs a driver."""
     from importlib import import_module
 
+    from distopt import _core
     from distopt.comm.gpu import dotted_version, find_nccl
     from distopt.errors import MissingDependencyError
     from distopt.nn.devices.discovery import find_cudnn
@@ -98,7 +99,6 @@ def load_libraries() -> int:
         cuda = import_module("distopt._cuda")
         print(f"distopt._cuda: CUDA {cuda.runtime_version() // 1000}")
     except ImportError as error:
-        cuda = None
         absent.append(f"distopt._cuda ({error})")
     try:
         print(f"CuPy {import_module('cupy').__version__}")
@@ -106,7 +106,7 @@ def load_libraries() -> int:
         absent.append(f"CuPy ({error})")
     try:
         path = find_nccl(13)
-        print(f"NCCL {dotted_version(cuda.nccl_version(path)) if cuda else 'found'}: {path}")
+        print(f"NCCL {dotted_version(_core.nccl_version(path))}: {path}")
     except (MissingDependencyError, RuntimeError) as error:
         absent.append(f"NCCL ({error})")
     cudnn, missing = find_cudnn()

@@ -35,7 +35,7 @@ def results(request: pytest.FixtureRequest, stack: GpuStack) -> list[Outcome]:
     if request.param == "one":
         return outcomes(1, False)
     if request.param == "all":
-        count = stack.cuda.device_count()
+        count = stack.cupy.cuda.runtime.getDeviceCount()
         if count < 2:
             pytest.skip("there is one GPU only")
         return outcomes(min(count, 4), False)

@@ -73,6 +73,6 @@ def check(how: str, emulated: bool) -> None:
 @pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_lost_peer_is_named_though_the_device_is_busy(stack: GpuStack, how: str) -> None:
     shared = stack.nccl_version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if stack.cuda.device_count() < 2 and not shared:
+    if stack.cupy.cuda.runtime.getDeviceCount() < 2 and not shared:
         pytest.skip("needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
     check(how, emulated=False)

@@ -317,8 +317,11 @@ def test_the_mpiexec_beside_this_python_is_tried_first(answer, monkeypatch, tmp_
 NO_LIBRARY = DistoptError("OSError: libcuda.so.1: cannot open shared object file: No such file or directory")
 
 
-def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
-    answer.update(driver=NO_LIBRARY, devices=NO_LIBRARY, cupy=ModuleNotFoundError("cupy"))
+@pytest.mark.parametrize(
+    "devices", [ModuleNotFoundError("pynvml"), DistoptError("NVMLError_LibraryNotFound: NVML Shared Library Not Found")]
+)
+def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch, devices):
+    answer.update(driver=NO_LIBRARY, devices=devices, cupy=ModuleNotFoundError("cupy"))
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
     for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.cudnn, gpu.nccl):
         assert probe().state == "absent"
@@ -328,10 +331,12 @@ def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
 @pytest.mark.parametrize(("driver", "extra"), [(12040, "cuda12"), (13000, "cuda13")])
 def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, driver, extra):
     answer.update(driver={"version": driver, "path": "/lib/libcuda.so"}, nccl=partial(ask, "nccl"))
+    answer.update(devices=ModuleNotFoundError("pynvml"))
     monkeypatch.delenv("DISTOPT_NCCL_LIBRARY", raising=False)
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
     assert f"CUDA {driver // 1000}.{driver % 1000 // 10}" in gpu.driver().found
     assert extra in gpu.cupy().cure
+    assert extra in gpu.devices().cure
     assert extra in gpu.cudnn().cure
     assert (gpu.nccl().state == "absent") == (extra in gpu.nccl().cure)
 

@@ -75,7 +75,7 @@ import ctypes, os, threading
 from tests.emulation import activate
 activate()
 from distopt import _cuda
-from distopt._cuda import emulation as cuda
+import _emulation as cuda
 
 H2D, D2H = 1, 2
 size = 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -161,38 +160,23 @@ def _loaded(stem: str) -> str | None:
 
 
 def _driver() -> dict[str, Any]:
-    number = ctypes.c_int()
-    _check(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)), "cuDriverGetVersion")
-    return {"version": number.value, "path": _loaded("libcuda.so")}
+    from distopt import _core
+
+    return {"version": _core.cuda_driver_version(), "path": _loaded("libcuda.so")}
 
 
 def _devices() -> dict[str, Any]:
     """The devices, from NVML: unlike CUDA, it creates no context and sees devices that CUDA_VISIBLE_DEVICES hides."""
+    import pynvml
 
-    class NvmlMemory(ctypes.Structure):
-        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    _check(nvml.nvmlInit_v2(), "nvmlInit")
-    text = ctypes.create_string_buffer(96)
-    _check(nvml.nvmlSystemGetDriverVersion(text, len(text)), "nvmlSystemGetDriverVersion")
-    driver = text.value.decode()
-    count = ctypes.c_uint()
-    _check(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)), "nvmlDeviceGetCount")
+    pynvml.nvmlInit()
     devices = []
-    for index in range(count.value):
-        device, memory = ctypes.c_void_p(), NvmlMemory()
-        _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
-        _check(nvml.nvmlDeviceGetName(device, text, len(text)), "nvmlDeviceGetName")
-        # MIG and unified-memory devices do not report memory.
-        known = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
-        devices.append({"name": text.value.decode(), "memory_bytes": memory.total if known else None})
-    return {"driver": driver, "devices": devices}
-
-
-def _check(code: int, function: str) -> None:
-    if code != 0:
-        raise OSError(f"{function} returned {code}")
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        device, memory_bytes = pynvml.nvmlDeviceGetHandleByIndex(index), None
+        with contextlib.suppress(pynvml.NVMLError):  # MIG and unified-memory devices do not report memory
+            memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(device).total
+        devices.append({"name": pynvml.nvmlDeviceGetName(device), "memory_bytes": memory_bytes})
+    return {"driver": pynvml.nvmlSystemGetDriverVersion(), "devices": devices}
 
 
 def _cupy() -> dict[str, Any]:
@@ -214,11 +198,13 @@ def _cudnn() -> dict[str, Any]:
 
 
 def _nccl(cuda_major: str) -> dict[str, Any]:
+    from distopt import _core
+
     from ...comm.gpu import dotted_version, find_nccl
 
-    path, number = find_nccl(int(cuda_major)), ctypes.c_int()
-    _check(ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
-    return {"version": number.value, "dotted": dotted_version(number.value), "path": path}
+    path = find_nccl(int(cuda_major))
+    version = _core.nccl_version(path)
+    return {"version": version, "dotted": dotted_version(version), "path": path}
 
 
 def _resolve(name: str) -> dict[str, Any]:

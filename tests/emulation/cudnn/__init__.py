@@ -13,9 +13,8 @@ import threading
 from enum import Enum
 from typing import Any
 
+import _emulation as _emulated
 import numpy as np
-
-from distopt._cuda import emulation as _emulated
 
 from ._convolution import OPERATIONS, down_converted
 

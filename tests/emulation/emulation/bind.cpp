@@ -1,4 +1,4 @@
-// The emulated runtime for Python, as the submodule `_cuda.emulation`: what the stand-in for CuPy stands on.
+// The emulated runtime for Python, the module `_emulation`: what the stand-in for CuPy stands on.
 #include <cuda_runtime.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -7,10 +7,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
-
-#include "cuda/check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,6 +23,12 @@ using Address = std::uintptr_t;
 cudaStream_t stream_of(Address handle) { return reinterpret_cast<cudaStream_t>(handle); }
 cudaEvent_t event_of(Address handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 void* pointer_of(Address address) { return reinterpret_cast<void*>(address); }
+
+void check(cudaError_t code) {
+  if (code != cudaSuccess)
+    throw std::runtime_error(std::string(cudaGetErrorString(code)) + " (CUDA error " +
+                             std::to_string(static_cast<int>(code)) + ")");
+}
 
 // Memory as CuPy's pool hands it out: what is given back on a stream is given out again on that stream at once, without
 // waiting for any other. It turns into NaN in the order of that stream, as if others had used it, so that another
@@ -40,7 +46,7 @@ class Pool {
       }
     }
     void* pointer = nullptr;
-    DISTOPT_CUDA_CHECK(cudaMalloc(&pointer, bytes));
+    check(cudaMalloc(&pointer, bytes));
     return reinterpret_cast<Address>(pointer);
   }
 
@@ -65,46 +71,43 @@ Pool& pool() {
 template <class Handle, class Create>
 Address created(Create create) {
   Handle handle = nullptr;
-  DISTOPT_CUDA_CHECK(create(&handle));
+  check(create(&handle));
   return reinterpret_cast<Address>(handle);
 }
 
 bool ready(cudaError_t code) {
-  if (code != cudaErrorNotReady) DISTOPT_CUDA_CHECK(code);
+  if (code != cudaErrorNotReady) check(code);
   return code == cudaSuccess;
 }
 
 void bind_devices(nb::module_& m) {
   m.def("device_count", [] {
     int count = 0;
-    DISTOPT_CUDA_CHECK(cudaGetDeviceCount(&count));
+    check(cudaGetDeviceCount(&count));
     return count;
   });
   m.def("get_device", [] {
     int device = 0;
-    DISTOPT_CUDA_CHECK(cudaGetDevice(&device));
+    check(cudaGetDevice(&device));
     return device;
   });
-  m.def("set_device", [](int device) { DISTOPT_CUDA_CHECK(cudaSetDevice(device)); });
+  m.def("set_device", [](int device) { check(cudaSetDevice(device)); });
   m.def("pci_bus_id", [](int device) {
     char text[16];
-    DISTOPT_CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof text, device));
+    check(cudaDeviceGetPCIBusId(text, sizeof text, device));
     return std::string(text);
   });
-  m.def(
-      "device_synchronize", [] { DISTOPT_CUDA_CHECK(cudaDeviceSynchronize()); },
-      nb::call_guard<nb::gil_scoped_release>());
+  m.def("device_synchronize", [] { check(cudaDeviceSynchronize()); }, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_memory(nb::module_& m) {
   m.def("malloc", [](std::size_t bytes) { return created<void*>([=](void** p) { return cudaMalloc(p, bytes); }); });
   m.def(
-      "free", [](Address address) { DISTOPT_CUDA_CHECK(cudaFree(pointer_of(address))); },
-      nb::call_guard<nb::gil_scoped_release>());
+      "free", [](Address address) { check(cudaFree(pointer_of(address))); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("malloc_host",
         [](std::size_t bytes) { return created<void*>([=](void** p) { return cudaMallocHost(p, bytes); }); });
   m.def(
-      "free_host", [](Address address) { DISTOPT_CUDA_CHECK(cudaFreeHost(pointer_of(address))); },
+      "free_host", [](Address address) { check(cudaFreeHost(pointer_of(address))); },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "pool_malloc", [](std::size_t bytes, Address stream) { return pool().take(bytes, stream); }, "bytes"_a,
@@ -115,14 +118,14 @@ void bind_memory(nb::module_& m) {
   m.def(
       "memcpy_async",
       [](Address to, Address from, std::size_t bytes, int kind, Address stream) {
-        DISTOPT_CUDA_CHECK(cudaMemcpyAsync(pointer_of(to), pointer_of(from), bytes, static_cast<cudaMemcpyKind>(kind),
-                                           stream_of(stream)));
+        check(cudaMemcpyAsync(pointer_of(to), pointer_of(from), bytes, static_cast<cudaMemcpyKind>(kind),
+                              stream_of(stream)));
       },
       "to"_a, "from"_a, "bytes"_a, "kind"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "memset_async",
       [](Address to, int value, std::size_t bytes, Address stream) {
-        DISTOPT_CUDA_CHECK(cudaMemsetAsync(pointer_of(to), value, bytes, stream_of(stream)));
+        check(cudaMemsetAsync(pointer_of(to), value, bytes, stream_of(stream)));
       },
       "to"_a, "value"_a, "bytes"_a, "stream"_a);
 }
@@ -136,16 +139,16 @@ void bind_streams(nb::module_& m) {
             [=](cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, flags, priority); });
       },
       "non_blocking"_a = false, "priority"_a = 0);
-  m.def("stream_destroy", [](Address stream) { DISTOPT_CUDA_CHECK(cudaStreamDestroy(stream_of(stream))); });
+  m.def("stream_destroy", [](Address stream) { check(cudaStreamDestroy(stream_of(stream))); });
   m.def(
-      "stream_synchronize", [](Address stream) { DISTOPT_CUDA_CHECK(cudaStreamSynchronize(stream_of(stream))); },
+      "stream_synchronize", [](Address stream) { check(cudaStreamSynchronize(stream_of(stream))); },
       nb::call_guard<nb::gil_scoped_release>(), "Run what is in the stream; the stand-in's way to look at arrays too.");
   m.def(
       "stream_query", [](Address stream) { return ready(cudaStreamQuery(stream_of(stream))); },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("stream_capturing", [](Address stream) {
     cudaStreamCaptureStatus status{};
-    DISTOPT_CUDA_CHECK(cudaStreamIsCapturing(stream_of(stream), &status));
+    check(cudaStreamIsCapturing(stream_of(stream), &status));
     return status != cudaStreamCaptureStatusNone;
   });
   m.def(
@@ -156,15 +159,14 @@ void bind_streams(nb::module_& m) {
           const nb::gil_scoped_acquire lock;
           const std::unique_ptr<nb::callable> owner(last);
         });
-        DISTOPT_CUDA_CHECK(enqueue(stream_of(stream), [held] {
+        check(enqueue(stream_of(stream), [held] {
           const nb::gil_scoped_acquire lock;
           (*held)();
         }));
       },
       "stream"_a, "task"_a, "Put a Python function on the stream, as a kernel is.");
-  m.def("stream_wait_event", [](Address stream, Address event) {
-    DISTOPT_CUDA_CHECK(cudaStreamWaitEvent(stream_of(stream), event_of(event)));
-  });
+  m.def("stream_wait_event",
+        [](Address stream, Address event) { check(cudaStreamWaitEvent(stream_of(stream), event_of(event))); });
 }
 
 void bind_events(nb::module_& m) {
@@ -175,30 +177,29 @@ void bind_events(nb::module_& m) {
         return created<cudaEvent_t>([=](cudaEvent_t* event) { return cudaEventCreateWithFlags(event, flags); });
       },
       "disable_timing"_a = false);
-  m.def("event_destroy", [](Address event) { DISTOPT_CUDA_CHECK(cudaEventDestroy(event_of(event))); });
+  m.def("event_destroy", [](Address event) { check(cudaEventDestroy(event_of(event))); });
   m.def("event_record",
-        [](Address event, Address stream) { DISTOPT_CUDA_CHECK(cudaEventRecord(event_of(event), stream_of(stream))); });
+        [](Address event, Address stream) { check(cudaEventRecord(event_of(event), stream_of(stream))); });
   m.def(
-      "event_synchronize", [](Address event) { DISTOPT_CUDA_CHECK(cudaEventSynchronize(event_of(event))); },
+      "event_synchronize", [](Address event) { check(cudaEventSynchronize(event_of(event))); },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "event_query", [](Address event) { return ready(cudaEventQuery(event_of(event))); },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("event_elapsed_ms", [](Address start, Address stop) {
     float milliseconds = 0;
-    DISTOPT_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, event_of(start), event_of(stop)));
+    check(cudaEventElapsedTime(&milliseconds, event_of(start), event_of(stop)));
     return milliseconds;
   });
 }
 
 }  // namespace
-
-void bind(nb::module_& parent) {
-  nb::module_ m = parent.def_submodule("emulation", "The emulated CUDA runtime. Handles and addresses are integers.");
-  bind_devices(m);
-  bind_memory(m);
-  bind_streams(m);
-  bind_events(m);
-}
-
 }  // namespace emulation
+
+NB_MODULE(_emulation, m) {
+  m.doc() = "The emulated CUDA runtime. Handles and addresses are integers.";
+  emulation::bind_devices(m);
+  emulation::bind_memory(m);
+  emulation::bind_streams(m);
+  emulation::bind_events(m);
+}

@@ -10,6 +10,7 @@
 namespace emulation {
 
 thread_local int current_device = 0;
+thread_local bool has_context = false;
 
 namespace {
 
@@ -122,6 +123,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaSetDevice(int device) {
   if (const cudaError_t code = require_device(device)) return report(code);
   current_device = device;
+  has_context = true;
   return cudaSuccess;
 }
 

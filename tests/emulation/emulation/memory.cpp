@@ -24,6 +24,7 @@ Place place_of(const void* pointer, std::size_t bytes) {
 
 cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
   if (const cudaError_t code = require_device(current_device)) return report(code);
+  has_context = true;
   *pointer = nullptr;
   if (!bytes) return cudaSuccess;
   if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);

@@ -8,9 +8,8 @@ import threading
 import weakref
 from typing import Any
 
+import _emulation as _emulated
 import numpy as np
-
-from distopt._cuda import emulation as _emulated
 
 from . import runtime
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distopt._cuda import emulation as _emulated
+import _emulation as _emulated
 
 
 class CUDARuntimeError(RuntimeError):

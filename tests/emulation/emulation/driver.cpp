@@ -1,0 +1,91 @@
+// The functions of the driver that csrc/nccl calls, over the emulated runtime.
+#include "nccl/driver.h"
+
+#include "runtime.h"
+
+using distopt::cuda::CaptureStatus;
+using distopt::cuda::Context;
+using distopt::cuda::Event;
+using distopt::cuda::Status;
+using distopt::cuda::Stream;
+
+#define EXPORT extern "C"
+// What csrc/nccl looks for is declared here as it calls it.
+#define DECLARE(field, symbol, parameters) EXPORT Status symbol parameters;
+DISTOPT_CUDA_DRIVER(DECLARE)
+
+namespace {
+
+constexpr Status invalid_context{201};
+
+Status status_of(cudaError_t code) { return static_cast<Status>(code); }
+cudaError_t code_of(Status status) { return static_cast<cudaError_t>(status); }
+cudaStream_t stream_of(Stream* stream) { return reinterpret_cast<cudaStream_t>(stream); }
+cudaEvent_t event_of(Event* event) { return reinterpret_cast<cudaEvent_t>(event); }
+
+// Unlike the runtime, the driver makes no context; a null stream is one of the current context.
+template <class Call>
+Status in_context(Call call) {
+  return emulation::has_context ? status_of(call()) : invalid_context;
+}
+template <class Call>
+Status on_stream(Stream* stream, Call call) {
+  return stream != nullptr || emulation::has_context ? status_of(call()) : invalid_context;
+}
+
+}  // namespace
+
+EXPORT Status cuGetErrorName(Status status, const char** text) {
+  *text = status == invalid_context ? "CUDA_ERROR_INVALID_CONTEXT" : cudaGetErrorString(code_of(status));
+  return Status::success;
+}
+EXPORT Status cuGetErrorString(Status, const char** text) {
+  *text = "told by the emulated driver";
+  return Status::success;
+}
+EXPORT Status cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return Status::success;
+}
+
+// The address of a context is the number of its device and 1.
+EXPORT Status cuCtxGetCurrent(Context** context) {
+  *context =
+      emulation::has_context ? reinterpret_cast<Context*>(std::intptr_t{emulation::current_device} + 1) : nullptr;
+  return Status::success;
+}
+EXPORT Status cuCtxSetCurrent(Context* context) {
+  if (context == nullptr) {
+    emulation::has_context = false;
+    return Status::success;
+  }
+  return status_of(cudaSetDevice(static_cast<int>(reinterpret_cast<std::intptr_t>(context) - 1)));
+}
+EXPORT Status cuCtxSynchronize() { return in_context(cudaDeviceSynchronize); }
+EXPORT Status cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return in_context([=] { return cudaDeviceGetStreamPriorityRange(least, greatest); });
+}
+
+EXPORT Status cuStreamCreateWithPriority(Stream** stream, unsigned flags, int priority) {
+  return in_context(
+      [=] { return cudaStreamCreateWithPriority(reinterpret_cast<cudaStream_t*>(stream), flags, priority); });
+}
+EXPORT Status cuStreamDestroy_v2(Stream* stream) { return status_of(cudaStreamDestroy(stream_of(stream))); }
+EXPORT Status cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags) {
+  return on_stream(stream, [=] { return cudaStreamWaitEvent(stream_of(stream), event_of(event), flags); });
+}
+EXPORT Status cuStreamIsCapturing(Stream* stream, CaptureStatus* status) {
+  cudaStreamCaptureStatus found{};
+  const Status told = on_stream(stream, [&] { return cudaStreamIsCapturing(stream_of(stream), &found); });
+  *status = static_cast<CaptureStatus>(found);
+  return told;
+}
+
+EXPORT Status cuEventCreate(Event** event, unsigned flags) {
+  return in_context([=] { return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), flags); });
+}
+EXPORT Status cuEventDestroy_v2(Event* event) { return status_of(cudaEventDestroy(event_of(event))); }
+EXPORT Status cuEventRecord(Event* event, Stream* stream) {
+  return on_stream(stream, [=] { return cudaEventRecord(event_of(event), stream_of(stream)); });
+}
+EXPORT Status cuEventQuery(Event* event) { return status_of(cudaEventQuery(event_of(event))); }

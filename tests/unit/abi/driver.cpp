@@ -1,0 +1,32 @@
+// Compares the declarations of nccl/driver.h with those of cuda.h.
+#include "nccl/driver.h"
+
+#include <cuda.h>
+
+#include <string_view>
+#include <utility>
+
+#include "alike.h"
+
+namespace distopt::cuda {
+namespace {
+
+// cuda.h replaces names of functions by those of later versions, whose parameters may be others.
+#define TEXT(symbol) #symbol
+#define LINKED(symbol) std::string_view(TEXT(symbol))
+static_assert(LINKED(cuStreamDestroy) == "cuStreamDestroy_v2");
+static_assert(LINKED(cuEventDestroy) == "cuEventDestroy_v2");
+#define COMPARE(field, symbol, parameters)                                                              \
+  static_assert(LINKED(symbol) == #symbol, #symbol " is called otherwise");                             \
+  static_assert(CalledAlike<decltype(std::declval<Driver>().field.status), decltype(&::symbol)>::value, \
+                #symbol " is declared otherwise");
+DISTOPT_CUDA_DRIVER(COMPARE)
+
+EQUAL(Status::success, CUDA_SUCCESS);
+EQUAL(Status::not_ready, CUDA_ERROR_NOT_READY);
+EQUAL(CaptureStatus::none, CU_STREAM_CAPTURE_STATUS_NONE);
+EQUAL(stream_non_blocking, CU_STREAM_NON_BLOCKING);
+EQUAL(event_disable_timing, CU_EVENT_DISABLE_TIMING);
+
+}  // namespace
+}  // namespace distopt::cuda

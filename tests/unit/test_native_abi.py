@@ -1,0 +1,50 @@
+"""The functions of NVIDIA's libraries are called as their headers declare them, where headers are installed."""
+
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What nccl.h includes of CUDA, as far as it uses it.
+CUDA_RUNTIME = "#include <cstddef>\ntypedef struct CUstream_st* cudaStream_t;\n#define __CUDA_BF16_TYPES_EXIST__\n"
+
+
+def installed(header: str) -> list[Path]:
+    """The folders of a header in NVIDIA's packages, of every version of CUDA that is installed."""
+    found = (
+        Path(str(file.locate())).parent
+        for package in distributions()
+        if package.metadata["Name"].startswith("nvidia-")
+        for file in package.files or ()
+        if file.name == header
+    )
+    return sorted({folder.resolve() for folder in found if folder.is_dir()})
+
+
+def compiles(source: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    include = [f"-I{folder}" for folder in (ROOT / "csrc", *folders)]
+    command = ["c++", "-std=c++17", "-fsyntax-only", *include, str(ROOT / "tests" / "unit" / "abi" / source)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("source", "header"), [("driver.cpp", "cuda.h"), ("nccl.cpp", "nccl.h")])
+def test_declarations_are_those_of_the_header(tmp_path: Path, source: str, header: str) -> None:
+    folders = installed(header)
+    if not folders:
+        pytest.skip(f"no package of NVIDIA with {header} is installed")
+    (tmp_path / "cuda_runtime.h").write_text(CUDA_RUNTIME)
+    (tmp_path / "cuda_fp16.h").touch()
+    (tmp_path / "cuda_bf16.h").touch()
+    for folder in folders:
+        ended = compiles(source, tmp_path, folder)
+        assert ended.returncode == 0, f"{folder}:\n{ended.stderr}"
+
+
+def test_another_declaration_is_noticed(tmp_path: Path) -> None:
+    """With a header that leaves out an argument and calls another function by the name."""
+    (tmp_path / "cuda.h").write_text("int cuDriverGetVersion(int*, int);\n#define cuEventRecord cuEventRecord_v2\n")
+    errors = compiles("driver.cpp", tmp_path).stderr
+    assert "cuDriverGetVersion is declared otherwise" in errors
+    assert "cuEventRecord is called otherwise" in errors
