@@ -51,19 +51,18 @@ class NcclMemory {
   void* address_;
 };
 
-// Starts the collective named `kind`. `count` is as in Arguments; `dtype` and `op` are codes.
-NcclWork start(Shared communicator, const std::string& kind, Address input, Address output, std::size_t count,
-               int dtype, int op, int root, const char* label, Address stream) {
+// `count` is as in Arguments; `dtype` and `op` are codes.
+NcclOperation operation(const std::string& kind, Address input, Address output, std::size_t count, int dtype, int op,
+                        int root, const char* label) {
   Arguments arguments = make_arguments(kind.c_str(), dtype, label, op, root);
   arguments.count = count;
   arguments.input = at<const char>(input);
   arguments.output = at<char>(output);
-  auto collective = communicator->start(arguments, stream_of(stream));
-  return {std::move(communicator), std::move(collective)};
+  return {std::move(arguments)};
 }
 
-NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts& sent, const Parts& received, int dtype,
-                      const char* label, Address stream) {
+NcclOperation ragged_operation(const std::string& kind, const Parts& sent, const Parts& received, int dtype,
+                               const char* label) {
   Arguments arguments = make_arguments(kind.c_str(), dtype, label);
   const auto pieces_of = [&arguments](const Parts& parts) {
     std::vector<ByteSpan> pieces;
@@ -73,7 +72,15 @@ NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts&
   };
   arguments.parts = pieces_of(sent);
   for (const auto& part : sent) arguments.count += part.second;
-  auto collective = communicator->start_ragged(arguments, pieces_of(received), stream_of(stream));
+  std::vector<ByteSpan> pieces = pieces_of(received);
+  return {std::move(arguments), std::move(pieces)};
+}
+
+NcclWork start(Shared communicator, const nb::list& operations, Address stream) {
+  std::vector<NcclOperation> given;
+  for (const nb::handle each : operations) given.push_back(nb::cast<const NcclOperation&>(each));
+  const nb::gil_scoped_release release;
+  auto collective = communicator->start(given, stream_of(stream));
   return {std::move(communicator), std::move(collective)};
 }
 
@@ -136,6 +143,7 @@ void bind_work(nb::module_& m) {
             new (board) Board(fd, rank, processes_of(processes));
           },
           nb::arg("fd"), nb::arg("rank"), nb::arg("processes"));
+  nb::class_<NcclOperation>(m, "NcclOperation", "A collective of NCCL to be started.");
   nb::class_<NcclMemory>(m, "NcclMemory", "Memory that NCCL has registered.")
       .def_prop_ro("address", &NcclMemory::address);
 }
@@ -149,13 +157,18 @@ void bind_nccl(nb::module_& m) {
   communicator
       .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
            nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
-      .def("start", &start, WithoutGil())
-      .def("start_ragged", &start_ragged, WithoutGil())
+      .def("start", &start, nb::arg("operations"), nb::arg("stream"),
+           nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
+           "Collective. Start operations as one, behind what `stream` holds.")
       .def("allocate", &allocate, WithoutGil(), nb::sig("def allocate(self, n_bytes: int) -> NcclMemory | None"),
            "Memory that NCCL has registered, or None where it cannot.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
       .def("close", &NcclCommunicator::close, WithoutGil());
 
+  m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("input"), nb::arg("output"), nb::arg("count"),
+        nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("label"), "A collective on device pointers.");
+  m.def("nccl_ragged_operation", &ragged_operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"),
+        nb::arg("dtype"), nb::arg("label"), "A ragged one; a part is (address, count).");
   m.def(
       "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), WithoutGil(),
       "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");

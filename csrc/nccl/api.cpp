@@ -46,7 +46,8 @@ std::unique_ptr<NcclApi> load_new(const std::string& path) {
 
 const NcclApi& load(const std::string& path) {
   static std::mutex mutex;
-  static std::map<std::string, std::unique_ptr<NcclApi>> loaded;
+  // Not destroyed at exit: a thread may still be in NCCL then.
+  static auto& loaded = *new std::map<std::string, std::unique_ptr<NcclApi>>;
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<NcclApi>& api = loaded[path];
   if (!api) api = load_new(path);

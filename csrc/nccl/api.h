@@ -25,8 +25,8 @@ enum class Result : int {
   in_progress,
 };
 
-enum class DataType : int { int32 = 2, int64 = 4, float16 = 6, float32 = 7, float64 = 8, bfloat16 = 9 };
-enum class RedOp : int { sum = 0, max = 2, min = 3, avg = 4 };
+enum class DataType : int { int8 = 0, uint8, int32, int64 = 4, float16 = 6, float32, float64, bfloat16 };
+enum class RedOp : int { sum = 0, prod, max, min, avg };
 
 struct UniqueId {
   char internal[128];

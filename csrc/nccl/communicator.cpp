@@ -7,26 +7,42 @@
 namespace distopt {
 namespace {
 
+using nccl::DataType;
 using nccl::Result;
 
-// Types that NCCL supports too; distopt.comm.nccl requests no others.
-nccl::DataType nccl_type(DType dtype) {
-  static constexpr nccl::DataType types[] = {nccl::DataType::float32,  nccl::DataType::float64, nccl::DataType::float16,
-                                             nccl::DataType::bfloat16, nccl::DataType::int32,   nccl::DataType::int64};
-  return types[static_cast<int>(dtype)];
+// The host runs ahead of the device by so many collectives at most: calls of NCCL and of the driver would wait, and
+// could not be left, where queues of the device are full; they hold about 1,000 launches.
+constexpr std::size_t most_outstanding = 128;
+constexpr std::size_t most_connected = 4096;
+
+// A type of NCCL, and how many of it make an element. Types that NCCL lacks travel as bytes.
+struct Wire {
+  DataType type;
+  std::size_t factor = 1;
+};
+
+Wire wire_of(DType dtype) {
+  static constexpr Wire wires[] = {{DataType::float32},  {DataType::float64}, {DataType::float16}, {DataType::bfloat16},
+                                   {DataType::int32},    {DataType::int64},   {DataType::int8},    {DataType::uint8},
+                                   {DataType::uint8, 2}, {DataType::uint8}};
+  return wires[static_cast<int>(dtype)];
 }
 
-nccl::RedOp nccl_op(RedOp op) {
-  static constexpr nccl::RedOp ops[] = {nccl::RedOp::sum, nccl::RedOp::max, nccl::RedOp::min, nccl::RedOp::avg};
+// Of a reduction that NCCL has; distopt.comm.nccl requests no others. Booleans are bytes of 0 and 1.
+nccl::RedOp nccl_op(RedOp op, DType dtype) {
+  if (dtype == DType::boolean)
+    return op == RedOp::min || op == RedOp::product || op == RedOp::bit_and ? nccl::RedOp::min : nccl::RedOp::max;
+  static constexpr nccl::RedOp ops[] = {nccl::RedOp::sum, nccl::RedOp::max, nccl::RedOp::min, nccl::RedOp::avg,
+                                        nccl::RedOp::prod};
   return ops[static_cast<int>(op)];
 }
 
-// Everything between group_start and group_end takes effect together; the end must come even after an error.
+// What is called between group_start and group_end takes effect together; the end must come even after an error.
 class GroupCall {
  public:
   explicit GroupCall(const nccl::NcclApi& api) : api_(api) { add(api_.group_start()); }
   void add(Result result) {
-    if (result_ == Result::success && result != Result::in_progress) result_ = result;
+    if (result_ == Result::success) result_ = result;
   }
   Result end() {
     const Result result = api_.group_end();
@@ -37,6 +53,54 @@ class GroupCall {
   const nccl::NcclApi& api_;
   Result result_ = Result::success;
 };
+
+Result call_ragged(const nccl::Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+  const Arguments& arguments = operation.arguments;
+  const Wire wire = wire_of(arguments.dtype);
+  const std::size_t item = item_bytes(arguments.dtype) / wire.factor;
+  const bool gathers = arguments.kind == OpKind::all_gather_ragged;
+  GroupCall group(in.api);
+  for (int peer = 0; peer < static_cast<int>(operation.received.size()); ++peer) {
+    const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = operation.received[peer];
+    if (gathers && from.bytes != 0)
+      group.add(in.api.broadcast(peer == rank ? to.data : from.data, from.data, from.bytes / item, wire.type, peer,
+                                 in.comm, stream));
+    if (gathers) continue;
+    if (to.bytes != 0) group.add(in.api.send(to.data, to.bytes / item, wire.type, peer, in.comm, stream));
+    if (from.bytes != 0) group.add(in.api.recv(from.data, from.bytes / item, wire.type, peer, in.comm, stream));
+  }
+  return group.end();
+}
+
+Result call_one(const nccl::Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+  const Arguments& a = operation.arguments;
+  if (!operation.received.empty()) return call_ragged(in, operation, rank, stream);
+  // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
+  if (a.count == 0) return in.api.all_reduce(a.input, a.output, 1, DataType::int32, nccl::RedOp::sum, in.comm, stream);
+  const Wire wire = wire_of(a.dtype);
+  const std::size_t count = a.count * wire.factor;
+  const nccl::RedOp op = nccl_op(a.op, a.dtype);
+  switch (a.kind) {
+    case OpKind::barrier:
+    case OpKind::all_reduce:
+      return in.api.all_reduce(a.input, a.output, count, wire.type, op, in.comm, stream);
+    case OpKind::reduce_scatter:
+      return in.api.reduce_scatter(a.input, a.output, count, wire.type, op, in.comm, stream);
+    case OpKind::all_gather:
+      return in.api.all_gather(a.input, a.output, count, wire.type, in.comm, stream);
+    case OpKind::broadcast:
+      return in.api.broadcast(a.input, a.output, count, wire.type, a.root, in.comm, stream);
+    default:
+      return Result::success;
+  }
+}
+
+Result call_all(const nccl::Opened& in, const std::vector<NcclOperation>& operations, int rank, cuda::Stream* stream) {
+  if (operations.size() == 1) return call_one(in, operations[0], rank, stream);
+  GroupCall group(in.api);
+  for (const NcclOperation& operation : operations) group.add(call_one(in, operation, rank, stream));
+  return group.end();
+}
 
 }  // namespace
 
@@ -50,14 +114,15 @@ NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueI
       limits_(limits),
       abort_seconds_(abort_seconds),
       hooks_(std::move(hooks)) {
-  nccl::Config config;
-  config.blocking = 0;
-  Lock lock(mutex_);
   try {
-    call(lock, "ncclCommInitRankConfig",
-         [&] { return api_.comm_init_rank_config(&comm_, world_size_, id, rank_, &config); });
+    auto made = std::make_shared<nccl::Opened>(api_, context_, abort_seconds_);
+    call_apart("ncclCommInitRankConfig", made, [id, rank, world_size](nccl::Opened& in) {
+      nccl::Config config;
+      config.blocking = 1;
+      return in.api.comm_init_rank_config(&in.comm, world_size, id, rank, &config);
+    });
+    opened_ = std::move(made);
   } catch (...) {
-    end_comm(false);
     board_->close();
     throw;
   }
@@ -68,117 +133,123 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 
 // -- collectives ------------------------------------------------------------------------------------------------------
 
-NcclCommunicator::Work NcclCommunicator::start(const Arguments& arguments, cuda::Stream* caller) {
-  const nccl::DataType type = nccl_type(arguments.dtype);
-  return enqueue(arguments, caller, [&](nccl::Comm* comm, cuda::Stream* stream) {
-    // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
-    if (arguments.count == 0)
-      return api_.all_reduce(arguments.input, arguments.output, 1, nccl::DataType::int32, nccl_op(RedOp::sum), comm,
-                             stream);
-    switch (arguments.kind) {
-      case OpKind::barrier:
-      case OpKind::all_reduce:
-        return api_.all_reduce(arguments.input, arguments.output, arguments.count, type, nccl_op(arguments.op), comm,
-                               stream);
-      case OpKind::reduce_scatter:
-        return api_.reduce_scatter(arguments.input, arguments.output, arguments.count, type, nccl_op(arguments.op),
-                                   comm, stream);
-      case OpKind::all_gather:
-        return api_.all_gather(arguments.input, arguments.output, arguments.count, type, comm, stream);
-      case OpKind::broadcast:
-        return api_.broadcast(arguments.input, arguments.output, arguments.count, type, arguments.root, comm, stream);
-      default:
-        return Result::success;
-    }
-  });
-}
-
-NcclCommunicator::Work NcclCommunicator::start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received,
-                                                      cuda::Stream* caller) {
-  const nccl::DataType type = nccl_type(arguments.dtype);
-  const std::size_t item = item_bytes(arguments.dtype);
-  const bool gathers = arguments.kind == OpKind::all_gather_ragged;
-  return enqueue(arguments, caller, [&](nccl::Comm* comm, cuda::Stream* stream) {
-    GroupCall group(api_);
-    for (int peer = 0; peer < world_size_; ++peer) {
-      const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = received[peer];
-      if (gathers && from.bytes != 0)
-        group.add(api_.broadcast(peer == rank_ ? to.data : from.data, from.data, from.bytes / item, type, peer, comm,
-                                 stream));
-      if (gathers) continue;
-      if (to.bytes != 0) group.add(api_.send(to.data, to.bytes / item, type, peer, comm, stream));
-      if (from.bytes != 0) group.add(api_.recv(from.data, from.bytes / item, type, peer, comm, stream));
-    }
-    return group.end();
-  });
-}
-
-NcclCommunicator::Work NcclCommunicator::enqueue(const Arguments& arguments, cuda::Stream* caller,
-                                                 const Enqueue& start) {
-  const Lock turn(start_mutex_);
-  Lock lock(mutex_);
-  require_usable();
+NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>& operations, cuda::Stream* caller) {
+  const Lock turn(turn_);
+  static_cast<void>(opened());
   const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
-  forget_finished();
-  ++sequence_;
-  auto collective =
-      std::make_shared<NcclCollective>(sequence_, describe(arguments, sequence_), events_.take(), events_.take());
-  if (const auto mismatch = board_->post(sequence_, arguments)) fail_and_throw(mismatch->failure());
+  wait_for_room();
+  free_released();
+  const std::uint64_t first = sequence_ + 1;
+  sequence_ += operations.size();
+  std::string text = describe(operations[0].arguments, first);
+  if (operations.size() > 1) text += " and " + std::to_string(operations.size() - 1) + " with it";
+  auto collective = std::make_shared<NcclCollective>(sequence_, std::move(text), events_.take(), events_.take());
+  for (std::size_t i = 0; i < operations.size(); ++i)
+    if (const auto mismatch = board_->post(first + i, operations[i].arguments)) fail_and_throw(mismatch->failure());
   collective->ready->record(caller);
   collective->ready->hold_up(stream_.get());
-  call(lock, collective->text.c_str(), [&] { return start(comm_, stream_.get()); });
+  const Call function = [operations, rank = rank_, stream = stream_.get()](nccl::Opened& in) {
+    return call_all(in, operations, rank, stream);
+  };
+  if (may_connect(operations))
+    call_apart(collective->text.c_str(), opened(), function);
+  else
+    call(collective->text.c_str(), function);
   collective->finished->record(stream_.get());
-  outstanding_.push_back(collective);
+  {
+    const Lock lock(mutex_);
+    outstanding_.push_back(collective);
+  }
   changed_.notify_all();
   return collective;
 }
 
-void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Result()>& function) {
-  Result result = function();
-  Stopwatch watch;
-  auto looked = Clock::now();
-  while (result == Result::in_progress) {
-    lock.unlock();
-    std::exception_ptr interruption;
-    const double waited = watch.seconds();
-    pause(waited);
-    const bool look = Clock::now() - looked > look_period;
+// NCCL connects ranks when an algorithm is first chosen, which depends on operation, type and count; messages connect
+// with each peer, and registered memory is shown to them, once.
+bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations) {
+  std::string key;
+  const auto add = [&key](auto value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  for (const auto& [arguments, received] : operations) {
+    add(arguments.kind), add(arguments.dtype), add(arguments.op), add(received.size());
+    if (received.empty()) add(arguments.count);
+    for (const ByteSpan& part : arguments.parts) add(part.bytes != 0);
+    for (const ByteSpan& part : received) add(part.bytes != 0);
+    for (const char* at : {arguments.input, static_cast<const char*>(arguments.output)})
+      if (std::any_of(memory_.begin(), memory_.end(), [at](const Memory& memory) { return memory.holds(at); })) add(at);
+  }
+  if (connected_.size() >= most_connected) connected_.clear();
+  return connected_.insert(std::move(key)).second;
+}
+
+void NcclCommunicator::call(const char* what, const Call& function) {
+  std::shared_ptr<nccl::Opened> in = opened();
+  const Result result = function(*in);
+  if (result == Result::success) return;
+  const ErrorFields failure = nccl_error(what, result, *in);
+  in.reset();
+  fail_and_throw(failure);
+}
+
+void NcclCommunicator::call_apart(const char* what, std::shared_ptr<nccl::Opened> in, const Call& function) {
+  auto promise = std::make_shared<std::promise<Result>>();
+  std::future<Result> future = promise->get_future();
+  std::thread([in, function, promise]() mutable {
+    static_cast<void>(cuda::driver().ctx_set_current.status(in->context));
+    const Result result = function(*in);
+    in.reset();  // before the caller returns, who may end it
+    promise->set_value(result);
+  }).detach();
+  Patience patience(limits_);
+  for (Stopwatch watch; future.wait_for(look_period) != std::future_status::ready;) {
     try {
-      if (look) hooks_.check_signals();
+      hooks_.check_signals();
     } catch (...) {
-      interruption = std::current_exception();
-    }
-    lock.lock();
-    if (failure_) throw CommunicatorError(*failure_);
-    if (interruption) {
+      in.reset();
       // A half-made connection can neither be resumed nor be abandoned.
       fail({ErrorKind::closed, board_->peers().me().name() + " left " + what + " because of an exception",
             "restart the job"});
-      std::rethrow_exception(interruption);
+      throw;
     }
-    if (look) {
-      looked = Clock::now();
-      check_host(sequence_, what);
-      if (failure_) throw CommunicatorError(*failure_);
-      if (waited > limits_.timeout_seconds) fail_and_throw(Patience(limits_).stalled(waiting_in(what, sequence_)));
-    }
-    if (const Result asked = api_.comm_get_async_error(comm_, &result); asked != Result::success) result = asked;
+    check_host(sequence_, what);
+    check_failure();
+    patience.look(
+        watch.seconds(), [&] { return waiting_in(what, sequence_); }, hooks_.warn,
+        [this](const ErrorFields& failure) { fail_and_throw(failure); });
   }
-  if (result != Result::success) fail_and_throw(nccl_error(what, result));
+  const Result result = future.get();
+  if (result == Result::success) return;
+  const ErrorFields failure = nccl_error(what, result, *in);
+  in.reset();
+  fail_and_throw(failure);
+}
+
+void NcclCommunicator::wait_for_room() {
+  Stopwatch watch;
+  auto looked = Clock::now();
+  for (;;) {
+    forget_finished();
+    {
+      Lock lock(mutex_);
+      check_failure(lock);
+      if (outstanding_.size() < most_outstanding) return;
+    }
+    pause(watch.seconds());
+    if (Clock::now() - looked < look_period) continue;
+    looked = Clock::now();
+    hooks_.check_signals();
+  }
 }
 
 bool NcclCommunicator::done(const NcclCollective& collective) {
   const bool reached = collective.finished->reached();
-  const Lock lock(mutex_);
   // An abort lets the collective "finish": the failure is recorded before it.
-  if (failure_) throw CommunicatorError(*failure_);
+  check_failure();
   return reached;
 }
 
 void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stream) {
-  const Lock lock(mutex_);
-  if (failure_) throw CommunicatorError(*failure_);
+  check_failure();
   const InContext own(context_);
   collective.finished->hold_up(stream);
 }
@@ -188,12 +259,9 @@ void NcclCommunicator::wait(const NcclCollective& collective, double timeout_sec
   auto looked = Clock::now();
   while (!done(collective)) {
     const double waited = watch.seconds();
-    if (waited > timeout_seconds) {
-      const Lock lock(mutex_);
-      if (failure_) throw CommunicatorError(*failure_);
+    if (waited > timeout_seconds)
       fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result")
                          .stalled(waiting_in(collective.text, collective.sequence)));
-    }
     pause(waited);
     if (Clock::now() - looked > look_period) {
       looked = Clock::now();
@@ -206,16 +274,17 @@ void NcclCommunicator::wait(const NcclCollective& collective, double timeout_sec
 
 void* NcclCommunicator::allocate(std::size_t bytes) {
   if (api_.mem_alloc == nullptr || api_.mem_free == nullptr) return nullptr;
-  const Lock turn(start_mutex_);
-  Lock lock(mutex_);
-  require_usable();
+  const Lock turn(turn_);
+  const std::shared_ptr<nccl::Opened> in = opened();
+  const InContext own(context_);
+  free_released();
   void* memory = nullptr;
   if (api_.mem_alloc(&memory, bytes) != Result::success) return nullptr;
   void* registration = nullptr;
   if (api_.comm_register != nullptr && api_.comm_deregister != nullptr &&
-      api_.comm_register(comm_, memory, bytes, &registration) != Result::success)
+      api_.comm_register(in->comm, memory, bytes, &registration) != Result::success)
     registration = nullptr;  // the memory is as good as any other then
-  memory_.emplace_back(memory, registration);
+  memory_.push_back({memory, bytes, registration});
   return memory;
 }
 
@@ -223,12 +292,30 @@ void NcclCommunicator::release(void* memory) {
   const InContext own(context_);  // where the last reference is dropped, another may be current
   // Kernels of the caller may still use it; nothing orders ncclMemFree behind them.
   static_cast<void>(cuda::driver().ctx_synchronize.status());
-  const Lock lock(mutex_);
-  const auto found = std::find_if(memory_.begin(), memory_.end(), [&](auto& entry) { return entry.first == memory; });
-  if (found == memory_.end()) return;
-  if (comm_ != nullptr && found->second != nullptr) static_cast<void>(api_.comm_deregister(comm_, found->second));
-  memory_.erase(found);
-  static_cast<void>(api_.mem_free(memory));
+  {
+    const Lock lock(mutex_);
+    released_.push_back(memory);
+  }
+  // The turn may be this thread's: a signal's handler, which runs in start(), may have dropped the last reference.
+  if (const Lock turn(turn_, std::try_to_lock); turn) free_released();
+}
+
+void NcclCommunicator::free_released() {
+  std::shared_ptr<nccl::Opened> in;
+  std::vector<void*> released;
+  {
+    const Lock lock(mutex_);
+    in = opened_;
+    released.swap(released_);
+  }
+  for (void* memory : released) {
+    const auto found =
+        std::find_if(memory_.begin(), memory_.end(), [&](auto& entry) { return entry.address == memory; });
+    if (found == memory_.end()) continue;
+    if (in && found->registration != nullptr) static_cast<void>(api_.comm_deregister(in->comm, found->registration));
+    memory_.erase(found);
+    static_cast<void>(api_.mem_free(memory));
+  }
 }
 
 }  // namespace distopt

@@ -1,18 +1,20 @@
 // Collectives over NCCL on a stream of their own, separate from the stream on which the caller computes.
 //
 // Every collective waits, on the device, for the work on the caller's stream when it was started; `join` makes the
-// caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
-// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so that no rank
-// waits forever on the device.
+// caller's stream wait for its result. The host waits in `wait`, and in `start` for connections to be made and where it
+// is far ahead of the device. A thread watches them: errors of NCCL, peers that end, and time-outs make it abort the
+// communicator, so that no rank waits forever on the device.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,16 +24,25 @@
 #include "nccl/api.h"
 #include "nccl/board.h"
 #include "nccl/handles.h"
+#include "nccl/opened.h"
 
 namespace distopt {
 
+// Arguments of a collective: kind, type, count, label and device pointers. Ragged ones have parts: received[r] comes
+// from rank r; parts[r] of the arguments goes to it, or parts[0] to all if it is the only one.
+struct NcclOperation {
+  Arguments arguments;
+  std::vector<ByteSpan> received{};
+};
+
+// One or several that were started together.
 class NcclCollective {
  public:
   NcclCollective(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready,
                  std::shared_ptr<Event> finished)
       : sequence(sequence), text(std::move(text)), ready(std::move(ready)), finished(std::move(finished)) {}
 
-  const std::uint64_t sequence;
+  const std::uint64_t sequence;  // of the last
   const std::string text;
   const std::shared_ptr<Event> ready;     // the caller's data, on the caller's stream
   const std::shared_ptr<Event> finished;  // the result, on the collective stream
@@ -49,13 +60,8 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  int world_size() const { return world_size_; }
-
-  // Collective. `arguments` has kind, type, count, label and device pointers; `caller` is the stream of the data.
-  Work start(const Arguments& arguments, cuda::Stream* caller);
-  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the arguments goes to it, or
-  // parts[0] to all if it is the only one.
-  Work start_ragged(const Arguments& arguments, const std::vector<ByteSpan>& received, cuda::Stream* caller);
+  // Collective. Starts operations as one, in this order; `caller` is the stream of the data.
+  Work start(const std::vector<NcclOperation>& operations, cuda::Stream* caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclCollective& collective);
@@ -67,6 +73,7 @@ class NcclCommunicator {
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
   void* allocate(std::size_t bytes);
+  // Waits for the device, which may still use it. Where a collective is being started, that thread frees it later.
   void release(void* memory);
 
   // Local. Ends the communicator at once, with this error for all ranks of the host.
@@ -77,26 +84,36 @@ class NcclCommunicator {
  private:
   using Lock = std::unique_lock<std::mutex>;
   using Clock = std::chrono::steady_clock;
-  using Enqueue = std::function<nccl::Result(nccl::Comm*, cuda::Stream*)>;
+  using Call = std::function<nccl::Result(nccl::Opened&)>;
 
-  Work enqueue(const Arguments& arguments, cuda::Stream* caller, const Enqueue& call);
-  // Calls, and polls until the call has taken effect, because the communicator is non-blocking.
-  void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
-  void require_usable() const;
+  // A call into NCCL, in this thread. Or in a thread of its own that can be left, for a call that may wait for peers.
+  void call(const char* what, const Call& function);
+  void call_apart(const char* what, std::shared_ptr<nccl::Opened> in, const Call& function);
+  // Whether the connections that these operations need may not have been made yet.
+  bool may_connect(const std::vector<NcclOperation>& operations);
+  void wait_for_room();
+  void free_released();
+  // The communicator of NCCL. Throws CommunicatorError if it has failed or is closed.
+  std::shared_ptr<nccl::Opened> opened();
+  void check_failure();
+  void check_failure(Lock& lock);
+
   // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.
   bool check_host(std::uint64_t sequence, const std::string& text);
+  // The caller must hold neither the lock nor a reference to the communicator of NCCL.
   void fail(const ErrorFields& failure);
   [[noreturn]] void fail_and_throw(const ErrorFields& failure);
-  bool end_comm(bool orderly);
-  ErrorFields nccl_error(const char* what, nccl::Result result) const;
+  ErrorFields nccl_error(const char* what, nccl::Result result, const nccl::Opened& opened) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
 
   void watch();
-  void look_after_oldest(Lock& lock);
+  void look_after_oldest();
+  void warn(const std::string& text);
+  Work oldest();
   void forget_finished();
+  bool drained(double seconds);
   void stop_watching();
-  bool drained(Lock& lock, double seconds);
 
   const nccl::NcclApi& api_;
   const int rank_, world_size_;
@@ -108,20 +125,34 @@ class NcclCommunicator {
   Stream stream_;
   EventPool events_;
 
-  std::mutex start_mutex_;    // one caller at a time; taken before mutex_
-  mutable std::mutex mutex_;  // all below
-  std::condition_variable changed_;
-  nccl::Comm* comm_ = nullptr;
+  // One caller at a time; taken before mutex_. The next three are its own.
+  std::mutex turn_;
   std::uint64_t sequence_ = 0;
+  std::set<std::string> connected_;  // operations that have been called before
+  struct Memory {
+    void* address;
+    std::size_t bytes;
+    void* registration;  // null where NCCL has not registered it
+
+    bool holds(const char* at) const {
+      return at >= static_cast<char*>(address) && at < static_cast<char*>(address) + bytes;
+    }
+  };
+  std::vector<Memory> memory_;
+
+  std::mutex mutex_;  // all below; not held during calls of NCCL, of the driver or of Python
+  std::condition_variable changed_;
+  std::shared_ptr<nccl::Opened> opened_;
   std::deque<Work> outstanding_;
+  std::vector<void*> released_;
   std::optional<CommunicatorError> failure_;
-  bool closed_ = false, stop_ = false;
-  std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
+  bool failing_ = false, closed_ = false, stop_ = false;
 
   // State of the watching thread: times since the oldest collective had its data, and since a peer left.
   std::uint64_t watched_ = 0;
   std::optional<Stopwatch> waits_since_, gone_since_;
   std::optional<Patience> patience_;
+  std::future<void> warning_;
   std::thread watcher_;
 };
 

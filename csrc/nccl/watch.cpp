@@ -1,7 +1,6 @@
 // The end of a communicator: failures, the thread that detects them, and close().
 #include <algorithm>
 #include <exception>
-#include <future>
 #include <utility>
 
 #include "nccl/communicator.h"
@@ -16,35 +15,32 @@ constexpr double grace_seconds = 1.0;
 // The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-// Runs `body` in a thread of its own; returns whether it has returned in time. If not, it continues by itself.
-bool run_bounded(double seconds, std::function<void()> body) {
-  auto finished = std::make_shared<std::promise<void>>();
-  auto future = finished->get_future();
-  std::thread([body = std::move(body), finished] {
-    body();
-    finished->set_value();
-  }).detach();
-  return future.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
-}
-
 }  // namespace
 
 // -- failure and end --------------------------------------------------------------------------------------------------
 
-void NcclCommunicator::require_usable() const {
-  if (failure_) throw CommunicatorError(*failure_);
+std::shared_ptr<nccl::Opened> NcclCommunicator::opened() {
+  Lock lock(mutex_);
+  check_failure(lock);
   if (closed_)
     throw CommunicatorError(ErrorKind::closed, board_->peers().me().name() + " has closed this communicator",
                             "use it before close()");
+  return opened_;
 }
 
-ErrorFields NcclCommunicator::nccl_error(const char* what, Result result) const {
+void NcclCommunicator::check_failure() {
+  Lock lock(mutex_);
+  check_failure(lock);
+}
+
+void NcclCommunicator::check_failure(Lock& lock) {
+  changed_.wait(lock, [this] { return !failing_ || failure_; });
+  if (failure_) throw CommunicatorError(*failure_);
+}
+
+ErrorFields NcclCommunicator::nccl_error(const char* what, Result result, const nccl::Opened& opened) const {
   std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
-  const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
+  const char* last = opened.comm == nullptr ? nullptr : api_.get_last_error(opened.comm);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->peers().me()}};
@@ -84,75 +80,87 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
   return any_gone;
 }
 
+// Other threads that see the failure wait in check_failure() until it is complete: the abort adds to its text.
 void NcclCommunicator::fail(const ErrorFields& failure) {
-  if (failure_) return;
-  failure_ = board_->peers().fail(failure);
-  if (!end_comm(false)) {
-    ErrorFields both = failure_->failure();
-    both.cure +=
-        "; besides, ncclCommAbort has not come back within " + seconds_text(abort_seconds_) + ", so end this process";
-    failure_ = CommunicatorError(std::move(both));
+  std::shared_ptr<nccl::Opened> last;
+  {
+    const Lock lock(mutex_);
+    if (failing_) return;
+    failing_ = true;
+    last = std::move(opened_);
+  }
+  CommunicatorError recorded = board_->peers().fail(failure);
+  if (last) {
+    const auto late = last->late;
+    last.reset();  // aborts, unless a thread is in NCCL: then that thread does when it comes out
+    if (*late) {
+      ErrorFields both = recorded.failure();
+      both.cure +=
+          "; besides, ncclCommAbort has not come back within " + seconds_text(abort_seconds_) + ", so end this process";
+      recorded = CommunicatorError(std::move(both));
+    }
+  }
+  {
+    const Lock lock(mutex_);
+    failure_ = std::move(recorded);
   }
   changed_.notify_all();
 }
 
 void NcclCommunicator::fail_and_throw(const ErrorFields& failure) {
   fail(failure);
-  throw CommunicatorError(*failure_);
+  check_failure();
+  throw CommunicatorError(failure);
 }
 
 void NcclCommunicator::abort(const std::string& text) {
-  const Lock lock(mutex_);
-  if (!closed_) fail({ErrorKind::other, board_->peers().me().name() + " has aborted the communicator: " + text});
-}
-
-// Whether NCCL came back in time. Orderly: finalize, which waits for the proxies of this rank, then destroy.
-bool NcclCommunicator::end_comm(bool orderly) {
-  nccl::Comm* comm = std::exchange(comm_, nullptr);
-  if (comm == nullptr) return true;
-  const nccl::NcclApi& api = api_;
-  for (auto& [memory, registration] : memory_)
-    if (orderly && registration != nullptr)
-      static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));
-  return run_bounded(2 * abort_seconds_, [&api, comm, orderly, context = context_, seconds = abort_seconds_] {
-    static_cast<void>(cuda::driver().ctx_set_current.status(context));
-    Result result = orderly ? api.comm_finalize(comm) : Result::internal_error;
-    const auto began = Clock::now();
-    while (result == Result::in_progress && seconds_since(began) < seconds) {
-      pause(seconds_since(began));
-      if (const Result asked = api.comm_get_async_error(comm, &result); asked != Result::success) result = asked;
-    }
-    static_cast<void>(result == Result::success ? api.comm_destroy(comm) : api.comm_abort(comm));
-  });
+  {
+    const Lock lock(mutex_);
+    if (closed_) return;
+  }
+  fail({ErrorKind::other, board_->peers().me().name() + " has aborted the communicator: " + text});
 }
 
 void NcclCommunicator::close() {
-  const Lock turn(start_mutex_);
-  Lock lock(mutex_);
-  if (closed_) return;
-  const bool orderly = drained(lock, close_seconds);
-  closed_ = true;
-  end_comm(orderly);
-  outstanding_.clear();
-  lock.unlock();
+  const Lock turn(turn_);
+  {
+    const Lock lock(mutex_);
+    if (closed_) return;
+  }
+  const bool orderly = drained(close_seconds);
+  free_released();
+  std::shared_ptr<nccl::Opened> last;
+  {
+    const Lock lock(mutex_);
+    closed_ = true;
+    last = std::move(opened_);
+    outstanding_.clear();
+  }
+  if (last && orderly) {
+    for (Memory& memory : memory_)
+      if (memory.registration != nullptr)
+        static_cast<void>(api_.comm_deregister(last->comm, std::exchange(memory.registration, nullptr)));
+    last->orderly = true;
+  }
+  last.reset();
   stop_watching();
   board_->close();
 }
 
-bool NcclCommunicator::drained(Lock& lock, double seconds) {
-  const auto began = Clock::now();
-  for (;;) {
+bool NcclCommunicator::drained(double seconds) {
+  for (Stopwatch watch;;) {
     try {
       forget_finished();
     } catch (const std::exception&) {
       return false;
     }
-    if (failure_ || outstanding_.empty()) return !failure_;
-    const double waited = seconds_since(began);
+    {
+      const Lock lock(mutex_);
+      if (failing_ || outstanding_.empty()) return !failing_;
+    }
+    const double waited = watch.seconds();
     if (waited > seconds) return false;
-    lock.unlock();
     pause(waited);
-    lock.lock();
   }
 }
 
@@ -162,50 +170,73 @@ void NcclCommunicator::watch() {
   static_cast<void>(cuda::driver().ctx_set_current.status(context_));
   Lock lock(mutex_);
   while (!stop_) {
-    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failure_); });
+    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failing_); });
     if (changed_.wait_for(lock, look_period, [&] { return stop_; })) return;
+    lock.unlock();
     try {
-      forget_finished();
-      if (!outstanding_.empty() && !failure_) look_after_oldest(lock);
+      look_after_oldest();
     } catch (const std::exception& error) {
       fail(
           {ErrorKind::other, board_->peers().me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
     }
+    lock.lock();
   }
 }
 
-void NcclCommunicator::look_after_oldest(Lock& lock) {
-  const Work oldest = outstanding_.front();
-  if (watched_ != oldest->sequence) {
-    watched_ = oldest->sequence;
+// Checks without the driver come first: its queries may wait for a thread that launches on a full queue.
+void NcclCommunicator::look_after_oldest() {
+  Work watched = oldest();
+  std::shared_ptr<nccl::Opened> in;
+  {
+    const Lock lock(mutex_);
+    in = opened_;
+  }
+  if (!watched || !in) return;
+  Result result = Result::success;
+  if (api_.comm_get_async_error(in->comm, &result) == Result::success && result != Result::success) {
+    const ErrorFields failure = nccl_error(watched->text.c_str(), result, *in);
+    in.reset();
+    return fail(failure);
+  }
+  in.reset();
+  const bool any_gone = check_host(watched->sequence, watched->text);
+  forget_finished();
+  watched = oldest();
+  if (!watched) return;
+  if (watched_ != watched->sequence) {
+    watched_ = watched->sequence;
     waits_since_.reset();
     gone_since_.reset();
     patience_.emplace(limits_, "result");
   }
-  Result result = Result::success;
-  if (comm_ != nullptr && api_.comm_get_async_error(comm_, &result) == Result::success && result != Result::success &&
-      result != Result::in_progress)
-    return fail(nccl_error(oldest->text.c_str(), result));
-  const bool any_gone = check_host(oldest->sequence, oldest->text);
-  if (failure_ || !oldest->ready->reached()) return;
+  if (!watched->ready->reached()) return;
   if (!waits_since_) waits_since_.emplace();
   if (any_gone && !gone_since_) gone_since_.emplace();
   if (gone_since_ && gone_since_->seconds() > grace_seconds)
     return fail({ErrorKind::peer_lost,
-                 board_->peers().me().name() + " waits in " + oldest->text + " for the data of a rank that has left",
+                 board_->peers().me().name() + " waits in " + watched->text + " for the data of a rank that has left",
                  "see the ranks' output"});
   patience_->look(
-      waits_since_->seconds(), [&] { return waiting_in(oldest->text, oldest->sequence); },
-      [&](const std::string& text) {
-        lock.unlock();
-        hooks_.warn(text);
-        lock.lock();
-      },
-      [this](const ErrorFields& failure) { fail(failure); });
+      waits_since_->seconds(), [&] { return waiting_in(watched->text, watched->sequence); },
+      [&](const std::string& text) { warn(text); }, [this](const ErrorFields& failure) { fail(failure); });
+}
+
+// In a thread of its own: it takes Python's lock, which a thread that waits for the device may hold.
+void NcclCommunicator::warn(const std::string& text) {
+  if (warning_.valid() && warning_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return;
+  warning_ = std::async(std::launch::async, hooks_.warn, text);
+}
+
+NcclCommunicator::Work NcclCommunicator::oldest() {
+  const Lock lock(mutex_);
+  return outstanding_.empty() ? nullptr : outstanding_.front();
 }
 
 void NcclCommunicator::forget_finished() {
-  while (!outstanding_.empty() && outstanding_.front()->finished->reached()) outstanding_.pop_front();
+  for (Work first = oldest(); first && first->finished->reached(); first = oldest()) {
+    const Lock lock(mutex_);
+    if (!outstanding_.empty() && outstanding_.front() == first) outstanding_.pop_front();
+  }
 }
 
 void NcclCommunicator::stop_watching() {
@@ -215,6 +246,7 @@ void NcclCommunicator::stop_watching() {
   }
   changed_.notify_all();
   if (watcher_.joinable()) watcher_.join();
+  if (warning_.valid()) warning_.wait();
 }
 
 }  // namespace distopt

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -91,6 +92,7 @@ class Request(NamedTuple):
         op: the reduction; empty where there is none.
         root: the rank that a broadcast comes from.
         looks: whether to look for NaN and infinity.
+        counts: of a ragged collective, how many elements every rank sends, if the ranks know it.
     """
 
     kind: str
@@ -99,6 +101,7 @@ class Request(NamedTuple):
     op: str = ""
     root: int = 0
     looks: bool = False
+    counts: Sequence[int] | None = None
 
 
 class Communicator(ABC):
@@ -221,9 +224,21 @@ class Communicator(ABC):
         self._check_pair(array, out)
         return self._start(Request("all_gather", dtype, label), array, out)
 
-    def all_gather_ragged(self, array: Array, *, label: str = "") -> RaggedWork:
-        """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one."""
-        return self._start_ragged(Request("all_gather_ragged", self.check_array(array), label), [array])
+    def all_gather_ragged(self, array: Array, *, label: str = "", counts: Sequence[int] | None = None) -> RaggedWork:
+        """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one.
+
+        Args:
+            array: what this rank sends.
+            label: see `all_reduce`.
+            counts: how many elements every rank sends, if all ranks know it: some transports then need not exchange it.
+
+        Raises:
+            UsageError: the array cannot be sent, or is not as long as its count.
+        """
+        dtype = self.check_array(array)
+        if counts is not None and (len(counts) != self.topology.world_size or counts[self.topology.rank] != array.size):
+            raise UsageError(f"counts {list(counts)} do not fit {array.size} elements of rank {self.topology.rank}")
+        return self._start_ragged(Request("all_gather_ragged", dtype, label, counts=counts), [array])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only."""
@@ -292,6 +307,14 @@ class Communicator(ABC):
                 f"rank {rank} is not another rank of a world of {self.topology.world_size}; messages go to another rank"
             )
         return rank
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Local. Collectives that are started inside may travel as one, where the transport gains by it.
+
+        Wait for none of them inside. Each has its own work, and may be waited for alone afterwards.
+        """
+        yield
 
     @abstractmethod
     def barrier(self) -> None:
@@ -375,6 +398,12 @@ class Communicator(ABC):
             raise UsageError("a read-only array cannot receive the result; pass a writable one")
         return dtype
 
+    def can_reduce(self, op: str, dtype: str) -> bool:
+        """Local. Whether this transport has the reduction `op` for that wire type."""
+        if dtype not in self.dtypes or op not in self.ops:
+            return False
+        return dtype in _FLOATS if op == "mean" else op not in ("and", "or", "xor") or dtype not in _FLOATS
+
     def _check_op(self, op: str, dtype: str) -> None:
         if op not in self.ops:
             raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(self.ops)}")
@@ -382,6 +411,8 @@ class Communicator(ABC):
             raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
         if op in ("and", "or", "xor") and dtype in _FLOATS:
             raise UsageError(f"the {op} of {dtype} would be one of their bits; use an integer type")
+        if not self.can_reduce(op, dtype):
+            raise UsageError(f"the {self.name} communicator has no {op} of {dtype}; reduce another type")
 
     def _check_pair(self, part: Array, whole: Array) -> None:
         if part.dtype != whole.dtype or part.size * self.topology.world_size != whole.size:

@@ -35,7 +35,7 @@ class NativeCommunicator(Communicator):
         self.core.progress()
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
-        kind, dtype, label, op, root, looks = request
+        kind, dtype, label, op, root, looks = request[:6]
         return self.core.start(kind, array, out, DTYPES[dtype], OPS.get(op, 0), root, label, looks)
 
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -41,36 +42,52 @@ class NcclWork(Work):
     stream afterwards. With a time-out the host waits, too.
     """
 
-    def __init__(self, core: Any, cupy: Any) -> None:
-        self._core = core
+    core: Any  # set when it is started, which `together` puts off
+
+    def __init__(self, cupy: Any) -> None:
+        """Local."""
         self._cupy = cupy
 
     def done(self) -> bool:
         """Local. Whether the result is there."""
-        finished: bool = self._core.done()
+        finished: bool = self.core.done()
         return finished
 
     def wait(self, timeout: float | None = None) -> None:
         """Let the current stream wait for the result; see the class."""
         if timeout is not None:
-            self._core.wait(timeout)
-        self._core.join(self._cupy.cuda.get_current_stream().ptr)
+            self.core.wait(timeout)
+        self.core.join(self._cupy.cuda.get_current_stream().ptr)
 
 
 class NcclRaggedWork(RaggedWork):
-    """Counts on their way to the host, which posts the data in `wait`.
+    """Parts on their way.
 
-    `wait` blocks the host until the counts of all ranks are there. The parts are then valid in the way that results of
-    `NcclWork` are; for parts of NumPy the host waits.
+    They are valid in the way that results of `NcclWork` are; for parts of NumPy the host waits.
     """
 
-    def __init__(self, counts: Work, table: Array, post: Post, timeout: float, on_host: bool) -> None:
+    def __init__(self, work: Work, parts: list[Array], *, on_host: bool) -> None:
+        """Local. `work` fills `parts`, which `wait` turns into arrays of NumPy if they are wanted `on_host`."""
+        super().__init__(work, parts)
+        self._on_host = on_host
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Collective. See the class and `Work.wait`."""
+        self._work.wait(timeout)
+        if self._on_host:
+            self.parts = [part.get() for part in self.parts]
+            self._on_host = False
+
+
+class NcclUncountedWork(NcclRaggedWork):
+    """Counts on their way to the host, which posts the data in `wait`: it blocks the host until those are there."""
+
+    def __init__(self, counts: Work, table: Array, post: Post, timeout: float, *, on_host: bool) -> None:
         """Local. The counts arrive in `table`; `post`, given them on the host, starts to move the data."""
-        super().__init__(counts, [])
+        super().__init__(counts, [], on_host=on_host)
         self._table = table
         self._post: Post | None = post
         self._timeout = timeout
-        self._on_host = on_host
 
     def wait(self, timeout: float | None = None) -> None:
         """Collective. See the class and `Work.wait`."""
@@ -78,10 +95,13 @@ class NcclRaggedWork(RaggedWork):
             self._work.wait(self._timeout if timeout is None else timeout)
             self._work, self.parts = self._post(self._table.get())
             self._post = None
-        self._work.wait(timeout)
-        if self._on_host:
-            self.parts = [part.get() for part in self.parts]
-            self._on_host = False
+        super().wait(timeout)
+
+
+class _Held(NamedTuple):
+    operation: _core.NcclOperation
+    work: NcclWork
+    arrays: tuple[Array, ...]  # the device uses them until the end
 
 
 class NcclCommunicator(Communicator):
@@ -99,8 +119,6 @@ class NcclCommunicator(Communicator):
 
     name: ClassVar[str] = "nccl"
     sends_parts: ClassVar[bool] = True
-    dtypes = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-    ops = ("sum", "max", "min", "mean")
     overlaps: ClassVar[bool] = True
     ordered_sums: ClassVar[bool] = False
 
@@ -124,7 +142,7 @@ class NcclCommunicator(Communicator):
         board = _core.NcclBoard(fd, group.rank, processes)
         group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
         self._timeout = settings.timeout
-        self._core: Any = _core.NcclCommunicator(
+        self._core = _core.NcclCommunicator(
             stack.nccl_path,
             unique_id,
             topology.rank,
@@ -137,7 +155,8 @@ class NcclCommunicator(Communicator):
         )
         self._close = weakref.finalize(self, self._core.close)
         # The device may still use arrays that the caller has dropped.
-        self._in_use: deque[tuple[Any, tuple[Array, ...]]] = deque()
+        self._in_use: deque[tuple[NcclWork, tuple[Array, ...]]] = deque()
+        self._held: list[_Held] | None = None  # inside `together`
 
     @classmethod
     def create(cls, job: Job) -> NcclCommunicator:
@@ -171,20 +190,43 @@ class NcclCommunicator(Communicator):
         return self.xp.ndarray(count, kind, pointer)
 
     # -- collectives -------------------------------------------------------------------------------------------------
+    def can_reduce(self, op: str, dtype: str) -> bool:
+        """Local. As on every transport, except for operations on bits and reductions of int16, which NCCL lacks.
+
+        Booleans are reduced as bytes of 0 and 1, by their maximum and minimum.
+        """
+        if dtype == "bool":
+            return super().can_reduce(op, dtype) and op != "xor"
+        return super().can_reduce(op, dtype) and dtype != "int16" and op not in ("and", "or", "xor")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Local. See `Communicator.together`: one group of NCCL, one launch."""
+        if self._held is not None:
+            yield
+            return
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            self._launch(held)
+
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         """Through device memory where the arrays are NumPy's."""
-        kind, dtype, label, op, root, _ = request
+        kind, dtype, label, op, root = request[:5]
         # Copies of a part and of its whole have equal values, which is enough for these operations.
         x = self.xp.asarray(array)
         y = x if out is array else self.xp.asarray(out)
         count = min(x.size, y.size)
         # Without elements, a rank takes part with a scratch element.
-        pointers = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
-        given = *pointers, count, DTYPES[dtype], OPS.get(op, 0), root, label
-        work = self._enqueue(lambda stream: self._core.start(kind, *given, stream), x, y)
+        source, target = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
+        operation = _core.nccl_operation(kind, source, target, count, DTYPES[dtype], OPS.get(op, 0), root, label)
+        work = self._enqueue(operation, x, y)
         if not isinstance(out, np.ndarray):
             return work
         # At once: a later operation on the same array must see the result, and the caller need not keep the array.
+        self._launch_held()
         work.wait(self._timeout)
         out.reshape(-1)[...] = y.get().reshape(-1)
         return DoneWork()
@@ -192,21 +234,24 @@ class NcclCommunicator(Communicator):
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
         """Gather how much every rank sends to each; with that on the host, the data follow in `NcclRaggedWork.wait`."""
         kind, dtype, label = request[:3]
+        on_host = isinstance(parts[0], np.ndarray)
         sent = [self.xp.asarray(part).reshape(-1) for part in parts]
         # A single part goes to all ranks, so a rank has one count to send.
         column = self.topology.rank if len(sent) > 1 else 0
 
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:
             received = self._parts(counts[:, column], sent[0].dtype)
-            given = [[(part.data.ptr, part.size) for part in group] for group in (sent, received)]
-            return self._enqueue(
-                lambda stream: self._core.start_ragged(kind, *given, DTYPES[dtype], label, stream), *sent, *received
-            ), received
+            given, wanted = ([(part.data.ptr, part.size) for part in group] for group in (sent, received))
+            operation = _core.nccl_ragged_operation(kind, given, wanted, DTYPES[dtype], label)
+            return self._enqueue(operation, *sent, *received), received
 
+        if request.counts is not None:
+            work, received = post(np.array(request.counts).reshape(-1, 1))
+            return NcclRaggedWork(work, received, on_host=on_host)
         mine = self.xp.asarray(np.array([part.size for part in sent], np.int64))
         table = self.xp.empty((self.topology.world_size, len(sent)), np.int64)
         counts = self._start(Request("all_gather", "int64", label), mine, table)
-        return NcclRaggedWork(counts, table, post, self._timeout, on_host=isinstance(parts[0], np.ndarray))
+        return NcclUncountedWork(counts, table, post, self._timeout, on_host=on_host)
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
@@ -225,12 +270,28 @@ class NcclCommunicator(Communicator):
         self._core.abort(reason)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-    def _enqueue(self, start: Callable[[int], Any], *arrays: Array) -> NcclWork:
-        core = start(self.xp.cuda.get_current_stream().ptr)
+    def _enqueue(self, operation: _core.NcclOperation, *arrays: Array) -> NcclWork:
+        held = _Held(operation, NcclWork(self.xp), arrays)
+        if self._held is None:
+            self._launch([held])
+        else:
+            self._held.append(held)
+        return held.work
+
+    def _launch_held(self) -> None:
+        if self._held is not None:
+            held, self._held = self._held, []
+            self._launch(held)
+
+    def _launch(self, held: Sequence[_Held]) -> None:
+        if not held:
+            return
+        core = self._core.start([each.operation for each in held], self.xp.cuda.get_current_stream().ptr)
         while self._in_use and self._in_use[0][0].done():
             self._in_use.popleft()
-        self._in_use.append((core, arrays))
-        return NcclWork(core, self.xp)
+        for each in held:
+            each.work.core = core
+            self._in_use.append((each.work, each.arrays))
 
     def _parts(self, counts: Sequence[int], kind: Any) -> list[Array]:
         ends = np.cumsum(counts)

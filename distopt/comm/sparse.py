@@ -117,11 +117,14 @@ def _gather(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, i
     kernels = kernels_of(dense)
     if len(set(counts)) == 1:
         outs = [kernels.empty(array.size * world_size, array.dtype) for array in own]
-        yield from [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
+        with comm.together():
+            gathers = [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
+        yield from gathers
         each = lists.values.size
         indices, values = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
     else:
-        works = [comm.all_gather_ragged(array, label=label) for array in own]
+        with comm.together():
+            works = [comm.all_gather_ragged(array, label=label, counts=counts) for array in own]
         yield from works
         indices, values = (work.parts for work in works)
     kernels.scatter_sum(dense, indices, values, 0, dense.size, lists.scale)

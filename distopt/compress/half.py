@@ -52,8 +52,9 @@ class _Half(Codec):
         # Without a residual infinity is saturated and counted; a residual would keep it forever.
         residuals = state.renew_residual()
         state.kernels.encode16(state.bucket, residuals, bits, self.wire, factor, limit, state.findings)
-        sent = state.send_header()
-        work = state.all_reduce(on_wire, "sum", wire=self.wire)
+        with state.comm.together():
+            sent = state.send_header()
+            work = state.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
         header = state.read_header(sent)

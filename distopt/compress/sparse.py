@@ -81,10 +81,11 @@ class SparseCodec(Codec):
             kernels.accumulate(state.bucket, accumulation, lists, state.findings)
         else:
             self._select(state, accumulation, count)
-        sent = state.send_header()
         # Lists of known lengths are sent with the header, others after it.
-        payload = None if counts is None else self._send(state, counts, accumulation)
-        under_way = [] if payload is None else [next(payload)]
+        with state.comm.together():
+            sent = state.send_header()
+            payload = None if counts is None else self._send(state, counts, accumulation)
+            under_way = [] if payload is None else [next(payload)]
         yield sent
         header = state.read_header(sent)
         yield from under_way

@@ -149,12 +149,12 @@ class Places:
         return (np if place == "host" else self._xp).empty(count, self._wire.dtype)
 
 
-def refused(comm: Communicator, dtype: str, op: Any = "sum") -> bool:
+def refused(comm: Communicator, dtype: str, op: Any = None) -> bool:
     """Whether the transport refuses the type or the operation, in words; all ranks alike."""
-    if dtype in comm.dtypes and op in comm.ops:
+    if dtype in comm.dtypes and (op is None or comm.can_reduce(op, dtype)):
         return False
-    with pytest.raises(UsageError, match=r"cannot be sent|unknown reduction"):
-        comm.all_reduce(comm.xp.zeros(3, STORAGE[dtype]), op, wire=dtype)
+    with pytest.raises(UsageError, match=r"cannot be sent|unknown reduction|has no .* of"):
+        comm.all_reduce(comm.xp.zeros(3, STORAGE[dtype]), op or "sum", wire=dtype)
     return True
 
 
@@ -276,10 +276,15 @@ def check_all_gather_ragged(comm: Communicator, dtype: str) -> None:
         ):
             inputs = [values(q, counts[q], dtype) for q in range(n)]
             array = places.array(place, inputs[rank])
-            for part, expected in zip(arrived(comm.all_gather_ragged(array)), inputs, strict=True):
-                assert_same_bits(part, expected, (counts, place))
-                part[...] = 0  # the caller's own
+            with comm.together():
+                works = [comm.all_gather_ragged(array), comm.all_gather_ragged(array, counts=counts)]
+            for work in works:
+                for part, expected in zip(arrived(work), inputs, strict=True):
+                    assert_same_bits(part, expected, (counts, place))
+                    part[...] = 0  # the caller's own
             assert_same_bits(array, inputs[rank], "the input is left alone")
+            with pytest.raises(UsageError, match="do not fit"):
+                comm.all_gather_ragged(array, counts=[count + 1 for count in counts])
 
 
 def arrived(work: RaggedWork) -> list[Array]:

@@ -1,6 +1,9 @@
 """The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
 
+import signal
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,13 @@ def call_all(job: LocalJob, path: str) -> None:
     comm.all_gather_ragged(xp.zeros(3 * rank, np.float32)).wait()
     comm.all_to_all_ragged([xp.zeros(r + 2 * rank, np.float32) for r in range(n)]).wait()
     comm.all_reduce(xp.zeros(0)).wait()
+    with comm.together():
+        works = [comm.all_gather(xp.zeros(size), xp.zeros(n * size)) for size in (4, 5)]
+        works.append(comm.all_gather_ragged(xp.zeros(3 - rank), counts=[3, 2]))
+    for work in works:
+        work.wait()
+    comm.all_reduce(xp.zeros(9, np.bool_), "and").wait()
+    comm.broadcast(xp.zeros(9, np.int16)).wait()
     wire = comm.empty(1 << 20)
     comm.all_reduce(wire).wait()
     comm.barrier()
@@ -121,6 +131,12 @@ def test_arguments_grouping_and_order_of_the_calls(tmp_path: Path) -> None:
                 ]
             ),
             "ncclAllReduce in_place=1 count=1 type=2 op=0 depth=0",  # no elements
+            "ncclAllGather count=4 type=8 depth=1",
+            "ncclAllGather count=5 type=8 depth=1",
+            "ncclBroadcast count=3 type=8 root=0 depth=2",  # the counts are known
+            "ncclBroadcast count=2 type=8 root=1 depth=2",
+            "ncclAllReduce in_place=1 count=9 type=1 op=3 depth=0",
+            "ncclBroadcast count=18 type=1 root=0 depth=0",
             "ncclCommRegister bytes=4194304 depth=0",
             "ncclAllReduce in_place=1 count=1048576 type=7 op=0 depth=0",
             "ncclAllReduce in_place=1 count=1 type=2 op=0 depth=0",  # the barrier
@@ -158,6 +174,27 @@ def test_registered_memory_is_freed_when_its_own_device_has_used_it(job: LocalJo
     comm.close()
 
 
+def drop_in_a_handler(job: LocalJob, path: str) -> bool:
+    """A signal's handler drops registered memory while its thread is starting a collective."""
+    comm, dropped = connect(job, RECORD=path), Path(f"{path}.dropped")
+    kept = [comm.empty(1 << 20)]
+    if job.topology.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (kept.clear(), dropped.touch()))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    while job.topology.rank == 1 and not dropped.exists():
+        time.sleep(0.01)
+    comm.all_reduce(comm.xp.zeros(3)).wait()
+    before = "ncclCommDeregister" in Path(f"{path}.{job.topology.rank}").read_text()
+    comm.barrier()
+    after = "ncclCommDeregister left=0" in Path(f"{path}.{job.topology.rank}").read_text()
+    comm.close()
+    return not before and after == (job.topology.rank == 0)
+
+
+def test_registered_memory_that_is_dropped_in_a_call_is_freed_after_it(tmp_path: Path) -> None:
+    assert run_ranks_ok(drop_in_a_handler, 2, str(tmp_path / "calls")) == [True, True]
+
+
 def count_beside(job: LocalJob, function: str) -> int:
     ticks = 0
 
@@ -188,7 +225,7 @@ def test_other_threads_run_while_nccl_takes_its_time(function: str) -> None:
 
 
 def test_ctrl_c_interrupts_a_wait_of_the_host() -> None:
-    run_ranks_ok(interrupt, 2, connect)
+    run_ranks_ok(interrupt, 2, partial(connect, CONNECTED="1"))
 
 
 # -- which communicator ------------------------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
 """Errors that ranks on GPUs get when something fails; over emulated CUDA and a stand-in for NCCL."""
 
+import ctypes
+import os
 import re
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -48,31 +52,75 @@ def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> 
 
 
 # -- stalled peers -----------------------------------------------------------------------------------------------------
-def stall(job: LocalJob) -> list[str]:
-    records, comm = log_of_distopt(), connect(job, HASTY)
+def stall(job: LocalJob, connected: str) -> list[str]:
+    records, comm = log_of_distopt(), connect(job, HASTY, CONNECTED=connected)
     job.all_gather(b"")
     comm.barrier()
     records.clear()
     if job.topology.rank != 0:
         job.all_gather(b"")
         return []
-    comm.all_reduce(comm.xp.zeros(3)).wait()  # blocks the device, not the host
-    time.sleep(HASTY.timeout + 1.0)
-    with pytest.raises(TimeoutError, match=r"no result within 3 s") as info:
-        comm.barrier()
+    if connected:
+        comm.all_reduce(comm.xp.zeros(3)).wait()  # blocks the device, not the host
+        time.sleep(HASTY.timeout + 1.0)
+    with pytest.raises(TimeoutError, match=rf"no {'result' if connected else 'answer'} within 3 s") as info:
+        comm.barrier() if connected else comm.all_reduce(comm.xp.zeros(3))
     job.all_gather(b"")
     return [*records, str(info.value)]
 
 
-@pytest.mark.slow
-def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
-    assert_stall_is_told(run_ranks_ok(stall, 3)[0])
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("connected", ["", "1"])
+def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error(connected: str) -> None:
+    assert_stall_is_told(run_ranks_ok(stall, 3, connected)[0])
 
 
 def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
-    first, late = run_ranks_ok(wait_briefly, 2, connect)
+    first, late = run_ranks_ok(wait_briefly, 2, partial(connect, CONNECTED="1"))
     assert first == late
     assert "it has started no operation" in first
+
+
+def hold_the_gil(job: LocalJob, path: str) -> bool:
+    """Whether the first rank aborts while its interpreter stands still, as in a launch on a full queue."""
+    comm = connect(job, HASTY, RECORD=path, CONNECTED="1")
+    if job.topology.rank == 0:
+        comm.all_reduce(comm.xp.zeros(3))
+        pipe = os.open(f"{path}.pipe", os.O_RDWR)
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+        with pytest.raises(TimeoutError):
+            comm.barrier()
+        return True
+    limit, aborted = time.monotonic() + 30, False
+    while not aborted and time.monotonic() < limit:
+        time.sleep(0.1)
+        aborted = "ncclCommAbort" in Path(f"{path}.0").read_text()
+    os.write(os.open(f"{path}.pipe", os.O_RDWR), b"x")
+    return aborted
+
+
+def test_a_stall_is_noticed_while_python_stands_still(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "calls.pipe")
+    assert run_ranks_ok(hold_the_gil, 2, str(tmp_path / "calls")) == [True, True]
+
+
+def run_ahead(job: LocalJob) -> int:
+    comm, works = connect(job, HASTY, CONNECTED="1"), []
+    job.all_gather(b"")
+
+    def start_many() -> None:
+        for _ in range(1000):
+            works.append(comm.all_reduce(comm.xp.zeros(3)))  # noqa: PERF401 - it ends by an error
+
+    if job.topology.rank == 0:
+        with pytest.raises(TimeoutError):
+            start_many()
+    job.all_gather(b"")
+    return len(works)
+
+
+def test_the_host_runs_ahead_only_so_far() -> None:
+    assert run_ranks_ok(run_ahead, 2) == [128, 0]
 
 
 # -- errors of NCCL ----------------------------------------------------------------------------------------------------
@@ -131,7 +179,7 @@ def abort_slowly(job: LocalJob) -> float | None:
     from distopt.comm import nccl
 
     nccl._ABORT_SECONDS = 0.2  # type: ignore[misc]
-    comm = connect(job, HASTY, SLEEP="ncclCommAbort:30")
+    comm = connect(job, HASTY, SLEEP="ncclCommAbort:30", CONNECTED="1")
     if job.topology.rank == 1:
         job.all_gather(b"")
         return None

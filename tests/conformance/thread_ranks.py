@@ -105,7 +105,7 @@ class OracleCommunicator(Communicator):
         return OracleWork(self, sequence, finish)
 
     def _start(self, request, array, out):
-        kind, dtype, _, op, root, _ = request
+        kind, dtype, _, op, root = request[:5]
 
         def finish(arrays):
             if kind == "all_gather":

@@ -1,11 +1,13 @@
 // A libnccl.so.2 whose ranks are processes of one machine and whose device memory is the host's, for tests.
 //
-// It behaves as a non-blocking NCCL at its worst: each call says "in progress", and takes effect only when the caller
-// asks again; a collective runs when its stream gets there, and never ends if the ranks disagree. Environment:
+// It behaves as a blocking NCCL at its worst: a call that connects ranks, as the first with the same arguments or the
+// first message to a peer, waits for them without end; a collective runs when its stream gets there, and never ends if
+// the ranks disagree. Two threads in one communicator, or an abort below a thread, end the process. Environment:
 //   FAKE_NCCL_VERSION=21700          what ncclGetVersion says
 //   FAKE_NCCL_RECORD=path            every call becomes a line of path.<rank>
 //   FAKE_NCCL_FAIL=ncclSend:5        that function returns 5
 //   FAKE_NCCL_SLEEP=ncclSend:0.5     that function takes half a second
+//   FAKE_NCCL_CONNECTED=1            ranks are connected at first, as before NCCL 2.22
 //   FAKE_NCCL_ASYNC_ERROR=7:6        from the 7th collective on, ncclCommGetAsyncError says 6, and none ends
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -18,8 +20,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -60,8 +62,8 @@ namespace distopt::nccl {
 struct Comm {
   std::shared_ptr<Channel> channel = std::make_shared<Channel>();
   std::FILE* record = nullptr;
-  std::deque<std::function<void()>> pending;  // what takes effect when the caller has asked often enough
-  int questions = 0;
+  std::set<std::string> connected;  // arguments
+  std::atomic<int> inside{0};       // threads
   bool finalized = false;
   int registered = 0;
 };
@@ -75,7 +77,7 @@ thread_local int depth = 0;
 struct Group {
   Comm* comm = nullptr;
   distopt::cuda::Stream* stream = nullptr;
-  std::vector<std::function<void()>> collectives;
+  std::vector<Task> collectives;
   std::vector<Message> messages;
 };
 thread_local Group group;
@@ -118,23 +120,75 @@ void enqueue(Comm* comm, distopt::cuda::Stream* stream, std::function<bool()> ad
   if (emulation_enqueue(stream, step, queued) != 0) std::abort();
 }
 
-// Takes effect at once inside a group, and after some questions outside.
-Result later(const char* function, Comm* comm, std::function<void()> effect) {
-  if (const Result result = told(function); result != Result::success) return result;
-  if (!comm->pending.empty()) return Result::invalid_usage;  // the last call is still in progress
-  comm->pending.push_back(std::move(effect));
-  comm->questions = 0;
-  return Result::in_progress;
+[[noreturn]] void die(const char* fact) {
+  std::fprintf(stderr, "fake NCCL: %s\n", fact);
+  std::abort();
+}
+
+// A thread in a call of NCCL, which only one may be at a time.
+class Inside {
+ public:
+  explicit Inside(Comm* comm) : comm_(comm) {
+    if (comm_->inside++ != 0) die("two threads use one communicator");
+  }
+  ~Inside() { --comm_->inside; }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Comm* comm_;
+};
+
+template <class Condition>
+void wait_until(Condition condition) {
+  while (!condition()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+// Waits for all ranks, at the first call with these arguments.
+void connect(Comm* comm, const Call& call) {
+  char key[80];
+  std::snprintf(key, sizeof key, "%d %zu %d %d %d", static_cast<int>(call.kind), call.count,
+                static_cast<int>(call.type), static_cast<int>(call.op), call.root);
+  if (!setting("FAKE_NCCL_CONNECTED").empty() || !comm->connected.insert(key).second) return;
+  const Channel& channel = *comm->channel;
+  const int mine = ++channel.slots[channel.rank].connections;
+  wait_until([&] {
+    for (int r = 0; r < channel.size; ++r)
+      if (channel.slots[r].connections < mine) return false;
+    return true;
+  });
+}
+
+void connect(const Channel& channel, const std::vector<Message>& messages) {
+  const auto pipe_of = [&](const Message& m) -> Pipe& {
+    return m.sends ? channel.pipe(channel.rank, m.peer) : channel.pipe(m.peer, channel.rank);
+  };
+  for (const Message& message : messages) (message.sends ? pipe_of(message).sender : pipe_of(message).receiver) = 1;
+  wait_until([&] {
+    for (const Message& message : messages)
+      if (pipe_of(message).sender == 0 || pipe_of(message).receiver == 0) return false;
+    return true;
+  });
+}
+
+Result run_group() {
+  const Group made = std::exchange(group, {});
+  if (made.comm == nullptr) return Result::success;
+  const Inside inside(made.comm);
+  if (const Result result = told("ncclGroupEnd"); result != Result::success) return result;
+  for (const Task& task : made.collectives) connect(made.comm, task.call);
+  connect(*made.comm->channel, made.messages);
+  for (const Task& task : made.collectives) enqueue(made.comm, made.stream, in_rounds(*made.comm->channel, task));
+  if (!made.messages.empty()) enqueue(made.comm, made.stream, exchange(*made.comm->channel, made.messages));
+  return Result::success;
 }
 
 Result collective(const char* function, Comm* comm, distopt::cuda::Stream* stream, const Task& task) {
-  auto effect = [=] { enqueue(comm, stream, in_rounds(*comm->channel, task)); };
-  if (depth == 0) return later(function, comm, effect);
   if (const Result result = told(function); result != Result::success) return result;
   group.comm = comm;
   group.stream = stream;
-  group.collectives.push_back(effect);
-  return Result::success;
+  group.collectives.push_back(task);
+  return depth == 0 ? run_group() : Result::success;
 }
 
 // Rounds through a buffer of n_bytes, as much as fits a mailbox at a time.
@@ -232,7 +286,7 @@ EXPORT const char* ncclGetLastError(Comm*) { return "told by the fake\n"; }
 
 EXPORT Result ncclCommInitRankConfig(Comm** out, int size, UniqueId id, int rank, Config* config) {
   if (const Result result = told("ncclCommInitRankConfig"); result != Result::success) return result;
-  if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 0 || rank >= size)
+  if (config->magic != 0xcafebeef || config->size < sizeof(Config) || config->blocking != 1 || rank >= size)
     return Result::invalid_argument;
   auto comm = std::make_unique<Comm>();
   Channel& channel = *comm->channel;
@@ -250,45 +304,31 @@ EXPORT Result ncclCommInitRankConfig(Comm** out, int size, UniqueId id, int rank
   if (const std::string path = setting("FAKE_NCCL_RECORD"); !path.empty())
     comm->record = std::fopen((path + "." + std::to_string(rank)).c_str(), "a");
   record(comm.get(), "ncclCommInitRankConfig size=%d rank=%d version=%u", size, rank, config->version);
+  wait_until([&] { return channel.complete(); });
+  ::unlink(channel.path.c_str());
   *out = comm.release();
-  return Result::in_progress;
+  return Result::success;
 }
 
 EXPORT Result ncclCommGetAsyncError(Comm* comm, Result* result) {
-  Channel& channel = *comm->channel;
-  *result = Result::success;
   const std::string text = setting("FAKE_NCCL_ASYNC_ERROR");
-  if (hangs_from_here(channel)) {
-    *result = static_cast<Result>(std::atoi(text.c_str() + text.find(':') + 1));
-  } else if (!channel.complete()) {
-    *result = Result::in_progress;
-  } else if (!channel.path.empty()) {
-    ::unlink(channel.path.c_str());
-    channel.path.clear();
-  } else if (!comm->pending.empty()) {
-    *result = Result::in_progress;
-    if (++comm->questions >= 2) {
-      const std::function<void()> effect = std::move(comm->pending.front());
-      comm->pending.pop_front();
-      effect();
-    }
-  } else if (comm->finalized && channel.unfinished != 0) {
-    *result = Result::in_progress;
-  }
+  *result = hangs_from_here(*comm->channel) ? static_cast<Result>(std::atoi(text.c_str() + text.find(':') + 1))
+                                            : Result::success;
   return Result::success;
 }
 
 EXPORT Result ncclCommFinalize(Comm* comm) {
+  const Inside inside(comm);
   record(comm, "ncclCommFinalize registered=%d", comm->registered);
   if (const Result result = told("ncclCommFinalize"); result != Result::success) return result;
-  if (!comm->pending.empty()) return Result::invalid_usage;
+  wait_until([&] { return comm->channel->unfinished == 0; });
   comm->finalized = true;
-  return Result::in_progress;
+  return Result::success;
 }
 
 EXPORT Result ncclCommDestroy(Comm* comm) {
   record(comm, "ncclCommDestroy");
-  if (!comm->finalized || comm->channel->unfinished != 0) return Result::invalid_usage;
+  if (!comm->finalized || comm->inside != 0) return Result::invalid_usage;
   if (comm->record != nullptr) std::fclose(comm->record);
   delete comm;
   return Result::success;
@@ -296,9 +336,9 @@ EXPORT Result ncclCommDestroy(Comm* comm) {
 
 EXPORT Result ncclCommAbort(Comm* comm) {
   record(comm, "ncclCommAbort");
+  if (comm->inside != 0) die("an abort while a thread is in NCCL");
   if (const Result result = told("ncclCommAbort"); result != Result::success) return result;
   comm->channel->aborted = true;
-  if (!comm->channel->path.empty()) ::unlink(comm->channel->path.c_str());
   if (comm->record != nullptr) std::fclose(comm->record);
   delete comm;
   return Result::success;
@@ -358,13 +398,7 @@ EXPORT Result ncclGroupStart() {
 
 EXPORT Result ncclGroupEnd() {
   if (depth == 0) return Result::invalid_usage;
-  if (--depth != 0) return Result::success;
-  const Group made = std::exchange(group, {});
-  if (made.comm == nullptr) return Result::success;
-  return later("ncclGroupEnd", made.comm, [made] {
-    for (const auto& effect : made.collectives) effect();
-    if (!made.messages.empty()) enqueue(made.comm, made.stream, exchange(*made.comm->channel, made.messages));
-  });
+  return --depth == 0 ? run_group() : Result::success;
 }
 
 EXPORT Result ncclMemAlloc(void** memory, std::size_t bytes) {
@@ -381,6 +415,7 @@ EXPORT Result ncclMemFree(void* memory) {
 }
 
 EXPORT Result ncclCommRegister(Comm* comm, void* memory, std::size_t bytes, void** handle) {
+  const Inside inside(comm);
   record(comm, "ncclCommRegister bytes=%zu", bytes);
   if (const Result result = told("ncclCommRegister"); result != Result::success) return result;
   ++comm->registered;
@@ -389,6 +424,7 @@ EXPORT Result ncclCommRegister(Comm* comm, void* memory, std::size_t bytes, void
 }
 
 EXPORT Result ncclCommDeregister(Comm* comm, void*) {
+  const Inside inside(comm);
   --comm->registered;
   record(comm, "ncclCommDeregister left=%d", comm->registered);
   return Result::success;

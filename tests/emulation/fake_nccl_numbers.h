@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "nccl/api.h"
@@ -16,6 +15,7 @@ using distopt::nccl::DataType;
 using distopt::nccl::RedOp;
 
 inline std::size_t item_bytes(DataType type) {
+  if (type == DataType::int8 || type == DataType::uint8) return 1;
   if (type == DataType::float16 || type == DataType::bfloat16) return 2;
   return type == DataType::int64 || type == DataType::float64 ? 8 : 4;
 }
@@ -58,14 +58,14 @@ template <class T>
 T combine(T a, T b, RedOp op) {
   if (op == RedOp::max) return std::fmax(a, b);  // passes over NaN, as NCCL does
   if (op == RedOp::min) return std::fmin(a, b);
-  return a + b;
+  return op == RedOp::prod ? a * b : a + b;
 }
 template <class T>
 T combine_integers(T a, T b, RedOp op) {
   if (op == RedOp::max) return std::max(a, b);
   if (op == RedOp::min) return std::min(a, b);
-  using U = std::make_unsigned_t<T>;
-  return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
+  const auto x = static_cast<std::uint64_t>(a), y = static_cast<std::uint64_t>(b);
+  return static_cast<T>(op == RedOp::prod ? x * y : x + y);
 }
 
 template <class Wide, class T, class In, class Out, class Both>
@@ -96,6 +96,10 @@ inline void reduce(const std::vector<const char*>& inputs, char* out, std::size_
       return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_half, to_half, combine<float>);
     case DataType::bfloat16:
       return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_bfloat, to_bfloat, combine<float>);
+    case DataType::int8:
+      return reduce_as<std::int8_t, std::int8_t>(inputs, out, count, op, same, same, combine_integers<std::int8_t>);
+    case DataType::uint8:
+      return reduce_as<std::uint8_t, std::uint8_t>(inputs, out, count, op, same, same, combine_integers<std::uint8_t>);
     case DataType::int32:
       return reduce_as<std::int32_t, std::int32_t>(inputs, out, count, op, same, same, combine_integers<std::int32_t>);
     case DataType::int64:

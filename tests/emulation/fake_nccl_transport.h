@@ -34,7 +34,7 @@ inline bool operator==(const Call& a, const Call& b) {
 }
 
 struct Slot {
-  std::atomic<int> joined;
+  std::atomic<int> joined, connections;
   std::atomic<std::uint64_t> written, read;  // rounds
   Call call;
   char data[mailbox_bytes];
@@ -42,6 +42,7 @@ struct Slot {
 
 // From one rank to another.
 struct Pipe {
+  std::atomic<int> sender, receiver;         // whether they have connected
   std::atomic<std::uint64_t> written, read;  // messages
   char data[mailbox_bytes];
 };

@@ -148,7 +148,7 @@ class HostsCommunicator(Communicator):
         return self._gloo.message(sends, array, dtype, None if peer < 0 else peer, tag, self._seconds)
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
-        kind, dtype, label, op, root, _ = request
+        kind, dtype, label, op, root, _ = request[:6]
         run = self._runs[kind]
         arrays = (array.reshape(-1),) if out is array else (array.reshape(-1), out.reshape(-1))
         count = min(array.size, out.size)

@@ -17,6 +17,8 @@ DISTOPT_NCCL_OPTIONAL(COMPARE)
 EQUAL(Result::success, ::ncclSuccess);
 EQUAL(Result::remote_error, ::ncclRemoteError);
 EQUAL(Result::in_progress, ::ncclInProgress);
+EQUAL(DataType::int8, ::ncclInt8);
+EQUAL(DataType::uint8, ::ncclUint8);
 EQUAL(DataType::int32, ::ncclInt32);
 EQUAL(DataType::int64, ::ncclInt64);
 EQUAL(DataType::float16, ::ncclFloat16);
@@ -24,6 +26,7 @@ EQUAL(DataType::float32, ::ncclFloat32);
 EQUAL(DataType::float64, ::ncclFloat64);
 EQUAL(DataType::bfloat16, ::ncclBfloat16);
 EQUAL(RedOp::sum, ::ncclSum);
+EQUAL(RedOp::prod, ::ncclProd);
 EQUAL(RedOp::max, ::ncclMax);
 EQUAL(RedOp::min, ::ncclMin);
 EQUAL(RedOp::avg, ::ncclAvg);
