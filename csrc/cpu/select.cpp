@@ -1,6 +1,6 @@
 #include "cpu/select.h"
 
-#include "base/float_keys.h"
+#include "kernels/cuda/shared.h"
 #include "cpu/vectors.h"
 
 namespace distopt::DISTOPT_ISA {

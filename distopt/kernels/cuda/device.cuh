@@ -1,51 +1,16 @@
-// Tools of all kernels on the GPU: launches and their sizes, and sums over a block in a fixed order.
+// Tools of all kernels: how threads share elements, rows and planes, and sums over a block in a fixed order.
 #pragma once
 
-#include <cuda_runtime.h>
+#include "shared.h"
 
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <limits>
-
-#include "cuda/check.h"
-#include "cuda/launch.h"
-
-namespace distopt::cuda {
+using namespace distopt;
 
 constexpr unsigned block_threads = 256;
 constexpr unsigned all_lanes = 0xffffffff;
 constexpr int warp_count = block_threads / 32;
-constexpr unsigned grid_limit = 65535;  // of the second dimension; kernels go round
 
-using std::exp;
-using std::log;
-using std::sqrt;
-
-// Of namespace scope: device code may read such constants, but not call the functions that make them.
-constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
-
-inline unsigned blocks_of(std::size_t items, std::size_t per_block) {
-  return static_cast<unsigned>((items + per_block - 1) / per_block);
-}
-
-// Blocks for a grid-stride loop over `items`: as many as the device holds at a time, so that the work
-// at the end of a block is rare.
-inline unsigned stride_blocks(std::size_t items) {
-  int device = 0, processors = 0;
-  DISTOPT_CUDA_CHECK(cudaGetDevice(&device));
-  DISTOPT_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const std::size_t held = static_cast<std::size_t>(processors) * (2048 / block_threads);
-  const std::size_t wanted = (items + block_threads - 1) / block_threads;
-  return static_cast<unsigned>(wanted < 1 ? 1 : wanted < held ? wanted : held);
-}
-
-// Blocks for one thread per element; beyond the limit, threads loop.
-inline unsigned grid_for(std::size_t count) {
-  const std::size_t blocks = (count + block_threads - 1) / block_threads;
-  return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
-}
+__device__ inline double infinity() { return __longlong_as_double(0x7ff0000000000000); }
+__device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
 
 // The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
 template <class E, int count>
@@ -64,23 +29,13 @@ __device__ Unit<E, count>& unit_at(E* first) {
   return *reinterpret_cast<Unit<E, count>*>(first);
 }
 
-template <class T>
-bool is_aligned(const T* pointer, std::size_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
-}
+__device__ inline size_t thread_index() { return size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ inline size_t thread_stride() { return size_t{gridDim.x} * blockDim.x; }
 
-__device__ inline std::size_t thread_index() { return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
-__device__ inline std::size_t thread_stride() { return std::size_t{gridDim.x} * blockDim.x; }
-
+// Calls f(i) for each i < count, in one of the threads of the first dimension of the grid.
 template <class F>
-__global__ void each_kernel(F f, std::size_t count) {
-  for (std::size_t i = thread_index(); i < count; i += thread_stride()) f(i);
-}
-
-// Calls f(i) on the device for each i < count; launches nothing if count is 0.
-template <class F>
-void launch_each(std::size_t count, cudaStream_t stream, F f) {
-  if (count) launch(&each_kernel<F>, grid_for(count), block_threads, stream, f, count);
+__device__ void for_each(size_t count, F f) {
+  for (size_t i = thread_index(); i < count; i += thread_stride()) f(i);
 }
 
 // A number that the compiler knows.
@@ -89,12 +44,12 @@ struct Width {
   __device__ constexpr operator int() const { return number; }
 };
 
-// Calls f(width, first) on the device for elements first ... first + width - 1, until it has had all: `unit` of them at
-// a time if the arrays are `aligned` for that, and one where fewer are left.
+// Calls f(width, first) for elements first ... first + width - 1, until it has had all: `unit` of them at a time if the
+// arrays are `aligned` for that, and one where fewer are left.
 template <int unit, class F>
-void launch_units(std::size_t count, bool aligned, cudaStream_t stream, F f) {
-  const std::size_t units = aligned ? count / unit : 0, rest = units * unit;
-  launch_each(units + (count - rest), stream, [=] __device__(std::size_t i) {
+__device__ void for_units(size_t count, bool aligned, F f) {
+  const size_t units = aligned ? count / unit : 0, rest = units * unit;
+  for_each(units + (count - rest), [&](size_t i) {
     if (i < units)
       f(Width<unit>(), i * unit);
     else
@@ -102,18 +57,19 @@ void launch_units(std::size_t count, bool aligned, cudaStream_t stream, F f) {
   });
 }
 
+// Calls f(plane) for each plane, in as many threads as share its elements by `for_each`. The second dimension of the grid
+// is the planes, so that threads divide by widths alone.
 template <class F>
-__global__ void planes_kernel(F f, std::size_t planes) {
+__device__ void for_planes(size_t planes, F f) {
   for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);
 }
 
-// Calls f(plane) on the device for each plane, in as many threads as share its `pixels`, which f deals out by
-// thread_index() and thread_stride(); launches nothing for an empty grid.
-template <class F>
-void launch_planes(std::size_t planes, std::size_t pixels, cudaStream_t stream, F f) {
-  const dim3 grid(grid_for(pixels), static_cast<unsigned>(planes < grid_limit ? planes : grid_limit));
-  if (pixels && planes) launch(&planes_kernel<F>, grid, block_threads, stream, f, planes);
-}
+// Images in memory: [images, channels, pixels], or, for products of matrices, `rows` [channels, images, pixels].
+struct Batch {
+  int images, channels;
+};
+
+__device__ inline size_t planes_of(Batch batch) { return size_t(batch.images) * batch.channels; }
 
 // A NaN passes through: hiding one here would hide a diverged run.
 template <class T>
@@ -163,5 +119,3 @@ __device__ T block_scan(T value, T& total) {
   total = __shfl_sync(all_lanes, up_to, 31);
   return __shfl_sync(all_lanes, up_to - own, warp) + sum - value;
 }
-
-}  // namespace distopt::cuda

@@ -1,36 +1,26 @@
-// Optimizer updates, one pass each.
-#include <cmath>
-#include <stdexcept>
-#include <string>
+// Optimizer updates, one pass each, with the arithmetic of csrc/cpu/elementwise.cpp. Coefficients come rounded to T.
+#include "device.cuh"
 
-#include "cuda/device.h"
-#include "cuda/layers.h"
-
-namespace distopt::cuda {
-
+// `buffer` may be null.
 template <class T>
-void sgd(T* param, const T* grad, T* buffer, std::size_t count, double lr, double momentum, double dampening,
-         double weight_decay, bool nesterov, cudaStream_t stream) {
-  const T rate = T(lr), decay = T(weight_decay), old = T(momentum), kept = T(1 - dampening);
-  launch_each(count, stream, [=] __device__(std::size_t i) {
+__global__ void sgd(T* param, const T* grad, T* buffer, size_t count, T rate, T momentum, T share, T decay,
+                    bool nesterov) {
+  for_each(count, [&](size_t i) {
     T g = grad[i] + decay * param[i];
     if (buffer) {
-      const T v = old * buffer[i] + kept * g;
+      const T v = momentum * buffer[i] + share * g;
       buffer[i] = v;
-      g = nesterov ? g + old * v : v;
+      g = nesterov ? g + momentum * v : v;
     }
     param[i] -= rate * g;
   });
 }
 
+// `root_correction` is the square root of the bias correction of v; the rate is corrected for m.
 template <class T>
-void adam(T* param, const T* grad, T* m, T* v, std::size_t count, int step, double lr, double beta1, double beta2,
-          double eps, double weight_decay, cudaStream_t stream) {
-  if (step < 1) throw std::invalid_argument("Adam counts steps from 1; got step " + std::to_string(step));
-  const T rate = T(lr / (1 - std::pow(beta1, double(step)))), decay = T(weight_decay), epsilon = T(eps);
-  const T kept1 = T(beta1), share1 = T(1 - beta1), kept2 = T(beta2), share2 = T(1 - beta2);
-  const T root_correction = T(std::sqrt(1 - std::pow(beta2, double(step))));
-  launch_each(count, stream, [=] __device__(std::size_t i) {
+__global__ void adam(T* param, const T* grad, T* m, T* v, size_t count, T rate, T root_correction, T kept1, T share1,
+                     T kept2, T share2, T epsilon, T decay) {
+  for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
     m[i] = kept1 * m[i] + share1 * g;
     v[i] = kept2 * v[i] + share2 * g * g;
@@ -39,10 +29,9 @@ void adam(T* param, const T* grad, T* m, T* v, std::size_t count, int step, doub
 }
 
 template <class T>
-void rmsprop(T* param, const T* grad, T* running, std::size_t count, double lr, double rho, double eps,
-             double weight_decay, cudaStream_t stream) {
-  const T rate = T(lr), decay = T(weight_decay), kept = T(rho), share = T(1 - rho), epsilon = T(eps);
-  launch_each(count, stream, [=] __device__(std::size_t i) {
+__global__ void rmsprop(T* param, const T* grad, T* running, size_t count, T rate, T kept, T share, T epsilon,
+                        T decay) {
+  for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
     running[i] = kept * running[i] + share * g * g;
     param[i] -= rate * (g / sqrt(running[i] + epsilon));
@@ -50,16 +39,10 @@ void rmsprop(T* param, const T* grad, T* running, std::size_t count, double lr, 
 }
 
 template <class T>
-void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, double eps, double weight_decay,
-             cudaStream_t stream) {
-  const T rate = T(lr), decay = T(weight_decay), epsilon = T(eps);
-  launch_each(count, stream, [=] __device__(std::size_t i) {
+__global__ void adagrad(T* param, const T* grad, T* history, size_t count, T rate, T epsilon, T decay) {
+  for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
     history[i] += g * g;
     param[i] -= rate * (g / sqrt(history[i] + epsilon));
   });
 }
-
-DISTOPT_UPDATE_KERNELS(DISTOPT_INSTANTIATE)
-
-}  // namespace distopt::cuda
