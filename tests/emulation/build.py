@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -14,14 +15,29 @@ FOLDER = ROOT / "build" / "emulation"
 CUDA = FOLDER / "libcuda.so.1"
 NCCL = FOLDER / "libnccl.so.2"
 CUBLAS = FOLDER / "libcublas.so"
+# As in the product: no contraction into FMA.
+KERNEL_FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 
-def cuda_module() -> Path:
-    """The emulated `_cuda`."""
-    found = sorted(FOLDER.glob("_cuda.*.so"))
-    if not found:
-        raise FileNotFoundError(f"nothing is built in {FOLDER}; call tests.emulation.build.build() before")
-    return found[0]
+def kernels() -> Path:
+    """The folder of kernels that were compiled with the headers as they are."""
+    headers = sorted(Path(__file__).parent.rglob("*.h"))
+    return FOLDER / "kernels" / hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()[:16]
+
+
+def compile_kernels(text: str, library: Path) -> str:
+    """Compile kernels as a shared library, unless there is one. What the compiler says where it fails, or nothing."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return ""
+        new = library.with_suffix(".new")
+        command = [_tool("c++"), *KERNEL_FLAGS, f"-I{Path(__file__).parent}", "-xc++", "-", "-o", str(new)]
+        ended = subprocess.run(command, input=text, capture_output=True, text=True)
+        if ended.returncode == 0:
+            new.rename(library)
+        return ended.stderr if ended.returncode else ""
 
 
 @functools.cache

@@ -136,7 +136,7 @@ EMULATED = (
     "tests/conformance/test_gpus_refused.py",
 )
 WITHOUT_GPU = (
-    Part("every kernel compiles, without spills", 150, checks("compile"), ("nvcc",)),
+    Part("every kernel compiles, without spills", 150, checks("compile"), ()),
     Part("libraries load", 30, checks("libraries"), ()),
     Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "nanobind", "c++", "cmake")),
 )
@@ -150,7 +150,7 @@ def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
 def look_around(environment: Mapping[str, str], python: str, seconds: float = 60) -> dict[str, str]:
     """For each possible need, why it is not met, or an empty text. A look that hangs or crashes rules nothing out."""
     facts = {
-        tool: "" if _which(tool) else f"there is no {tool}" for tool in ("nvcc", "compute-sanitizer", "c++", "cmake")
+        tool: "" if _which(tool) else f"there is no {tool}" for tool in ("compute-sanitizer", "c++", "cmake")
     }
     code = (
         "import json\nfrom importlib.util import find_spec\nfrom tests.gpu.first_parts import lacks\n"

@@ -17,7 +17,7 @@ SOURCES = [f"{name}.cpp" for name in ("runtime", "devices", "memory", "graphs", 
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulator")
     here = build.ROOT / "tests" / "emulation"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-DDISTOPT_EMULATED", "-shared", "-fPIC", "-pthread"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     include = [f"-I{here}", f"-I{build.ROOT / 'csrc'}"]
     target = folder / "kernels.so"
     sources = [str(here / "emulation" / name) for name in SOURCES]

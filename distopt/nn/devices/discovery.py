@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from ...checks import check_integer
@@ -50,13 +49,6 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
 
 def find_cupy() -> tuple[Any, str]:
     """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
-    try:
-        import_module("distopt._cuda")
-    except ImportError as error:
-        return None, (
-            f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc), then distopt again with "
-            "DISTOPT_CUDA=ON (docs/gpu.md)"
-        )
     try:
         import cupy
     except ImportError as error:

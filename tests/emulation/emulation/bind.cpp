@@ -169,6 +169,30 @@ void bind_streams(nb::module_& m) {
         [](Address stream, Address event) { check(cudaStreamWaitEvent(stream_of(stream), event_of(event))); });
 }
 
+void bind_graphs(nb::module_& m) {
+  m.def("begin_capture", [](Address stream, int mode) {
+    check(cudaStreamBeginCapture(stream_of(stream), static_cast<cudaStreamCaptureMode>(mode)));
+  });
+  m.def("end_capture", [](Address stream) {
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamEndCapture(stream_of(stream), &graph));
+    return reinterpret_cast<Address>(graph);
+  });
+  m.def("graph_instantiate", [](Address graph) {
+    return created<cudaGraphExec_t>(
+        [=](cudaGraphExec_t* made) { return cudaGraphInstantiate(made, reinterpret_cast<cudaGraph_t>(graph)); });
+  });
+  m.def("graph_launch", [](Address executable, Address stream) {
+    check(cudaGraphLaunch(reinterpret_cast<cudaGraphExec_t>(executable), stream_of(stream)));
+  });
+  m.def("graph_destroy", [](Address graph) { check(cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(graph))); });
+  m.def("memory_type", [](Address address) {
+    cudaPointerAttributes attributes{};
+    check(cudaPointerGetAttributes(&attributes, pointer_of(address)));
+    return static_cast<int>(attributes.type);
+  });
+}
+
 void bind_events(nb::module_& m) {
   m.def(
       "event_create",
@@ -202,4 +226,5 @@ NB_MODULE(_emulation, m) {
   emulation::bind_memory(m);
   emulation::bind_streams(m);
   emulation::bind_events(m);
+  emulation::bind_graphs(m);
 }

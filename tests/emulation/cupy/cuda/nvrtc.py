@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
-import subprocess
 from pathlib import Path
 
-from tests.emulation.build import compiler
+from tests.emulation.build import compile_kernels
 
-_HERE = Path(__file__).parents[2]
 _KNOWN = re.compile(r"--std=c\+\+17|--fmad=false|--device-as-default-execution-space|-arch=sm_\d+")
-_FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 _ENTRY = """
 extern "C" __attribute__((visibility("default"))) int {name}(const emulation::Launch* launch) {{
@@ -77,17 +73,8 @@ def compileProgram(prog: int, options: tuple[str, ...]) -> None:  # noqa: N802
         raise NVRTCError("NVRTC_ERROR_INVALID_OPTION (5)")
     entries = (_ENTRY.format(name=f"entry_{i}", expression=name) for i, name in enumerate(program.expressions))
     text = "#include <emulation/entry.h>\n" + program.source + "".join(entries)
-    folder = Path(os.environ["CUPY_CACHE_DIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    program.library = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.so"
-    with program.library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if program.library.exists():
-            return
-        new = program.library.with_suffix(".new")
-        command = [compiler(), *_FLAGS, f"-I{_HERE}", "-xc++", "-", "-o", str(new)]
-        ended = subprocess.run(command, input=text, capture_output=True, text=True)
-        if ended.returncode:
-            program.log = ended.stderr
-            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
-        new.rename(program.library)
+    name = hashlib.sha256(text.encode()).hexdigest()
+    program.library = Path(os.environ["CUPY_CACHE_DIR"], f"{name}.so")
+    program.log = compile_kernels(text, program.library)
+    if program.log:
+        raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
