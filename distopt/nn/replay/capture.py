@@ -81,13 +81,14 @@ class Graph:
 
     Attributes:
         executable: cudaGraphExec_t.
+        nodes: number of launches, copies and so on.
     """
 
     def __init__(self, runtime: Any, graph: int) -> None:
         """Takes a cudaGraph_t, which is freed; raises a RuntimeError if its replay would use old values of the host."""
         self._destroy = runtime.graphExecDestroy
         try:
-            _refuse_host(runtime, graph)
+            self.nodes = _refuse_host(runtime, graph)
             self.executable = runtime.graphInstantiate(graph)
         finally:
             runtime.graphDestroy(graph)
@@ -105,8 +106,8 @@ _DEVICE, _MANAGED = 2, 3  # of the runtime
 _COPY_WORDS, _SOURCE, _TARGET = 25, 4, 15
 
 
-def _refuse_host(runtime: Any, graph: int) -> None:
-    """Raise an error if `graph` copies from or to host memory, or calls the host."""
+def _refuse_host(runtime: Any, graph: int) -> int:
+    """Raise an error if `graph` copies from or to host memory, or calls the host; else the number of its nodes."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: Any) -> None:
@@ -128,6 +129,7 @@ def _refuse_host(runtime: Any, graph: int) -> None:
                 raise RuntimeError("the step copies from the host, where values may change")
             if _on_host(runtime, *copy[_TARGET : _TARGET + 3]):
                 raise RuntimeError("the step copies to the host")
+    return count.value
 
 
 def _on_host(runtime: Any, memory: int, on_host: int, on_device: int) -> bool:
