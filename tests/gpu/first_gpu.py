@@ -149,9 +149,7 @@ def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
 
 def look_around(environment: Mapping[str, str], python: str, seconds: float = 60) -> dict[str, str]:
     """For each possible need, why it is not met, or an empty text. A look that hangs or crashes rules nothing out."""
-    facts = {
-        tool: "" if _which(tool) else f"there is no {tool}" for tool in ("compute-sanitizer", "c++", "cmake")
-    }
+    facts = {tool: "" if _which(tool) else f"there is no {tool}" for tool in ("compute-sanitizer", "c++", "cmake")}
     code = (
         "import json\nfrom importlib.util import find_spec\nfrom tests.gpu.first_parts import lacks\n"
         "tools = {name: '' if find_spec(name) else f'{name} is not installed' for name in ('pytest', 'nanobind')}\n"

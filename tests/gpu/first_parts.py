@@ -52,15 +52,15 @@ def compile_kernels() -> int:
     jobs = [(source, f"sm_{number}") for source in sources for number in ARCHITECTURES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         used = dict(zip(jobs, pool.map(lambda job: _usage(*job), jobs), strict=True))
-    print(f"| kernel | {' | '.join(f'sm_{number}' for number in ARCHITECTURES)} |\n| --- |{' --- |' * len(ARCHITECTURES)}")
-    bad = 0
+    bad, heads = 0, " | ".join(f"sm_{number}" for number in ARCHITECTURES)
+    print(f"| kernel | {heads} |\n| --- |{' --- |' * len(ARCHITECTURES)}")
     for source in sources:
         for name in cuda.instances(source):
             found = [used[source, f"sm_{number}"][name] for number in ARCHITECTURES]
             bad += sum(spilled > 0 for _, spilled in found)
             texts = (f"{registers}, spills {spilled}" if spilled else str(registers) for registers, spilled in found)
             print(f"| {name} | {' | '.join(texts)} |")
-    print(f"registers of {len(used) and sum(map(len, used.values()))} kernels; {bad} spill")
+    print(f"registers of {sum(map(len, used.values()))} kernels; {bad} spill")
     return int(bad > 0)
 
 

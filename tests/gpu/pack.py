@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Pack what `first_gpu.py` needs on a machine without network or pip: python tests/gpu/pack.py FOLDER
 
-FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel, and as many of the packages
-that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
+FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel, and as many of the
+packages that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
 
 Wheels are packed anew, with LZMA. Libraries in them lose debugging symbols and the code for other architectures, which
 leaves a twentieth of NCCL. cuDNN, cuBLAS and NVRTC are larger than the limit, so the machine must have them; the
@@ -147,7 +147,9 @@ def download(python: str, package: str, folder: Path) -> Path | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="of the GPU, for packages: 80, 90, 100 (%(default)s)")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90], help="what packages keep: 80, 90, 100 (%(default)s)"
+    )
     parser.add_argument("--whole", action="store_true", help="cut nothing")
     parser.add_argument("--python", default=sys.executable, help="of the version on that machine (this one)")
     parser.add_argument("--limit", type=float, default=LIMIT_MIB, metavar="MIB", help="of the folder (%(default)g)")

@@ -1,9 +1,9 @@
 """The kernels of GPUs: the sources in this folder, compiled by NVRTC for the current GPU when they are first used.
 
-What has been compiled is kept in the folder of CuPy's own kernels, `$CUPY_CACHE_DIR` or ~/.cupy/kernel_cache. CuPy's
-`RawModule` would compile and keep them too, but with -ftz=true, which makes zeros of subnormal numbers: the bits would
-not be those of the CPU. Names, template parameters and types of arguments are read from the declarations in the sources,
-for CuPy passes a Python int as int64 and a float as float64, whatever the kernel takes.
+What has been compiled is kept where CuPy keeps its own kernels, in `$CUPY_CACHE_DIR` or ~/.cupy/kernel_cache. CuPy's
+`RawModule` would compile and keep them too, but it adds -ftz=true, which makes zeros of subnormal numbers, so that bits
+would differ from the CPU's. Names, template parameters and types of arguments are read from the declarations in the
+sources: CuPy passes a Python int as int64 and a float as float64, whatever the kernel takes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ GRID_ROWS = 65535  # most blocks of a grid in its second dimension; kernels go r
 
 _log = logging.getLogger("distopt")
 _FOLDER = Path(__file__).parent
-# As on the CPU no contraction into FMA: the same element-wise bits on both. These kernels wait for memory anyway. The last
-# one is for lambdas with a parameter of type auto.
+# As on the CPU no contraction into FMA: the same element-wise bits on both. These kernels wait for memory anyway. The
+# last one is for lambdas with a parameter of type auto.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
 # The values of template parameters, by name: a kernel is compiled for every combination.
 _VALUES = {
@@ -73,12 +73,9 @@ class Kernel(NamedTuple):
     parameters: tuple[str, ...]
 
 
-class _Function(NamedTuple):
-    call: Any  # cupy.cuda.Function
-    converters: tuple[Callable[[Any], Any], ...]
+Function: TypeAlias = "tuple[Any, tuple[Callable[[Any], Any], ...]]"  # of CuPy, and what converts its arguments
 
-
-_functions: dict[tuple[int, str], _Function] = {}  # by device and name
+_functions: dict[tuple[int, str], Function] = {}  # by device and name
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -96,9 +93,8 @@ def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments:
         MissingDependencyError: it cannot be compiled.
     """
     device = cupy.cuda.runtime.getDevice()
-    function = _functions.get((device, name)) or _load(device, name)
-    converted = [convert(value) for convert, value in zip(function.converters, arguments, strict=True)]
-    function.call(grid, block, converted)
+    function, converters = _functions.get((device, name)) or _load(device, name)
+    function(grid, block, [convert(value) for convert, value in zip(converters, arguments, strict=True)])
 
 
 def launch_each(name: str, count: int, *arguments: Any) -> None:
@@ -108,7 +104,7 @@ def launch_each(name: str, count: int, *arguments: Any) -> None:
 
 
 def launch_units(name: str, unit: int, count: int, aligned: bool, *arguments: Any) -> None:
-    """Local. Launch one thread for each unit of elements if they are `aligned`, the last argument; else for each one."""
+    """Local. Launch a thread for each unit of elements if they are `aligned`, the last argument; else for each one."""
     launch_each(name, count // unit + count % unit if aligned else count, *arguments, aligned)
 
 
@@ -193,13 +189,11 @@ def _struct(name: str) -> struct.Struct:
 
 
 def _codes_of(line: str) -> Iterable[str]:
-    """What the fields that a line declares are for `struct`: `int h, w;` is two "i", `const float* values[32];` "32P"."""
-    declared = line.partition("//")[0].strip().rstrip(";")
-    kind, *more = declared.split(",")
-    for field in (kind, *more) if declared else ():
-        code = "P" if "*" in kind else _SCALARS[kind.split()[0]][0]
+    """Codes of `struct` for the fields that a line declares: "ii" for `int h, w;`, "32P" for `const float* x[32];`."""
+    first, *more = line.partition("//")[0].strip().rstrip(";").split(",")
+    for field in (first, *more) if first else ():
         count = re.search(r"\[(\d+)\]", field)
-        yield (count[1] if count else "") + code
+        yield (count[1] if count else "") + ("P" if "*" in first else _SCALARS[first.split()[0]][0])
 
 
 def _converter(kind: str) -> Callable[[Any], Any]:
@@ -220,19 +214,17 @@ def _pointer(value: Any) -> Any:
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------
-def _load(device: int, name: str) -> _Function:
+def _load(device: int, name: str) -> Function:
     """The function of that name, after all that are compiled with it have been made ready."""
-    base, _, arguments = name.partition("<")
-    source = kernels()[base].source
+    source = kernels()[name.partition("<")[0]].source
     names = instances(source, name)
     mangled, cubin = _compiled(source, names, f"sm_{cupy.cuda.Device(device).compute_capability}")
     module = cupy.cuda.Module()
     module.load(cubin)
     for each in names:
-        kinds = kernels()[each.partition("<")[0]].parameters
-        kinds = tuple(each.partition("<")[2].rstrip(">") if kind == "T" else kind for kind in kinds)
-        function = _Function(module.get_function(mangled[each]), tuple(map(_converter, kinds)))
-        _functions[device, each] = function
+        base, _, arguments = each.rstrip(">").partition("<")
+        kinds = (arguments if kind == "T" else kind for kind in kernels()[base].parameters)
+        _functions[device, each] = module.get_function(mangled[each]), tuple(map(_converter, kinds))
     return _functions[device, name]
 
 
@@ -280,16 +272,21 @@ def compiled(
             nvrtc.addNameExpression(program, name)
         nvrtc.compileProgram(program, (*_OPTIONS, f"-arch={architecture}", *options))
         mangled = {name: nvrtc.getLoweredName(program, name) for name in names}
-        return mangled, nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).rstrip("\0")
+        return mangled, nvrtc.getCUBIN(program), _log_of(program)
     except nvrtc.NVRTCError as error:
         major, minor = nvrtc.getVersion()
         raise MissingDependencyError(
             f"{source} cannot be compiled for {architecture} by NVRTC of CUDA {major}.{minor} with CuPy "
-            f"{cupy.__version__} ({error}): {nvrtc.getProgramLog(program).strip(chr(0) + chr(10))}\nThe kernels need compute capability "
-            f"8.0, and an NVRTC that knows the GPU: {pip_install(f'cuda{major}')}"
+            f"{cupy.__version__} ({error}): {_log_of(program)}\nThe kernels need compute capability 8.0 or later, and "
+            f"an NVRTC that knows the GPU: {pip_install(f'cuda{major}')}"
         ) from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log_of(program: int) -> str:
+    log: str = nvrtc.getProgramLog(program)
+    return log.rstrip("\0\n")
 
 
 @cache

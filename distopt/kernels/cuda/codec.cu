@@ -47,8 +47,8 @@ __device__ void encode_unit(const float* in, const float* residual, float* new_r
   if (with_residual) unit_at<unit>(new_residual + first) = left;
 }
 
-// csrc/cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite. Per element 4
-// bytes read and 2 written; with a residual 8 and 6.
+// csrc/cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite. Per element
+// 4 bytes read and 2 written; with a residual 8 and 6.
 template <class Type, bool with_residual, int unit>
 __global__ void __launch_bounds__(block_threads)
     encode(const float* in, const float* residual, float* new_residual, unsigned short* out, size_t n, float scale,

@@ -57,8 +57,8 @@ __device__ void for_units(size_t count, bool aligned, F f) {
   });
 }
 
-// Calls f(plane) for each plane, in as many threads as share its elements by `for_each`. The second dimension of the grid
-// is the planes, so that threads divide by widths alone.
+// Calls f(plane) for each plane, in as many threads as share its elements by `for_each`. The second dimension of the
+// grid is the planes, so that threads divide by widths alone.
 template <class F>
 __device__ void for_planes(size_t planes, F f) {
   for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);

@@ -1,5 +1,5 @@
-// Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax. Sums run in an order that
-// shapes alone determine, without atomics; element by element the arithmetic is that of csrc/cpu/elementwise.cpp.
+// Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax. Sums run in an order
+// that shapes alone determine, without atomics; element by element the arithmetic is that of csrc/cpu/elementwise.cpp.
 #include "device.cuh"
 
 // -- elements ---------------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ __device__ void for_part(const Channels& c, F f) {
   for (; i < end; i += block_threads) take();
 }
 
-// Stores the sum over the block as its part of `sums` [channels, parts]: a channel is summed up by gridDim.y blocks, since a
-// block per channel would leave most of the device idle. The kernel that uses a sum adds its parts up, so that no block
-// waits for another.
+// Stores the sum over the block as its part of `sums` [channels, parts]: a channel is summed up by gridDim.y blocks,
+// since a block per channel would leave most of the device idle. The kernel that uses a sum adds its parts up, so that
+// no block waits for another.
 __device__ inline void store_part(double* sums, double value) {
   const double sum = block_sum<block_threads>(value);
   if (threadIdx.x == 0) sums[blockIdx.x * gridDim.y + blockIdx.y] = sum;
@@ -172,7 +172,8 @@ __global__ void channel_moments(Batch batch, int pixels, const double* sums, con
                                 T* mean, T* inverse_deviation, T* running_mean, T* running_var, T momentum, T epsilon) {
   const double count = double(channels_of(batch, pixels).count);
   for_rows(size_t(batch.channels), [&](size_t channel) {
-    const T center = T(whole_sum(sums, parts, channel) / count), variance = T(whole_sum(squares, parts, channel) / count);
+    const T center = T(whole_sum(sums, parts, channel) / count),
+            variance = T(whole_sum(squares, parts, channel) / count);
     if (threadIdx.x != 0) return;
     mean[channel] = center;
     inverse_deviation[channel] = T(1) / sqrt(variance + epsilon);

@@ -14,9 +14,9 @@ constexpr unsigned bins = 1 << 11;
 
 // In device memory.
 struct SelectState {
-  int floor;     // keys above it are candidates
+  int floor;              // keys above it are candidates
   unsigned candidates;    // how many there are, also of those that found no room
-  int prefix;    // leading bits of the k-th largest key; all of them after the last pass
+  int prefix;             // leading bits of the k-th largest key; all of them after the last pass
   unsigned remaining;     // its rank among the keys that begin so; in the end, how many keys equal to it are kept
   unsigned finished;      // blocks that have finished a pass
   unsigned counts[bins];  // keys by the digit that is looked for
@@ -74,8 +74,8 @@ constexpr unsigned sampling_threads = 1024;
 
 // One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given.
 __global__ void __launch_bounds__(sampling_threads)
-    prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor,
-                   SelectState* state, Findings* findings) {
+    prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor, SelectState* state,
+            Findings* findings) {
   constexpr unsigned most_groups = most_strata / sampling_threads;
   constexpr unsigned group = sample_group;
   __shared__ unsigned counts[bins];
@@ -252,8 +252,7 @@ constexpr unsigned scan_threads = 1024;
 
 // One block: sums over the tiles before each tile. Without a boundary all candidates count as above it, and their
 // number is reported.
-__global__ void __launch_bounds__(scan_threads)
-    scan(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
+__global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
   constexpr unsigned each = 4;  // tiles of a thread at a time: 32 bytes, side by side
   const auto share_at = [&](unsigned t) { return boundary ? w.kept[t] : Share{w.tiles[t].count, 0}; };
   unsigned long long before = 0;  // both counts in one sum
@@ -280,8 +279,8 @@ __global__ void __launch_bounds__(scan_threads)
 }
 
 // One warp per tile: writes its share of the lists.
-__device__ void write_tile(const View& view, Share share, int boundary, unsigned out, unsigned ties,
-                           unsigned n, int* indices, float* values, Findings* findings) {
+__device__ void write_tile(const View& view, Share share, int boundary, unsigned out, unsigned ties, unsigned n,
+                           int* indices, float* values, Findings* findings) {
   const unsigned lane = threadIdx.x % 32, lower = (1u << lane) - 1;
   for (unsigned base = 0; base < share.count; base += 32) {
     const bool present = base + lane < share.count;
@@ -304,8 +303,8 @@ __device__ void write_tile(const View& view, Share share, int boundary, unsigned
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_top_k(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, int* indices,
-                       float* values, Findings* findings) {
+    write_top_k(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, int* indices, float* values,
+                Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles) return;
   const View view = view_of(w, x, n, k);
@@ -317,8 +316,7 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_all(Workspace w, unsigned n, unsigned tiles, int* indices, float* values,
-                     Findings* findings) {
+    write_all(Workspace w, unsigned n, unsigned tiles, int* indices, float* values, Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles || w.state->candidates > w.capacity) return;
   const View view = {w.values, w.indices, w.state->candidates};

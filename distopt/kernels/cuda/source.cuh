@@ -69,8 +69,7 @@ __device__ inline void store(float* at, const Four& x, unsigned available, bool 
 }
 
 // Four elements of the values to select from, accumulated and stored.
-__device__ inline Four accumulate_four(const Source& from, float scale, size_t at, unsigned available,
-                                       bool vectors) {
+__device__ inline Four accumulate_four(const Source& from, float scale, size_t at, unsigned available, bool vectors) {
   Four x = load(from.grad + at, available, vectors);
   if (!from.residual) return x;
   const Four left = load(from.residual + at, available, vectors);

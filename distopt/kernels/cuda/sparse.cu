@@ -3,10 +3,9 @@
 
 constexpr unsigned tile = 4096;  // of the dense array, in shared memory; see gpu.py
 
-// new_residual and new_momentum as a selection would leave them. Per element 8 bytes read and 4 written, with momentum 12
-// and 8.
-__global__ void __launch_bounds__(block_threads)
-    accumulate(Source from, size_t n, bool vectors, Findings* findings) {
+// new_residual and new_momentum as a selection would leave them. Per element 8 bytes read and 4 written, with momentum
+// 12 and 8.
+__global__ void __launch_bounds__(block_threads) accumulate(Source from, size_t n, bool vectors, Findings* findings) {
   const float scale = scale_of(from);
   for (size_t at = thread_index() * 4; at < n; at += thread_stride() * 4) {
     const unsigned available = static_cast<unsigned>(min(n - at, size_t{4}));
@@ -46,8 +45,8 @@ struct SparseLists {
 // dense[lo ... hi - 1] = (if `add`: itself +) the sum, list after list, of value * scale; writes every element once.
 // One block per tile of the dense array, which is summed up in shared memory. Within a list no two entries meet, so
 // only the step from list to list needs a barrier.
-__global__ void __launch_bounds__(block_threads) scatter(float* dense, SparseLists lists, size_t lo,
-                                                                size_t hi, bool vectors, float scale, bool add) {
+__global__ void __launch_bounds__(block_threads)
+    scatter(float* dense, SparseLists lists, size_t lo, size_t hi, bool vectors, float scale, bool add) {
   alignas(16) __shared__ float sums[tile];
   __shared__ unsigned bounds[2 * 32];
   const size_t begin = lo + size_t{blockIdx.x} * tile, end = min(begin + tile, hi);

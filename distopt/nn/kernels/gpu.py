@@ -5,9 +5,9 @@ waits for the device, so an invalid label is found late: the loss and its gradie
 `Device.check` raises when a value is next read from the device.
 
 A convolution is a cuDNN plan if there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
-`distopt.kernels.cuda`. Else it is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made
-in chunks of images that bound the memory. Sums run in an order that shapes alone determine, without atomics, so equal
-inputs give equal bits on equal devices; chunks of gradients are added in their order.
+`distopt.kernels.cuda`. Else it is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places],
+made in chunks of images that bound the memory. Sums run in an order that shapes alone determine, without atomics, so
+equal inputs give equal bits on equal devices; chunks of gradients are added in their order.
 """
 
 from __future__ import annotations

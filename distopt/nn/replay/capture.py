@@ -98,12 +98,12 @@ class Graph:
             self._destroy(self.executable)
 
 
-# Of cuda.h, from CUDA 12.0 to 13.1: kinds of nodes, types of memory, and where CUDA_MEMCPY3D has the type, the address in
-# host memory and that in device memory of source and target, in words of 8 bytes.
+# Of cuda.h, from CUDA 12.0 to 13.5: kinds of nodes; and CUDA_MEMCPY3D in words of 8 bytes: where source and target have
+# their type of memory, and two words after it the address if that type is "unified".
 _MEMCPY, _HOST_CALL = 1, 3
-_HOST, _UNIFIED = 1, 4
-_DEVICE, _MANAGED = 2, 3  # of the runtime
 _COPY_WORDS, _SOURCE, _TARGET = 25, 4, 15
+_HOST, _UNIFIED = 1, 4
+_DEVICE, _MANAGED = 2, 3  # types as the runtime tells them
 
 
 def _refuse_host(runtime: Any, graph: int) -> int:
@@ -125,18 +125,18 @@ def _refuse_host(runtime: Any, graph: int) -> int:
         if kind.value == _MEMCPY:
             copy = (ctypes.c_size_t * _COPY_WORDS)()
             call("cuGraphMemcpyNodeGetParams", node, copy)
-            if _on_host(runtime, *copy[_SOURCE : _SOURCE + 3]):
+            if _on_host(runtime, copy[_SOURCE], copy[_SOURCE + 2]):
                 raise RuntimeError("the step copies from the host, where values may change")
-            if _on_host(runtime, *copy[_TARGET : _TARGET + 3]):
+            if _on_host(runtime, copy[_TARGET], copy[_TARGET + 2]):
                 raise RuntimeError("the step copies to the host")
     return count.value
 
 
-def _on_host(runtime: Any, memory: int, on_host: int, on_device: int) -> bool:
-    memory &= 0xFFFFFFFF  # an int, and four bytes between
-    if memory == _UNIFIED:
-        return bool(runtime.pointerGetAttributes(on_device).type not in (_DEVICE, _MANAGED))
-    return memory == _HOST
+def _on_host(runtime: Any, memory: int, address: int) -> bool:
+    kind = memory & 0xFFFFFFFF  # an int; four bytes of padding follow
+    if kind == _UNIFIED:
+        return runtime.pointerGetAttributes(address).type not in (_DEVICE, _MANAGED)
+    return kind == _HOST
 
 
 def _allocator(cuda: Any, memory: list[Any]) -> Callable[[int], Any]:

@@ -96,16 +96,15 @@ EXPORT Status cuGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::si
 EXPORT Status cuGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
   return status_of(cudaGraphNodeGetType(node, type));
 }
-// CUDA_MEMCPY3D in words: from each base on the type of memory, the address on the host, and that on the device. A copy in
-// pinned memory has the type "unified", one in other host memory "host".
+// CUDA_MEMCPY3D in words: from each base on the type of memory, the address on the host, and that on the device.
 EXPORT Status cuGraphMemcpyNodeGetParams(cudaGraphNode_t node, std::size_t* words) {
   cudaMemcpy3DParms copy{};
   if (const cudaError_t code = cudaGraphMemcpyNodeGetParams(node, &copy)) return status_of(code);
   const auto put = [&](std::size_t base, const void* pointer) {
     cudaPointerAttributes attributes{};
     static_cast<void>(cudaPointerGetAttributes(&attributes, pointer));
-    const bool on_host = attributes.type == cudaMemoryTypeUnregistered;
-    words[base] = on_host ? 1 : 4;
+    const bool on_host = attributes.type == cudaMemoryTypeHost;
+    words[base] = on_host ? 1 : 4;  // host, or unified, which the address tells more of
     words[base + (on_host ? 1 : 2)] = reinterpret_cast<std::size_t>(pointer);
   };
   put(4, copy.srcPtr.ptr);

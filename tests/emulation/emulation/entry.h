@@ -20,7 +20,8 @@ struct Launch {
 
 constexpr int wrong_count = -1, wrong_argument = -2;  // -2 - i: argument i
 
-// An argument may be read where it lies, but for its size; and a pointer has to be one to memory that the device reaches.
+// An argument may be read where it lies, but for its size; and a pointer has to be one to memory that the device
+// reaches.
 template <class P>
 bool take(const Launch& launch, std::size_t i, P& value) {
   if (launch.sizes[i] != sizeof(P)) return false;
@@ -38,7 +39,8 @@ int enter(void (*kernel)(P...), const Launch& launch, std::index_sequence<i...>)
   if (launch.count != sizeof...(P)) return wrong_count;
   std::tuple<P...> values;
   int wrong = 0;
-  static_cast<void>(((take(launch, i, std::get<i>(values)) || (wrong = wrong_argument - static_cast<int>(i), false)) && ...));
+  static_cast<void>(
+      ((take(launch, i, std::get<i>(values)) || (wrong = wrong_argument - static_cast<int>(i), false)) && ...));
   if (wrong) return wrong;
   const auto& [x, y, z] = launch.grid;
   const auto& [bx, by, bz] = launch.block;

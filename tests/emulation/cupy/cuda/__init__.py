@@ -65,7 +65,10 @@ class Device:
         _emulated.device_synchronize()
 
     compute_capability = "90"
-    attributes = {"MultiProcessorCount": 1}  # so that loops over a grid go round
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {"MultiProcessorCount": 1}  # so that loops over a grid go round
 
     @property
     def pci_bus_id(self) -> str:

@@ -1,4 +1,4 @@
-"""The calls of NVRTC that distopt makes through CuPy: the sources are compiled by the C++ compiler, for the emulator."""
+"""The calls of NVRTC that distopt makes through CuPy. The C++ compiler compiles the sources, for the emulator."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def graphInstantiate(graph: int) -> int:  # noqa: N802
     return int(_emulated.graph_instantiate(graph))
 
 
-def graphLaunch(graphExec: int, stream: int) -> None:  # noqa: N802, N803
+def graphLaunch(graphExec: int, stream: int) -> None:  # noqa: N802
     _emulated.graph_launch(graphExec, stream)
 
 
