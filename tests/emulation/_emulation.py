@@ -27,7 +27,7 @@ def _call(name: str, *arguments: Any, library: Any = _library, word: Any = ctype
 
 
 def _made(name: str, *arguments: Any, kind: Any = ctypes.c_void_p) -> Any:
-    """What a function stores where its first argument points to."""
+    """The value that a function stores where its first argument points to."""
     value = kind()
     _call(name, ctypes.byref(value), *arguments)
     return value.value or 0

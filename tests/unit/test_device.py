@@ -19,7 +19,7 @@ def untold(monkeypatch):
 
 
 def fake_cupy(monkeypatch, count):
-    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent."""
+    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent, 0: NVRTC is."""
 
     class CUDARuntimeError(RuntimeError):
         pass
@@ -29,11 +29,18 @@ def fake_cupy(monkeypatch, count):
             raise CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
         return count
 
+    def compiler_version():
+        if count == 0:
+            raise RuntimeError("CuPy failed to load libnvrtc.so.13")
+        return 13, 0
+
     used = []
     cupy = types.ModuleType("cupy")
     runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=CUDARuntimeError)
     cupy.cuda = types.SimpleNamespace(
-        runtime=runtime, Device=lambda index: types.SimpleNamespace(use=lambda: used.append(index))
+        runtime=runtime,
+        nvrtc=types.SimpleNamespace(getVersion=compiler_version),
+        Device=lambda index: types.SimpleNamespace(use=lambda: used.append(index)),
     )
     cupy.random = np.random
     cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
@@ -81,11 +88,12 @@ def test_seed_starts_the_generator_anew():
     ("count", "missing"),
     [
         (None, "install NVIDIA's driver"),
+        (0, "CuPy finds no NVRTC to compile kernels (CuPy failed to load libnvrtc.so.13); pip install "),
         ("no cupy", "pip install --upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 "),
     ],
 )
 def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, untold, count, missing):
-    fake_cupy(monkeypatch, None)
+    fake_cupy(monkeypatch, count)
     if count == "no cupy":
         monkeypatch.setitem(sys.modules, "cupy", None)
     with caplog.at_level(logging.WARNING, "distopt"):

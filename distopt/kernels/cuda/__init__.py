@@ -1,6 +1,6 @@
 """The kernels of GPUs: the sources in this folder, compiled by NVRTC for the current GPU when they are first used.
 
-What has been compiled is kept where CuPy keeps its own kernels, in `$CUPY_CACHE_DIR` or ~/.cupy/kernel_cache. CuPy's
+The machine code is kept where CuPy keeps that of its own kernels, in `$CUPY_CACHE_DIR` or ~/.cupy/kernel_cache. CuPy's
 `RawModule` would compile and keep them too, but it adds -ftz=true, which makes zeros of subnormal numbers, so that bits
 would differ from the CPU's. Names, template parameters and types of arguments are read from the declarations in the
 sources: CuPy passes a Python int as int64 and a float as float64, whatever the kernel takes.
@@ -197,7 +197,7 @@ def _codes_of(line: str) -> Iterable[str]:
 
 
 def _converter(kind: str) -> Callable[[Any], Any]:
-    """What makes an argument for CuPy of one for a parameter of this type."""
+    """The function that makes an argument for CuPy of one for a parameter of this type."""
     if kind == "*":
         return _pointer
     if kind in _SCALARS:
@@ -264,7 +264,7 @@ def compiled(
         The names that the kernels have in the machine code; the code; and what NVRTC says.
 
     Raises:
-        MissingDependencyError: it fails, or there is no NVRTC; the message has what NVRTC says, with file and line.
+        MissingDependencyError: it fails; the message has the errors of NVRTC, with file and line.
     """
     program = nvrtc.createProgram(text_of(source), source, (), ())
     try:

@@ -57,6 +57,10 @@ def find_cupy() -> tuple[Any, str]:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return None, f"no GPU answers ({error}); install NVIDIA's driver, or a newer one, or check CUDA_VISIBLE_DEVICES"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except RuntimeError as error:
+        return None, f"CuPy finds no NVRTC to compile kernels ({error}); {_INSTALL}"
     return cupy, ""
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..core.array import Array
@@ -50,8 +51,7 @@ class Capture:
             inside.callback(self._base.share_workspace, self._device.id(), self._stream.ptr, None)
             self._device.recording = what
             inside.callback(setattr, self._device, "recording", "")
-            # In mode "relaxed": new memory may be allocated.
-            self._cuda.runtime.streamBeginCapture(self._stream.ptr)
+            self._cuda.runtime.streamBeginCapture(self._stream.ptr, _THREAD_LOCAL)
             self._inside = inside.pop_all()
 
     def end(self) -> Graph:
@@ -98,6 +98,9 @@ class Graph:
             self._destroy(self.executable)
 
 
+# The mode of a capture: calls of its thread that might wait for the device fail. Other threads, such as the one that
+# polls NCCL, may make them.
+_THREAD_LOCAL = 1
 # Of cuda.h, from CUDA 12.0 to 13.5: kinds of nodes; and CUDA_MEMCPY3D in words of 8 bytes: where source and target have
 # their type of memory, and two words after it the address if that type is "unified".
 _MEMCPY, _HOST_CALL = 1, 3
@@ -143,7 +146,15 @@ def _allocator(cuda: Any, memory: list[Any]) -> Callable[[int], Any]:
     """The allocator of a pool; all its memory stays in `memory`, even if the pool frees it."""
 
     def allocate(size: int) -> Any:
-        memory.append(cuda.Memory(size))
+        device = cuda.Device()
+
+        def made() -> Any:
+            with device:
+                return cuda.Memory(size)
+
+        # cudaMalloc does not enqueue work on a stream; but a capture forbids it to its thread, as it may wait.
+        with ThreadPoolExecutor(1) as thread:
+            memory.append(thread.submit(made).result())
         return cuda.MemoryPointer(memory[-1], 0)
 
     return allocate
