@@ -40,7 +40,18 @@ def build() -> Path:
                 if error := _compile(library, *warnings, *map(str, paths), "-ldl"):
                     raise RuntimeError(f"{library.name} cannot be compiled:\n{error}")
                 stamp.write_text(digest)
+    _compile_kernels_of_the_product()
     return FOLDER
+
+
+def _compile_kernels_of_the_product() -> None:
+    """Those of float32, so that no test waits for the compiler while it is timed."""
+    paths = [path for path in (ROOT / "distopt" / "kernels" / "cuda").iterdir() if path.is_file()]
+    digest, stamp = _digest(paths), kernels() / "sources"
+    if not stamp.exists() or stamp.read_text() != digest:
+        command = [sys.executable, "-m", "tests.emulation.compile_kernels"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        stamp.write_text(digest)
 
 
 def kernels() -> Path:

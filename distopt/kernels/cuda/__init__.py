@@ -92,8 +92,7 @@ def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments:
     Raises:
         MissingDependencyError: it cannot be compiled.
     """
-    device = cupy.cuda.runtime.getDevice()
-    function, converters = _functions.get((device, name)) or _load(device, name)
+    function, converters = _functions.get((cupy.cuda.runtime.getDevice(), name)) or load(name)
     function(grid, block, [convert(value) for convert, value in zip(converters, arguments, strict=True)])
 
 
@@ -165,14 +164,14 @@ def _type_of(declared: str) -> str:
     return "*" if "*" in declared else declared.split()[-2]
 
 
-def instances(source: str, like: str = "") -> list[str]:
-    """Local. The names of all kernels of a source, or those with the element type of the kernel `like`."""
-    wanted = next((kind for kind in _VALUES["T"] if f"<{kind}>" in like), "")
+def instances(source: str, kind: str = "") -> list[str]:
+    """Local. The names of all kernels of a source, or those for elements of a kind, "float" or "double"."""
+    values = {**_VALUES, "T": (kind,)} if kind else _VALUES
     names = []
     for name, kernel in kernels().items():
         if kernel.source == source:
-            chosen = [(wanted,) if wanted and key == "T" else _VALUES[key] for key in kernel.template]
-            names += [f"{name}<{', '.join(values)}>" if values else name for values in product(*chosen)]
+            chosen = product(*(values[key] for key in kernel.template))
+            names += [f"{name}<{', '.join(each)}>" if each else name for each in chosen]
     return names
 
 
@@ -214,10 +213,10 @@ def _pointer(value: Any) -> Any:
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------
-def _load(device: int, name: str) -> Function:
-    """The function of that name, after all that are compiled with it have been made ready."""
-    source = kernels()[name.partition("<")[0]].source
-    names = instances(source, name)
+def load(name: str) -> Function:
+    """Local. The kernel of that name on the current device; those that are compiled with it are made ready, too."""
+    device, source = cupy.cuda.runtime.getDevice(), kernels()[name.partition("<")[0]].source
+    names = instances(source, "double" if "<double>" in name else "float")
     mangled, cubin = _compiled(source, names, f"sm_{cupy.cuda.Device(device).compute_capability}")
     module = cupy.cuda.Module()
     module.load(cubin)
