@@ -5,13 +5,11 @@ BIN := $(VENV)/bin
 WORLD_SIZE ?= 2
 # The main job needs the package alone; the tests also need MPI and the test tools.
 TEST_EXTRAS ?= mpi,plot,test
-# The extension for GPUs needs nvcc and is built when asked for: ON. Export it, or the next `make` builds without.
-DISTOPT_CUDA ?= OFF
 DISTOPT_SANITIZE ?=
-NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
+NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -35,20 +33,27 @@ test-sweeps: $(VENV)/.with-$(TEST_EXTRAS)
 test-all: $(VENV)/.with-$(TEST_EXTRAS)
 	$(PYTEST)
 
-# On a machine with a GPU. CUDA is that of the driver and of nvcc: 12 or 13.
+# On a machine with a GPU. CUDA is that of the driver: 12 or 13.
 CUDA ?= 13
-test-gpu: DISTOPT_CUDA = ON
 test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 	$(BIN)/python -m pytest tests/gpu -rs
 
 # All that a GPU can show in a quarter of an hour; without one, in five minutes, all that needs none. See docs/gpu.md;
-# with a GPU: make first-gpu DISTOPT_CUDA=ON TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes a folder of
-# at most 55 MiB for a machine without network.
+# with a GPU: make first-gpu TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes a folder of at most 55 MiB for a
+# machine without network.
 FIRST_GPU ?= build/first-gpu
 first-gpu: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python tests/gpu/first_gpu.py --out $(FIRST_GPU)
 first-gpu-pack: $(VENV)/bin/python
 	$(BIN)/python tests/gpu/pack.py $(FIRST_GPU)-pack
+
+# Every kernel, compiled by NVRTC for each architecture, in an environment of its own: how many registers it takes, and
+# that it does not spill. Needs no GPU.
+KERNELS := .venv-kernels
+kernels:
+	$(MAKE) VENV=$(KERNELS) $(KERNELS)/.base
+	$(KERNELS)/bin/python -m pip install --quiet 'cupy-cuda13x>=14' nvidia-cuda-nvrtc
+	$(KERNELS)/bin/python tests/gpu/first_parts.py compile
 
 # The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
 # and three ranks; two minutes and 3 GB, of which `make test-all` does the smaller part. `litmus`: every execution that the
@@ -124,7 +129,7 @@ singa: $(VENV)/.with-mpi
 # The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
 SANITIZED ?= tests/unit tests/conformance
 sanitize:
-	$(MAKE) VENV=.venv-sanitize BUILD=build/sanitize DISTOPT_CUDA=OFF DISTOPT_SANITIZE=address,undefined .venv-sanitize/.with-$(TEST_EXTRAS)
+	$(MAKE) VENV=.venv-sanitize BUILD=build/sanitize DISTOPT_SANITIZE=address,undefined .venv-sanitize/.with-$(TEST_EXTRAS)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
@@ -146,8 +151,6 @@ lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m nanobind.stubgen -q -m distopt._core -o distopt/_core.pyi
-	$(BIN)/python -c 'from tests.emulation.build import build; build()'
-	$(BIN)/python -m nanobind.stubgen -q -i build/emulation -m _cuda -o distopt/_cuda.pyi
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
@@ -176,7 +179,7 @@ $(TOOLS): | $(VENV)/bin/python
 
 # Python files are used in place (editable install). The package is compiled once, into a wheel that every environment of
 # the same Python installs; a change in csrc/, the build files or the options compiles what it concerns.
-OPTIONS = DISTOPT_CUDA=$(DISTOPT_CUDA);DISTOPT_SANITIZE=$(DISTOPT_SANITIZE)
+OPTIONS = DISTOPT_SANITIZE=$(DISTOPT_SANITIZE)
 BUILD ?= build/make
 WHEEL := $(BUILD)/wheel
 $(WHEEL)/built: export SKBUILD_BUILD_DIR = $(BUILD)
@@ -206,4 +209,4 @@ $(VENV)/.with-%: pyproject.toml | $(VENV)/.base
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sanitize $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sanitize $(KERNELS) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,6 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ from . import comm, compress, launch
 from .checks import absent_name, check_assignment, names_of
 from .comm import Communicator
 from .comm.base import Array
+from .comm.gpu import driver_version
 from .comm.world import current, offer
 from .compress import Codec, CommunicationStatistics
 from .compress.state import States
@@ -182,7 +182,7 @@ class DistOpt:
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
             device, missing = find_gpu(index)
-            if missing and sys.modules.get("distopt._cuda"):  # built for GPUs
+            if missing and driver_version():
                 tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
             return device or get_default_device()
         if Settings.from_env().device == "cuda":

@@ -5,18 +5,17 @@
 #include <cmath>
 #include <cstddef>
 
-#include "base/float_keys.h"
+#include "kernels/cuda/shared.h"
 
 namespace distopt {
 
 // A sample of the source, groups of neighbours at pseudo-random places in equal strata, estimates a bound that somewhat
 // more than k elements exceed. One pass collects those; the selection never depends on the estimate.
-constexpr std::size_t sample_group = 8, most_strata = 2048;
 
 // Where k is a good part of n, collecting the candidates costs as much as the radix select saves.
 inline bool estimate_pays(std::size_t n, std::size_t k) { return n >= 4096 && k <= n / 2; }
 
-inline std::size_t sample_strata(std::size_t n) { return std::min(most_strata, n / 128); }
+inline std::size_t sample_strata(std::size_t n) { return std::min<std::size_t>(most_strata, n / 128); }
 
 // Rank in the sample of the element whose key is the estimate.
 inline std::size_t sample_rank(std::size_t n, std::size_t k) {

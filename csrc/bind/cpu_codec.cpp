@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/select_rules.h"
 #include "bind/arrays.h"
 #include "bind/rooms.h"
 #include "cpu/codec.h"
@@ -145,6 +146,11 @@ void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32
               scale);
 }
 
+Counts selection_estimate(std::size_t n, std::size_t k) {
+  const bool pays = estimate_pays(n, k);
+  return {pays ? sample_strata(n) : 0, pays ? sample_rank(n, k) : 0, candidate_capacity(n, k)};
+}
+
 }  // namespace
 
 void bind_cpu_codec(nb::module_& m) {
@@ -162,6 +168,9 @@ void bind_cpu_codec(nb::module_& m) {
         "Index of the first element that is NaN or beyond +-limit, or None.");
   m.def("first_beyond", &first_beyond<double>, "x"_a.noconvert(), "limit"_a);
   m.def("top_k_capacity", &top_k_capacity, "n"_a, "k"_a, "Length that the lists given to top_k need.");
+  m.def("selection_estimate", &selection_estimate, "n"_a, "k"_a,
+        "How top_k estimates its bound: the strata of the sample (0: it makes no estimate), the rank in the sample of\n"
+        "the element that is the bound, and room for the candidates.");
   m.attr("list_slack") = gather_slack;
   m.def(
       "top_k", &bind_top_k, "x"_a.noconvert(), "k"_a, "indices"_a.noconvert(), "values"_a.noconvert(),

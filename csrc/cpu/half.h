@@ -1,8 +1,8 @@
 // Casts between float32 and 16-bit floats, a register at a time. Included by sources that are compiled per set.
 #pragma once
 
-#include "base/float_keys.h"
 #include "cpu/vectors.h"
+#include "kernels/cuda/shared.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {

@@ -1,7 +1,7 @@
 #include "cpu/select.h"
 
-#include "base/float_keys.h"
 #include "cpu/vectors.h"
+#include "kernels/cuda/shared.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import cupy
 import numpy as np
 
-from .. import _cuda
+from .. import _core
 from .base import FINDINGS, Accumulation, Array, Lists
+from .cuda import THREADS, are_aligned, blocks, c_type, launch, launch_each, launch_strided, launch_units
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
+_NORM_PARTS = 1024
+_TILE = 8192  # elements of a block that selects, in select.cu
+_SELECT_STATE_BYTES = 16384  # room for SelectState in select.cu, at least
+_SELECT_THREADS = 1024  # of a kernel of one block in select.cu
+_WARPS = THREADS // 32
+_SUM_TILE = 4096  # elements of a block that sums lists, in sparse.cu
+_MOST_LISTS = 32  # in SparseLists of sparse.cu
+_TYPES = {"float16": "Half", "bfloat16": "BFloat16"}
+_NO_KEY = 0x7FFFFFFF  # top_key of shared.h
 
 
 class _DeviceLists(Lists):
+    """Room for a selection and its workspace."""
+
     def __init__(self, capacity: int) -> None:
         super().__init__(cupy, capacity)
-        self._workspace: Array = cupy.empty(0, np.uint8)
+        self._state: Array = cupy.empty(_SELECT_STATE_BYTES, np.uint8)
+        self._tiles: Array = cupy.empty(0, np.uint64)
+        self._candidates = Lists(cupy, 0)
 
-    def workspace(self, n: int, candidates: int) -> int:
-        """Address of the workspace of a selection from `n` elements."""
-        n_bytes = _cuda.select_workspace(n, candidates)
-        if self._workspace.size < n_bytes:
-            self._workspace = cupy.empty(n_bytes, np.uint8)
-        return _at(self._workspace)
+    def workspace(self, n: int, capacity: int) -> tuple[int, ...]:
+        """The fields of Workspace in select.cu, for a selection from `n` elements with that many candidates."""
+        if n > np.iinfo(np.int32).max:
+            raise ValueError(f"int32 indices reach 2^31 - 1 elements, not {n}")
+        tiles = blocks(n, _TILE)
+        if self._tiles.size < 2 * tiles:
+            self._tiles = cupy.empty(2 * tiles, np.uint64)
+        self._candidates.reserve(capacity)
+        room = self._tiles.data.ptr, self._tiles.data.ptr + 8 * tiles
+        return _at(self._state), *room, _at(self._candidates.indices), _at(self._candidates.values), capacity
 
 
 empty = cupy.empty
@@ -48,13 +67,19 @@ def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
     """See `Kernels.encode16`."""
-    old, new = map(_at, residuals)
-    _cuda.encode16(_at(x), old, new, _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
+    kind = _type_16(dtype)
+    findings.fill(0)
+    if x.size:
+        unit = 8 if are_aligned(x, *residuals, wire) else 1
+        residual = "false" if residuals[0] is None else "true"
+        kernel = f"encode<{kind}, {residual}, {unit}>"
+        launch_strided(kernel, blocks(x.size, unit), x, *residuals, wire, x.size, scale, limit, findings)
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     """See `Kernels.decode16`."""
-    _cuda.decode16(_at(wire), _at(x), x.size, scale, dtype, _stream())
+    aligned = are_aligned(x) and are_aligned(wire, n_bytes=8)
+    launch_units(f"decode<{_type_16(dtype)}>", 4, x.size, aligned, wire, x, x.size, scale)
 
 
 def squared_norm(x: Array) -> Any:
@@ -68,21 +93,28 @@ def clip_scale(x: Array, limit: float) -> Any:
 
 
 def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
-    parts, norm, scale = (
-        cupy.empty(count, dtype)
-        for count, dtype in ((_cuda.squared_norm_parts, np.float64), (1, np.float64), (1, np.float32))
-    )
-    _cuda.squared_norm(_at(x), x.size, _at(parts), _at(norm), _at(scale), limit, _stream())
+    parts, norm, scale = cupy.empty(_NORM_PARTS, np.float64), cupy.empty(1, np.float64), cupy.empty(1, np.float32)
+    count = min(max(blocks(x.size, 4 * THREADS), 1), _NORM_PARTS)
+    launch("norm_parts", (count,), (THREADS,), x, x.size, are_aligned(x), parts)
+    launch("norm_and_scale", (1,), (THREADS,), parts, count, norm, scale, limit)
     return norm, scale
 
 
+def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
+    from_bad.data.memset_async(0, from_bad.itemsize)
+    if x.size:
+        launch_strided(f"find_beyond<{c_type(x)}>", blocks(x.size, 4), x, x.size, are_aligned(x), limit, from_bad)
+
+
 def _find_nonfinite(x: Array, from_bad: Array) -> None:
-    _cuda.find_nonfinite(_code_of(x), _at(x), x.size, _at(from_bad), _stream())
+    _find_beyond(x, float(np.finfo(x.dtype).max), from_bad)
 
 
 def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
     """See `Kernels.mark_beyond`."""
-    _cuda.mark_beyond(_code_of(x), _at(x), x.size, limit, _at(from_bad), _stream())
+    _find_beyond(x, limit, from_bad)
+    if x.size:
+        launch(f"mark_first<{c_type(x)}>", (1,), (1,), x, from_bad)
 
 
 def first_nonfinite(x: Array) -> int | None:
@@ -95,28 +127,62 @@ def first_nonfinite(x: Array) -> int | None:
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     """See `Kernels.accumulate`."""
-    if accumulation.residual is not None and x.size:  # the address of an empty array is 0
-        _cuda.accumulate(_source(x, accumulation), x.size, _at(findings), _stream())
-    else:
-        findings.fill(0)
+    findings.fill(0)
+    if accumulation.residual is None:
         _find_nonfinite(x, findings[2:])
+    elif x.size:
+        source, vectors = _source(x, accumulation)
+        launch_strided("accumulate", blocks(x.size, 4), source, x.size, vectors, findings)
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.top_k`; `lists` must come from `new_lists`."""
+    """See `Kernels.top_k`; `lists` must come from `new_lists`.
+
+    Reads (and accumulates) every element once and the few candidates several times; where the estimate fails every
+    element up to six times.
+    """
     assert isinstance(lists, _DeviceLists)
+    if not 1 <= k <= x.size:
+        raise ValueError(f"k is {k}, outside of 1 ... {x.size}")
     lists.reserve(k)
-    workspace = lists.workspace(x.size, _cuda.candidate_capacity(x.size, k))
-    outputs = _at(lists.indices), _at(lists.values), workspace
-    _cuda.top_k(_source(x, accumulation), x.size, k, *outputs, _at(findings), _stream())
+    strata, rank, capacity = _core.selection_estimate(x.size, k)
+    source, vectors = _source(x, accumulation)
+    selected, workspace = accumulation.source(x), lists.workspace(x.size, capacity)
+    tiles = blocks(x.size, _TILE)
+    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, strata, rank, _NO_KEY, workspace[0], findings)
+    if strata or accumulation.residual is not None:
+        launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
+    searched = workspace, selected, x.size, k
+    # Few blocks, for the candidates: each adds its counts to those of all, which soon takes longer than the search.
+    items = blocks(capacity if strata else x.size, 32)
+    for digit in range(3):
+        launch_strided(f"digit<{digit}>", items, *searched)
+    launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
+    launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, True, findings)
+    outputs = tiles, lists.indices, lists.values, findings
+    launch("write_top_k", (blocks(tiles, _WARPS),), (THREADS,), *searched, *outputs)
+    launch_strided("find_first", blocks(x.size, 16), selected, x.size, findings)
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.threshold`; `lists` must come from `new_lists`, and do not grow."""
+    """See `Kernels.threshold`; `lists` must come from `new_lists`, and do not grow.
+
+    Reads (and accumulates) every element once. If there are more entries than room, repeat it without the accumulation.
+    """
     assert isinstance(lists, _DeviceLists)
-    capacity = lists.values.size
-    outputs = _at(lists.indices), _at(lists.values), capacity, lists.workspace(x.size, capacity)
-    _cuda.threshold(_source(x, accumulation), x.size, bound, *outputs, _at(findings), _stream())
+    if not bound >= 0:
+        raise ValueError(f"the bound is {bound}, not a number from 0 up")
+    workspace = lists.workspace(x.size, min(lists.values.size, x.size))
+    source, vectors = _source(x, accumulation)
+    key = int(np.float32(bound).view(np.int32)) & _NO_KEY
+    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, 0, 0, 0, key - 1, workspace[0], findings)
+    if x.size:
+        tiles = blocks(x.size, _TILE)
+        launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
+        launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, False, findings)
+        outputs = lists.indices, lists.values, findings
+        launch("write_all", (blocks(tiles, _WARPS),), (THREADS,), workspace, x.size, tiles, *outputs)
+        launch_strided("find_first", blocks(x.size, 16), accumulation.source(x), x.size, findings)
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
@@ -129,16 +195,24 @@ def nonzero(x: Array) -> tuple[Array, Array]:
 
 def clear_at(dense: Array, indices: Array) -> None:
     """See `Kernels.clear_at`."""
-    _cuda.clear_at(_at(dense), _at(indices), indices.size, _stream())
+    launch_each("clear_at", indices.size, dense, indices, indices.size)
 
 
 def scatter_sum(
     dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
 ) -> None:
     """See `Kernels.scatter_sum`."""
-    counts = [array.size for array in values]
-    where = [_at(array) for array in indices], [_at(array) for array in values], counts
-    _cuda.scatter_sum(_at(dense), dense.size, *where, lo, hi, scale, _stream())
+    if not 0 <= lo <= hi <= dense.size:
+        raise ValueError(f"the range {lo} ... {hi} leaves the dense array of {dense.size} elements")
+    if lo == hi:
+        return
+    aligned = (dense.data.ptr + lo * dense.itemsize) % 16 == 0
+    lists = [(_at(index), _at(value), value.size) for index, value in zip(indices, values, strict=True)]
+    for first in range(0, max(len(lists), 1), _MOST_LISTS):  # once without lists too: the sum of nothing is zero
+        some = lists[first : first + _MOST_LISTS]
+        fields = chain(*zip(*some, *[(0, 0, 0)] * (_MOST_LISTS - len(some)), strict=True))
+        given = dense, (*fields, len(some)), lo, hi, aligned, scale, first > 0
+        launch("scatter", (blocks(hi - lo, _SUM_TILE),), (THREADS,), *given)
 
 
 def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
@@ -147,23 +221,22 @@ def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
     return found
 
 
-def _stream() -> int:
-    return int(cupy.cuda.get_current_stream().ptr)
-
-
 def _at(array: Array | None) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-def _code_of(x: Array) -> int:
-    return int(x.dtype == np.float64)  # of csrc/base/types.h
+def _type_16(dtype: str) -> str:
+    if dtype not in _TYPES:
+        raise ValueError(f"the 16-bit types are float16 and bfloat16, not {dtype}")
+    return _TYPES[dtype]
 
 
-def _source(x: Array, accumulation: Accumulation) -> tuple[int, int, int, float, int, float, int, int]:
+def _source(x: Array, accumulation: Accumulation) -> tuple[tuple[Any, ...], bool]:
+    """The fields of Source in source.cuh, and whether all of its arrays are aligned."""
     residual, momentum, scale, decay, new_residual, new_momentum = accumulation
+    if momentum is not None and residual is None:
+        raise ValueError("momentum needs a residual")
     factor = (1.0, _at(scale)) if isinstance(scale, cupy.ndarray) else (scale, 0)
-    new = (
-        _at(residual if new_residual is None else new_residual),
-        _at(momentum if new_momentum is None else new_momentum),
-    )
-    return _at(x), _at(residual), _at(momentum), *factor, decay, *new
+    new = residual if new_residual is None else new_residual, momentum if new_momentum is None else new_momentum
+    fields = _at(x), _at(residual), _at(momentum), *factor, decay, *map(_at, new)
+    return fields, are_aligned(x, residual, momentum, *new)

@@ -7,7 +7,7 @@ puts in place stays there.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -23,17 +23,9 @@ def activate() -> None:
         return
     if "cupy" in sys.modules:
         raise RuntimeError("this process has loaded the real CuPy already; activate in a process of its own")
-    path = build.cuda_module()
     ctypes.CDLL(str(build.CUDA), ctypes.RTLD_GLOBAL)  # the fake libraries take their streams from there
-    sys.path[:0] = [str(Path(__file__).parent), str(build.FOLDER)]  # the packages cupy and cudnn; their native module
+    sys.path.insert(0, str(Path(__file__).parent))  # the packages cupy and cudnn, and what they stand on
     importlib.import_module("_emulation")
-    spec = importlib.util.spec_from_file_location("distopt._cuda", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["distopt._cuda"] = module
-    spec.loader.exec_module(module)
-    if "distopt" in sys.modules:
-        sys.modules["distopt"]._cuda = module  # type: ignore[attr-defined]
+    os.environ["CUPY_CACHE_DIR"] = str(build.kernels())
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)
     os.environ["DISTOPT_CUBLAS_LIBRARY"] = str(build.CUBLAS)

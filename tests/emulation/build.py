@@ -4,44 +4,81 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "emulation"
 CUDA = FOLDER / "libcuda.so.1"
 NCCL = FOLDER / "libnccl.so.2"
 CUBLAS = FOLDER / "libcublas.so"
-
-
-def cuda_module() -> Path:
-    """The emulated `_cuda`."""
-    found = sorted(FOLDER.glob("_cuda.*.so"))
-    if not found:
-        raise FileNotFoundError(f"nothing is built in {FOLDER}; call tests.emulation.build.build() before")
-    return found[0]
+SOURCES = {
+    CUDA: [f"emulation/{name}.cpp" for name in ("blocks", "runtime", "devices", "memory", "graphs", "driver")],
+    NCCL: ["fake_nccl.cpp"],
+    CUBLAS: ["fake_cublas.cpp"],
+}
+# As in the product: no contraction into FMA.
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 
 @functools.cache
 def build() -> Path:
     """Compile what has changed; the folder. Once in a process. Safe to call from several processes at once."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        cmake = _tool("cmake")
-        if not (FOLDER / "build.ninja").exists():
-            options = {
-                "CMAKE_BUILD_TYPE": "Release",
-                "CMAKE_UNITY_BUILD": "ON",  # nanobind's headers once for several files: three quarters of the time
-                "CMAKE_MAKE_PROGRAM": _tool("ninja"),
-                "Python_EXECUTABLE": sys.executable,
-            }
-            defined = (f"-D{key}={value}" for key, value in options.items())
-            _run(cmake, "-G", "Ninja", "-S", str(Path(__file__).parent), "-B", str(FOLDER), *defined)
-        _run(cmake, "--build", str(FOLDER))
+    for library, sources in SOURCES.items():
+        paths, headers = [HERE / source for source in sources], [*HERE.rglob("*.h"), *(ROOT / "csrc/nccl").glob("*.h")]
+        digest, stamp = _digest([*paths, *headers]), library.with_suffix(".sources")
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not stamp.exists() or stamp.read_text() != digest:
+                warnings = ("-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}", "-pthread")
+                if error := _compile(library, *warnings, *map(str, paths), "-ldl"):
+                    raise RuntimeError(f"{library.name} cannot be compiled:\n{error}")
+                stamp.write_text(digest)
+    _compile_kernels_of_the_product()
     return FOLDER
+
+
+def _compile_kernels_of_the_product() -> None:
+    """Those of float32, so that no test waits for the compiler while it is timed."""
+    paths = [path for path in (ROOT / "distopt" / "kernels" / "cuda").iterdir() if path.is_file()]
+    digest, stamp = _digest(paths), kernels() / "sources"
+    if not stamp.exists() or stamp.read_text() != digest:
+        command = [sys.executable, "-m", "tests.emulation.compile_kernels"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        stamp.write_text(digest)
+
+
+def kernels() -> Path:
+    """The folder of kernels that were compiled with the headers as they are."""
+    return FOLDER / "kernels" / _digest(HERE.rglob("*.h"))
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
+
+
+def compile_kernels(text: str, library: Path) -> str:
+    """Compile kernels as a shared library, unless there is one. What the compiler says where it fails, or nothing."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return "" if library.exists() else _compile(library, "-xc++", "-", text=text)
+
+
+def _compile(library: Path, *arguments: str, text: str = "") -> str:
+    new = library.with_suffix(".new")
+    command = [_tool("c++"), *FLAGS, f"-I{HERE}", f"-I{ROOT / 'csrc'}", "-o", str(new), *arguments]
+    ended = subprocess.run(command, input=text, capture_output=True, text=True)
+    if ended.returncode:
+        return ended.stderr
+    new.rename(library)
+    return ""
 
 
 def _tool(name: str) -> str:
@@ -49,12 +86,6 @@ def _tool(name: str) -> str:
     if found := shutil.which(name, path=beside) or shutil.which(name):
         return found
     raise FileNotFoundError(f"the emulator needs {name}; pip install {name}")
-
-
-def _run(*command: str) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout}\n{ended.stderr}")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
 
+extern "C" {  // for ctypes
+
 const char* cudaGetErrorString(cudaError_t code);
 cudaError_t cudaGetLastError();
 
@@ -93,6 +95,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = 0);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop);
+
+}  // extern "C"
 
 // -- graphs
 enum cudaStreamCaptureMode : int {
@@ -134,6 +138,7 @@ using cudaGraph_t = emulation::Graph*;
 using cudaGraphExec_t = emulation::Graph*;
 using cudaGraphNode_t = const emulation::Node*;
 
+extern "C" {
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
@@ -146,6 +151,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+}  // extern "C"
 
 #include "emulation/launch.h"
 

@@ -110,6 +110,7 @@ ON_GPU = (
     gpu_tests("training", 120),
     Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
     gpu_tests("functions", 60),
+    gpu_tests("kernels", 60),
     gpu_tests("cudnn", 60),
     gpu_tests("tensor", 60),
     gpu_tests("staging", 30),
@@ -136,9 +137,9 @@ EMULATED = (
     "tests/conformance/test_gpus_refused.py",
 )
 WITHOUT_GPU = (
-    Part("every kernel compiles, without spills", 150, checks("compile"), ("nvcc",)),
+    Part("every kernel compiles, without spills", 150, checks("compile"), ()),
     Part("libraries load", 30, checks("libraries"), ()),
-    Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "nanobind", "c++", "cmake")),
+    Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "c++")),
 )
 
 
@@ -149,12 +150,10 @@ def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
 
 def look_around(environment: Mapping[str, str], python: str, seconds: float = 60) -> dict[str, str]:
     """For each possible need, why it is not met, or an empty text. A look that hangs or crashes rules nothing out."""
-    facts = {
-        tool: "" if _which(tool) else f"there is no {tool}" for tool in ("nvcc", "compute-sanitizer", "c++", "cmake")
-    }
+    facts = {tool: "" if _which(tool) else f"there is no {tool}" for tool in ("compute-sanitizer", "c++")}
     code = (
         "import json\nfrom importlib.util import find_spec\nfrom tests.gpu.first_parts import lacks\n"
-        "tools = {name: '' if find_spec(name) else f'{name} is not installed' for name in ('pytest', 'nanobind')}\n"
+        "tools = {'pytest': '' if find_spec('pytest') else 'pytest is not installed'}\n"
         "print(json.dumps({**lacks(), **tools}))"
     )
     try:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
 ARCHITECTURES = (80, 90, 100)
-# As in CMakeLists.txt.
-FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--fmad=false", "--extended-lambda", "-Icsrc", "-Xptxas", "-v", "-fatbin")
 NOT_RUN = 77
 
 
@@ -47,42 +42,44 @@ def lacks() -> dict[str, str]:
 
 # -- without a GPU -----------------------------------------------------------------------------------------------------
 def compile_kernels() -> int:
-    """Compile each source for each architecture; registers and spills as ptxas reports them."""
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        reports = [*pool.map(lambda source: _compiled(source, Path(folder)), sources)]
-    bad = [line for report in reports for line in report[1]]
-    print("| source | kernels | most registers | kernels that spill |\n| --- | --- | --- | --- |")
-    for source, (registers, spilling) in zip(sources, reports, strict=True):
-        print(f"| {source.name} | {len(registers)} | {max(registers, default=0)} | {len(spilling)} |")
-    print(*bad, sep="\n")
-    architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
-    print(f"{sum(len(report[0]) for report in reports)} kernels for {architectures}, {len(bad)} spill")
-    return int(bool(bad) or not all(report[0] for report in reports))
+    """Compile every kernel for each architecture, and say how many registers it takes; spills are a failure."""
+    try:
+        from distopt.kernels import cuda
+    except ImportError as error:
+        print(f"CuPy cannot be imported ({error}); pip install cupy-cuda13x nvidia-cuda-nvrtc")
+        return NOT_RUN
+    sources = sorted({kernel.source for kernel in cuda.kernels().values()})
+    jobs = [(source, f"sm_{number}") for source in sources for number in ARCHITECTURES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        used = dict(zip(jobs, pool.map(lambda job: _usage(*job), jobs), strict=True))
+    bad, heads = 0, " | ".join(f"sm_{number}" for number in ARCHITECTURES)
+    print(f"| kernel | {heads} |\n| --- |{' --- |' * len(ARCHITECTURES)}")
+    for source in sources:
+        for name in cuda.instances(source):
+            found = [used[source, f"sm_{number}"][name] for number in ARCHITECTURES]
+            bad += sum(spilled > 0 for _, spilled in found)
+            texts = (f"{registers}, spills {spilled}" if spilled else str(registers) for registers, spilled in found)
+            print(f"| {name} | {' | '.join(texts)} |")
+    print(f"registers of {sum(map(len, used.values()))} kernels; {bad} spill")
+    return int(bad > 0)
 
 
-def _compiled(source: Path, folder: Path) -> tuple[list[int], list[str]]:
-    """Registers of each kernel, and a line for each that spills."""
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
-    output = str(folder / f"{source.stem}.fatbin")
-    ended = subprocess.run(
-        ["nvcc", *FLAGS, *targets, "-o", output, str(source)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if ended.returncode:
-        raise SystemExit(f"{source.name} does not compile:\n{ended.stdout}{ended.stderr}")
-    return usage(ended.stdout + ended.stderr)
+def _usage(source: str, architecture: str) -> dict[str, tuple[int, int]]:
+    """Registers, and bytes spilled, of each kernel of a source."""
+    from distopt.kernels import cuda
+
+    mangled, _, log = cuda.compiled(source, cuda.instances(source), architecture, ("-Xptxas=-v",))
+    return usage(log, mangled)
 
 
-def usage(report: str) -> tuple[list[int], list[str]]:
-    """Parsed `ptxas -v`: registers of each kernel, and a line for each that spills."""
-    registers, spilling = [], []
-    for kernel in report.split("Compiling entry function ")[1:]:
-        name = kernel.split("\n", 1)[0]
-        registers.append(int(re.search(r"Used (\d+) registers", kernel)[1]))
-        stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", kernel).groups()
-        if stores != "0" or loads != "0":
-            spilling.append(f"{name}: spills {stores} bytes, loads {loads}")
-    return registers, spilling
+def usage(log: str, mangled: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """Parsed output of `ptxas -v`: registers, and bytes of spill stores and loads, of each kernel."""
+    found = {}
+    for kernel in log.split("Compiling entry function '")[1:]:
+        registers = re.search(r"Used (\d+) registers", kernel)[1]
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", kernel).groups()
+        found[kernel.partition("'")[0]] = int(registers), sum(map(int, spilled))
+    return {name: found[symbol] for name, symbol in mangled.items()}
 
 
 def load_libraries() -> int:
@@ -96,13 +93,9 @@ def load_libraries() -> int:
 
     absent = []
     try:
-        cuda = import_module("distopt._cuda")
-        print(f"distopt._cuda: CUDA {cuda.runtime_version() // 1000}")
-    except ImportError as error:
-        absent.append(f"distopt._cuda ({error})")
-    try:
-        print(f"CuPy {import_module('cupy').__version__}")
-    except ImportError as error:
+        cupy = import_module("cupy")
+        print(f"CuPy {cupy.__version__}, NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}")
+    except (ImportError, RuntimeError) as error:
         absent.append(f"CuPy ({error})")
     try:
         path = find_nccl(13)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Pack what `first_gpu.py` needs on a machine without network or pip: python tests/gpu/pack.py FOLDER
 
-FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel built with CUDA, and as
-many of the packages that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
+FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel, and as many of the
+packages that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
 
 Wheels are packed anew, with LZMA. Libraries in them lose debugging symbols and the code for other architectures, which
 leaves a twentieth of NCCL. cuDNN, cuBLAS and NVRTC are larger than the limit, so the machine must have them; the
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("tests", "benchmarks", "examples", "csrc", "CMakeLists.txt", "pyproject.toml")
+PARTS = ("tests", "benchmarks", "examples", "csrc", "pyproject.toml")  # the emulator includes headers of csrc
 TESTS = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "sortedcontainers")
 PACKAGES = (
     "nvidia-nccl-cu13",
@@ -121,8 +121,7 @@ def pack_repository(target: Path) -> None:
 
 
 def build_wheel(python: str, folder: Path) -> Path:
-    command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(ROOT)]
-    subprocess.run([*command, "-C", "cmake.define.DISTOPT_CUDA=ON"], check=True)
+    subprocess.run([python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
     return next(folder.glob("distopt-*.whl"))
 
 
@@ -148,7 +147,9 @@ def download(python: str, package: str, folder: Path) -> Path | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="of the GPU: 80, 90, 100 (%(default)s)")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90], help="what packages keep: 80, 90, 100 (%(default)s)"
+    )
     parser.add_argument("--whole", action="store_true", help="cut nothing")
     parser.add_argument("--python", default=sys.executable, help="of the version on that machine (this one)")
     parser.add_argument("--limit", type=float, default=LIMIT_MIB, metavar="MIB", help="of the folder (%(default)g)")
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_out = []
     with tempfile.TemporaryDirectory() as scratch:
         own = options.wheel or build_wheel(options.python, Path(scratch))
-        pack_wheel(own, folder / own.name, [])  # with PTX, for GPUs that are newer
+        pack_wheel(own, folder / own.name, [])
         for package in options.packages:
             wheel = download(options.python, package, Path(scratch, package))
             if wheel is None:

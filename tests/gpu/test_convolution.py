@@ -19,7 +19,7 @@ from distopt import autograd, device  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
 from distopt.nn.devices.discovery import find_cudnn  # noqa: E402
-from distopt.nn.kernels import gpu, gpu_cudnn  # noqa: E402
+from distopt.nn.kernels import gpu, gpu_cudnn, gpu_images  # noqa: E402
 from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
@@ -84,7 +84,7 @@ def check(x, weight, bias, dy, stride=(1, 1), padding=(0, 0)):
 # -- numbers -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", [2, 3])
 def test_chunks(monkeypatch, dtype, case):  # noqa: F811
-    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 2500)
+    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
     on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
     on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
 
@@ -96,7 +96,7 @@ def test_gradients_are_derivatives():
 
 @pytest.mark.parametrize("case", [2, 3])
 def test_without_the_gradient_of_the_weight(monkeypatch, case):
-    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 2500)
+    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
     x, weight, bias, dy = map(to_device, parts(on_cpu.CONVOLUTIONS[case]))
     _, saved = gpu.conv2d(x, weight, bias, *on_cpu.CONVOLUTIONS[case][6:], True)
     found = [(dw, cupy.full_like(bias, 7)) for dw in (cupy.empty_like(weight), None)]

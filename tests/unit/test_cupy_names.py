@@ -21,10 +21,11 @@ print(json.dumps({
              "ascontiguousarray", "from_dlpack", "shares_memory", "may_share_memory", "ndarray"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
-    "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer", "UnownedMemory", "Graph"],
+    "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer", "UnownedMemory"],
     "cupy.cuda.Stream": [n for n in dir(cupy.cuda.Stream) if not n.startswith("_")],
     "cupy.cuda.Event": public(cupy.cuda.Event),
     "cupy.cuda.runtime": [n for n in public(cupy.cuda.runtime) if n not in own],
+    "cupy.cuda.nvrtc": [n for n in public(cupy.cuda.nvrtc) if n[0] in "acdgN" and n not in own],
 }))
 """
 

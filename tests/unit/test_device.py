@@ -19,7 +19,7 @@ def untold(monkeypatch):
 
 
 def fake_cupy(monkeypatch, count):
-    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent."""
+    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent, 0: NVRTC is."""
 
     class CUDARuntimeError(RuntimeError):
         pass
@@ -29,16 +29,23 @@ def fake_cupy(monkeypatch, count):
             raise CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
         return count
 
+    def compiler_version():
+        if count == 0:
+            raise RuntimeError("CuPy failed to load libnvrtc.so.13")
+        return 13, 0
+
     used = []
     cupy = types.ModuleType("cupy")
     runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=CUDARuntimeError)
     cupy.cuda = types.SimpleNamespace(
-        runtime=runtime, Device=lambda index: types.SimpleNamespace(use=lambda: used.append(index))
+        runtime=runtime,
+        nvrtc=types.SimpleNamespace(getVersion=compiler_version),
+        Device=lambda index: types.SimpleNamespace(use=lambda: used.append(index)),
     )
     cupy.random = np.random
     cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "distopt._cuda", types.ModuleType("distopt._cuda"))
+    monkeypatch.setattr("distopt.dist_opt.driver_version", lambda: 13000)
     monkeypatch.setattr("distopt.nn.devices.device._gpus", {})
     return used
 
@@ -81,14 +88,14 @@ def test_seed_starts_the_generator_anew():
     ("count", "missing"),
     [
         (None, "install NVIDIA's driver"),
+        (0, "CuPy finds no NVRTC to compile kernels (CuPy failed to load libnvrtc.so.13); pip install "),
         ("no cupy", "pip install --upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 "),
-        ("no _cuda", "install the CUDA toolkit"),
     ],
 )
 def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, untold, count, missing):
-    fake_cupy(monkeypatch, 2 if count == "no _cuda" else None)
-    if isinstance(count, str):
-        monkeypatch.setitem(sys.modules, {"no cupy": "cupy", "no _cuda": "distopt._cuda"}[count], None)
+    fake_cupy(monkeypatch, count)
+    if count == "no cupy":
+        monkeypatch.setitem(sys.modules, "cupy", None)
     with caplog.at_level(logging.WARNING, "distopt"):
         for _ in range(2):
             assert device.create_cuda_gpu_on(1) is device.get_default_device()
@@ -127,9 +134,9 @@ def test_a_gpu_that_others_hold_is_left_to_them_with_one_notice(monkeypatch, cap
         assert opt.DistOpt(opt.SGD()).device
 
 
-def test_an_optimizer_that_was_not_built_for_gpus_takes_the_cpu_in_silence(monkeypatch, caplog, untold):
-    monkeypatch.setitem(sys.modules, "distopt._cuda", None)
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+def test_without_a_driver_an_optimizer_takes_the_cpu_in_silence(monkeypatch, caplog, untold):
+    monkeypatch.setattr("distopt.dist_opt.driver_version", lambda: 0)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with caplog.at_level(logging.WARNING, "distopt"):
         assert opt.DistOpt(opt.SGD()).device is device.get_default_device()
     assert not caplog.records

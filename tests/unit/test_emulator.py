@@ -17,7 +17,7 @@ SOURCES = [f"{name}.cpp" for name in ("runtime", "devices", "memory", "graphs", 
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulator")
     here = build.ROOT / "tests" / "emulation"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-DDISTOPT_EMULATED", "-shared", "-fPIC", "-pthread"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     include = [f"-I{here}", f"-I{build.ROOT / 'csrc'}"]
     target = folder / "kernels.so"
     sources = [str(here / "emulation" / name) for name in SOURCES]
@@ -74,7 +74,6 @@ PROLOGUE = """
 import ctypes, os, threading
 from tests.emulation import activate
 activate()
-from distopt import _cuda
 import _emulation as cuda
 
 H2D, D2H = 1, 2
@@ -82,6 +81,13 @@ size = 64
 device, other = cuda.malloc(size), cuda.malloc(size)
 pinned = cuda.malloc_host(size)
 first, second = cuda.stream_create(True), cuda.stream_create(True)
+
+LOCAL, RELAXED = 1, 2  # modes of capture
+
+def graph(stream):
+    from cupy.cuda import runtime
+    from distopt.nn.replay.capture import Graph
+    return Graph(runtime, cuda.end_capture(stream))
 
 def byte(address):
     return ctypes.string_at(address, 1)[0]
@@ -173,26 +179,27 @@ SCRIPTS = {
         assert byte(other) == 0xFF
     """,
     "a recording runs nothing, and its graph as often as it is launched": """
-        _cuda.begin_capture(first)
+        cuda.begin_capture(first, LOCAL)
         cuda.memset_async(device, 3, size, first)
         cuda.memcpy_async(other, device, size, 3, first)
-        piece = _cuda.end_capture(first)
+        piece = graph(first)
         assert piece.nodes == 2
         cuda.device_synchronize()
         assert byte(device) == byte(other) == 0xFF
         for _ in range(2):
             cuda.memset_async(other, 4, size, second), cuda.stream_synchronize(second)
-            piece.launch(second)
+            cuda.graph_launch(piece.executable, second)
             assert byte(other) == 4, "a launch is work of a stream like any other"
             cuda.stream_synchronize(second)
             assert byte(device) == byte(other) == 3
-        _cuda.begin_capture(first)
-        _cuda.end_capture(first).launch(first)  # nothing at all
+        cuda.begin_capture(first, LOCAL)
+        nothing = graph(first)
+        cuda.graph_launch(nothing.executable, first)
     """,
     "other streams become part of a recording, and have to be waited for": """
         forked, joined = cuda.event_create(), cuda.event_create()
         for join in (True, False):
-            _cuda.begin_capture(first)
+            cuda.begin_capture(first, LOCAL)
             cuda.memset_async(device, 3, size, first)
             cuda.event_record(forked, first)
             cuda.stream_wait_event(second, forked)
@@ -200,11 +207,11 @@ SCRIPTS = {
             cuda.event_record(joined, second)
             if join:
                 cuda.stream_wait_event(first, joined)
-                piece = _cuda.end_capture(first)
+                piece = graph(first)
             else:
-                fails(904, _cuda.end_capture, first)
+                fails(904, cuda.end_capture, first)
         assert byte(other) == 0xFF
-        piece.launch(first)
+        cuda.graph_launch(piece.executable, first)
         cuda.stream_synchronize(first)
         assert byte(other) == 3
         fails(907, cuda.event_query, joined)
@@ -224,30 +231,31 @@ SCRIPTS = {
             (900, cuda.event_query, event),
             (905, cuda.stream_wait_event, first, event),
         ):
-            _cuda.begin_capture(first)
+            cuda.begin_capture(first, LOCAL)
             fails(number, function, *args)
             fails(901, cuda.memset_async, device, 1, size, first)
-            fails(901, _cuda.end_capture, first)
-        _cuda.begin_capture(first)
-        assert _cuda.allow_in_capture(lambda: cuda.malloc(8))
+            fails(901, cuda.end_capture, first)
+        cuda.begin_capture(first, RELAXED)
+        assert cuda.malloc(8)
+        cuda.graph_destroy(cuda.end_capture(first))
+        cuda.begin_capture(first, LOCAL)
         others = []
         thread = threading.Thread(target=lambda: others.append(cuda.malloc(8)))  # another thread may
         thread.start(), thread.join()
         assert others
-        _cuda.abort_capture(first)
-        _cuda.abort_capture(first)
-        fails(903, _cuda.end_capture, first)
-        fails(900, _cuda.begin_capture, 0)
+        cuda.graph_destroy(cuda.end_capture(first))
+        fails(903, cuda.end_capture, first)
+        fails(900, cuda.begin_capture, 0, RELAXED)
         cuda.memset_async(device, 6, size, first)
         cuda.stream_synchronize(first)
         assert byte(device) == 6
     """,
     "a graph holds no copy from or to the host": """
         for to, source in ((device, pinned), (pinned, device)):
-            _cuda.begin_capture(first)
+            cuda.begin_capture(first, RELAXED)
             cuda.memcpy_async(to, source, size, 4, first)
             try:
-                _cuda.end_capture(first)
+                graph(first)
             except RuntimeError as error:
                 assert "copies " + ("from" if to == device else "to") + " the host" in str(error)
             else:

@@ -23,6 +23,7 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
         sweep("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
         slow("test_functions.py", []),
+        ("test_kernels.py", []),
         ("test_staging.py", []),
         ("test_tensor.py", []),
     ],

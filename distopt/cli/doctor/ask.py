@@ -185,6 +185,7 @@ def _cupy() -> dict[str, Any]:
     runtime = cupy.cuda.runtime
     return {
         "version": cupy.__version__,
+        "nvrtc": "{}.{}".format(*cupy.cuda.nvrtc.getVersion()),
         "runtime": runtime.runtimeGetVersion(),
         "devices": runtime.getDeviceCount(),
     }

@@ -55,7 +55,8 @@ def cupy() -> Finding:
         if not _major():
             return absent(f"{found} is installed, but there is no CUDA driver")
         return failed(f"{found}: {error}", _install())
-    found = f"{found} {answer['version']}, CUDA runtime {_dotted(answer['runtime'])}, {answer['devices']} devices"
+    versions = f"CUDA runtime {_dotted(answer['runtime'])}, NVRTC {answer['nvrtc']}"
+    found = f"{found} {answer['version']}, {versions}, {answer['devices']} devices"
     return ok(found, package=installed[0], **answer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from ...checks import check_integer
@@ -51,13 +50,6 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
 def find_cupy() -> tuple[Any, str]:
     """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
     try:
-        import_module("distopt._cuda")
-    except ImportError as error:
-        return None, (
-            f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc), then distopt again with "
-            "DISTOPT_CUDA=ON (docs/gpu.md)"
-        )
-    try:
         import cupy
     except ImportError as error:
         return None, f"CuPy cannot be imported ({error}); {_INSTALL}"
@@ -65,6 +57,10 @@ def find_cupy() -> tuple[Any, str]:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return None, f"no GPU answers ({error}); install NVIDIA's driver, or a newer one, or check CUDA_VISIBLE_DEVICES"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except RuntimeError as error:
+        return None, f"CuPy finds no NVRTC to compile kernels ({error}); {_INSTALL}"
     return cupy, ""
 
 

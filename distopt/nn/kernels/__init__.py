@@ -5,7 +5,7 @@ Imports devices only; never knows a tensor or an operation.
 | module | arrays | role |
 | --- | --- | --- |
 | `cpu` | NumPy | native kernels of `_core` |
-| `gpu` | CuPy | native kernels of `_cuda`, and cuBLAS |
+| `gpu` | CuPy | kernels of `distopt.kernels.cuda`, and cuBLAS |
 
 All have the same functions, documented in `cpu`, and take and return C-contiguous arrays of float32 or float64 in the
 layout N, C, H, W. A forward function returns `(y, saved)`; `saved` is opaque, and may be passed to the backward
@@ -28,7 +28,6 @@ def kernels_of(array: object) -> ModuleType:
 
     Raises:
         UsageError: no kernels exist for this type of array.
-        MissingDependencyError: a CuPy array, and distopt was built without `_cuda`.
     """
     if isinstance(array, np.ndarray):
         return cpu

@@ -1,4 +1,4 @@
-"""The base of kernels for CuPy arrays: the extension, addresses of arrays that have been checked, and products.
+"""The base of kernels for CuPy arrays: arrays that have been checked, and products by cuBLAS.
 
 Products call cuBLAS directly, as CuPy refuses to call it while a stream is captured in a graph; they do so in
 and out of a capture, so that the bits are the same.
@@ -6,59 +6,39 @@ and out of a capture, so that the bits are the same.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 from typing import Any, TypeAlias
 
 import cupy
-import numpy as np
 
 from ...errors import MissingDependencyError, pip_install
+from ...kernels.cuda import c_type
 from ...settings import Settings
 
-try:
-    from ... import _cuda
-except ImportError as error:
-    raise MissingDependencyError(
-        f"computing on a GPU needs distopt's extension _cuda ({error}); install the CUDA toolkit (nvcc), then "
-        "distopt again with DISTOPT_CUDA=ON (docs/gpu.md)"
-    ) from None
-
 Array: TypeAlias = Any  # cupy.ndarray
-
-native = _cuda
 
 # NVIDIA's recommendation for Hopper; other GPUs need less.
 _WORKSPACE_BYTES = 32 << 20
 
 _workspaces: dict[tuple[int, int], Array] = {}  # by device and stream: products of one stream run one by one
-_products: dict[int, Any] = {}  # by device
-
-_CODES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}  # of csrc/base/types.h
 
 
-def address_of(array: Array, shape: tuple[int, ...], dtype: Any) -> int:
-    """Local. The address of `array`, which must be dense and of this shape and type: kernels get no more."""
+def checked(array: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Local. `array`, which must be dense and of this shape and type: kernels get no more than its address."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(f"kernels of a GPU take CuPy arrays, not {type(array).__name__}; copy it with Tensor.to_device")
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise TypeError(f"expected a C-contiguous array of {dtype}, got {array.dtype} with strides {array.strides}")
     if array.shape != shape:
         raise ValueError(f"expected an array of shape {shape}, got {array.shape}")
-    address: int = array.data.ptr
-    return address
+    return array
 
 
-def address_or_null(array: Array | None, shape: tuple[int, ...], dtype: Any) -> int:
-    """Local. As `address_of`; 0 for None."""
-    return 0 if array is None else address_of(array, shape, dtype)
-
-
-def code_of(array: Array) -> int:
-    """Local. The code of the type of `array` in kernels."""
-    try:
-        return _CODES[array.dtype]
-    except KeyError:
-        raise TypeError(f"kernels compute in float32 and float64, not in {array.dtype}; convert by to_type") from None
+def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any) -> Array | None:
+    """Local. As `checked`, also of None."""
+    return None if array is None else checked(array, shape, dtype)
 
 
 def current_stream() -> int:
@@ -89,31 +69,30 @@ def product(
 
     Raises:
         ValueError: the shapes do not fit.
+        MissingDependencyError: cuBLAS cannot be loaded.
     """
     inner, rows = a.shape if a_transposed else a.shape[::-1]
     columns = b.shape[0] if b_transposed else b.shape[1]
     if out is None:
         out = cupy.empty((rows, columns), a.dtype)
-    b_shape = (columns, inner) if b_transposed else (inner, columns)
-    addresses = (
-        address_of(a, a.shape, a.dtype),
-        address_of(b, b_shape, a.dtype),
-        address_of(out, (rows, columns), a.dtype),
-    )
+    checked(a, a.shape, a.dtype)
+    checked(b, (columns, inner) if b_transposed else (inner, columns), a.dtype)
+    checked(out, (rows, columns), a.dtype)
     if not out.size:
         return out
     if not inner:
         if not accumulate:
             out.fill(0)
         return out
-    device = out.device.id
-    products = _products.get(device) or _load_products(device)
-    stream = current_stream()
+    device, stream = out.device.id, current_stream()
+    cublas = _handles.get(device) or _open_cublas(device)
     workspace = _workspaces.get((device, stream))
     if workspace is None:
         workspace = _workspaces[device, stream] = cupy.empty(_WORKSPACE_BYTES, cupy.uint8)
-    given = code_of(a), rows, columns, inner, a_transposed, b_transposed, accumulate
-    products.multiply(*given, *addresses, workspace.data.ptr, workspace.nbytes, stream)
+    # cuBLAS counts by columns: a row-major matrix is its transpose to it, and out' = b' a'.
+    given = int(b_transposed), int(a_transposed), columns, rows, inner
+    matrices = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
+    cublas.multiply(c_type(a), stream, workspace, given, matrices, accumulate)
     return out
 
 
@@ -128,17 +107,78 @@ def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
         _workspaces[device, stream] = _workspaces[device, with_stream]
 
 
-def _load_products(device: int) -> Any:
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_GEMM = (_POINTER, *(_INT,) * 5, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT)
+# Of CUDA 12 and 13 alike.
+_FUNCTIONS = {
+    "cublasCreate_v2": (_POINTER,),
+    "cublasSetMathMode": (_POINTER, _INT),
+    "cublasSetStream_v2": (_POINTER, _POINTER),
+    "cublasSetWorkspace_v2": (_POINTER, _POINTER, ctypes.c_size_t),
+    "cublasSgemm_v2": _GEMM,
+    "cublasDgemm_v2": _GEMM,
+}
+_GEMMS = {"float": ("cublasSgemm_v2", ctypes.c_float), "double": ("cublasDgemm_v2", ctypes.c_double)}
+_STANDARD, _TF32 = 0, 3  # math modes
+
+
+class _Cublas:
+    """A handle of cuBLAS on the current device. It is never destroyed: the library may be torn down before it."""
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+        self._library.cublasGetStatusString.restype = ctypes.c_char_p
+        for name, types in _FUNCTIONS.items():
+            getattr(self._library, name).argtypes = types
+        self._handle = ctypes.c_void_p()
+        self._lock = threading.Lock()
+        self._place: tuple[int, int] | None = None  # stream and workspace
+        self._call("cublasCreate_v2", ctypes.byref(self._handle))
+        self._call("cublasSetMathMode", self._handle, _TF32 if os.environ.get("CUPY_TF32") == "1" else _STANDARD)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            text = self._library.cublasGetStatusString(status).decode()
+            raise RuntimeError(f"{name}: {text} (cuBLAS status {status})")
+
+    def multiply(
+        self,
+        kind: str,
+        stream: int,
+        workspace: Array,
+        given: tuple[int, ...],
+        matrices: tuple[tuple[Array, int], ...],
+        accumulate: bool,
+    ) -> None:
+        """The product by gemm: `given` are its integers, and matrices a, b and c come with their leading dimensions."""
+        gemm, number = _GEMMS[kind]
+        one, beta = number(1), number(accumulate)
+        (a, a_width), (b, b_width), (c, c_width) = ((array.data.ptr, width) for array, width in matrices)
+        place = stream, workspace.data.ptr
+        with self._lock:
+            if place != self._place:
+                self._call("cublasSetStream_v2", self._handle, stream)
+                # To set the stream takes the workspace away; without one of ours a capture would allocate in the graph.
+                self._call("cublasSetWorkspace_v2", self._handle, place[1], workspace.nbytes)
+                self._place = place
+            scalars = ctypes.byref(one), ctypes.byref(beta)
+            self._call(gemm, self._handle, *given, scalars[0], a, a_width, b, b_width, scalars[1], c, c_width)
+
+
+_handles: dict[int, _Cublas] = {}  # by device
+
+
+def _open_cublas(device: int) -> _Cublas:
     named, major = Settings.from_env().cublas_library, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if named is None:
         # CuPy loads the library for its own handle; to load this name then gives the same library.
         cupy.cuda.Device(device).cublas_handle  # noqa: B018
         named = f"libcublas.so.{major}"
     try:
-        _products[device] = native.products(named, tf32=os.environ.get("CUPY_TF32", "0") == "1")
-    except RuntimeError as error:
+        _handles[device] = _Cublas(named)
+    except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: the library has no such function
         raise MissingDependencyError(
-            f"products need cuBLAS ({error}); {pip_install(f'cuda{major}')}, or set DISTOPT_CUBLAS_LIBRARY to the path "
-            "of a libcublas.so"
+            f"products need cuBLAS of CUDA 12 or 13 ({error}); {pip_install(f'cuda{major}')}, or set "
+            "DISTOPT_CUBLAS_LIBRARY to the path of a libcublas.so"
         ) from None
-    return _products[device]
+    return _handles[device]

@@ -1,4 +1,4 @@
-"""Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu`.
+"""Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu_images`.
 
 A plan is a convolution of float32, or one of its gradients, for one geometry in the layout N, C, H, W. Its engine is
 the best by cuDNN's heuristics among those that give equal bits on every run and compute in float32. Two kinds are
@@ -105,7 +105,7 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
         kind: "fprop", "dgrad" or "wgrad".
         x: [N, C, H, W].
         w: [M, C, kh, kw].
-        window: see `gpu.Sizes`.
+        window: see `gpu_images.Sizes`.
 
     Raises:
         MissingDependencyError: DISTOPT_CONVOLUTION=cudnn and cuDNN cannot be used.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..core.array import Array
@@ -24,7 +26,7 @@ class Capture:
         self._base, self._device = gpu_base, device
         self._cuda = cuda = device.xp.cuda
         self.memory: list[Any] = []
-        self._pool = cuda.MemoryPool(_allocator(cuda, gpu_base.native, self.memory))
+        self._pool = cuda.MemoryPool(_allocator(cuda, self.memory))
         # Non-blocking: other threads may use the default stream meanwhile.
         self._stream = cuda.Stream(non_blocking=True)
         self._launched_on = gpu_base.current_stream()
@@ -49,41 +51,110 @@ class Capture:
             inside.callback(self._base.share_workspace, self._device.id(), self._stream.ptr, None)
             self._device.recording = what
             inside.callback(setattr, self._device, "recording", "")
-            self._base.native.begin_capture(self._stream.ptr)
+            self._cuda.runtime.streamBeginCapture(self._stream.ptr, _THREAD_LOCAL)
             self._inside = inside.pop_all()
 
-    def end(self) -> Any:
-        """The captured piece."""
-        try:
-            piece = self._base.native.end_capture(self._stream.ptr)
-        except Exception:
-            self.abort()
-            raise
-        self._leave()
-        return piece
+    def end(self) -> Graph:
+        """The captured piece.
 
-    def abort(self) -> None:
-        """Leave no capture under way."""
-        if self._inside is not None:
-            self._base.native.abort_capture(self._stream.ptr)
-            self._leave()
-
-    def launch(self, piece: Any) -> None:
-        """Enqueue the work of a piece."""
-        piece.launch(self._launched_on)
-
-    def _leave(self) -> None:
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
         assert self._inside is not None
         inside, self._inside = self._inside, None
-        inside.close()
+        with inside:
+            return Graph(self._cuda.runtime, self._cuda.runtime.streamEndCapture(self._stream.ptr))
+
+    def abort(self) -> None:
+        """Leave no capture under way. None of its work was run."""
+        if self._inside is not None:
+            with contextlib.suppress(RuntimeError):  # what made it fail is known
+                self.end()
+
+    def launch(self, piece: Graph) -> None:
+        """Enqueue the work of a piece."""
+        self._cuda.runtime.graphLaunch(piece.executable, self._launched_on)
 
 
-def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any]:
+class Graph:
+    """Captured work, ready to be launched any number of times, with the addresses that it was captured with.
+
+    Attributes:
+        executable: cudaGraphExec_t.
+        nodes: number of launches, copies and so on.
+    """
+
+    def __init__(self, runtime: Any, graph: int) -> None:
+        """Takes a cudaGraph_t, which is freed; raises a RuntimeError if its replay would use old values of the host."""
+        self._destroy = runtime.graphExecDestroy
+        try:
+            self.nodes = _refuse_host(runtime, graph)
+            self.executable = runtime.graphInstantiate(graph)
+        finally:
+            runtime.graphDestroy(graph)
+
+    def __del__(self) -> None:
+        if hasattr(self, "executable"):
+            self._destroy(self.executable)
+
+
+# The mode of a capture: calls of its thread that might wait for the device fail. Other threads, such as the one that
+# polls NCCL, may make them.
+_THREAD_LOCAL = 1
+# Of cuda.h, from CUDA 12.0 to 13.5: kinds of nodes; and CUDA_MEMCPY3D in words of 8 bytes: where source and target have
+# their type of memory, and two words after it the address if that type is "unified".
+_MEMCPY, _HOST_CALL = 1, 3
+_COPY_WORDS, _SOURCE, _TARGET = 25, 4, 15
+_HOST, _UNIFIED = 1, 4
+_DEVICE, _MANAGED = 2, 3  # types as the runtime tells them
+
+
+def _refuse_host(runtime: Any, graph: int) -> int:
+    """Raise an error if `graph` copies from or to host memory, or calls the host; else the number of its nodes."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        if code := getattr(cuda, name)(*arguments):
+            raise RuntimeError(f"{name}: CUDA error {code}")
+
+    handle, count, kind = ctypes.c_void_p(graph), ctypes.c_size_t(), ctypes.c_int()
+    call("cuGraphGetNodes", handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    call("cuGraphGetNodes", handle, nodes, ctypes.byref(count))
+    for node in map(ctypes.c_void_p, nodes):
+        call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value == _HOST_CALL:
+            raise RuntimeError("the step calls a function of the host")
+        if kind.value == _MEMCPY:
+            copy = (ctypes.c_size_t * _COPY_WORDS)()
+            call("cuGraphMemcpyNodeGetParams", node, copy)
+            if _on_host(runtime, copy[_SOURCE], copy[_SOURCE + 2]):
+                raise RuntimeError("the step copies from the host, where values may change")
+            if _on_host(runtime, copy[_TARGET], copy[_TARGET + 2]):
+                raise RuntimeError("the step copies to the host")
+    return count.value
+
+
+def _on_host(runtime: Any, memory: int, address: int) -> bool:
+    kind = memory & 0xFFFFFFFF  # an int; four bytes of padding follow
+    if kind == _UNIFIED:
+        return runtime.pointerGetAttributes(address).type not in (_DEVICE, _MANAGED)
+    return kind == _HOST
+
+
+def _allocator(cuda: Any, memory: list[Any]) -> Callable[[int], Any]:
     """The allocator of a pool; all its memory stays in `memory`, even if the pool frees it."""
 
     def allocate(size: int) -> Any:
-        # cudaMalloc does not enqueue work on a stream; but a capture forbids it, as it may wait for the device.
-        memory.append(native.allow_in_capture(lambda: cuda.Memory(size)))
+        device = cuda.Device()
+
+        def made() -> Any:
+            with device:
+                return cuda.Memory(size)
+
+        # cudaMalloc does not enqueue work on a stream; but a capture forbids it to its thread, as it may wait.
+        with ThreadPoolExecutor(1) as thread:
+            memory.append(thread.submit(made).result())
         return cuda.MemoryPointer(memory[-1], 0)
 
     return allocate

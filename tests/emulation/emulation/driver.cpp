@@ -1,4 +1,4 @@
-// The functions of the driver that csrc/nccl calls, over the emulated runtime.
+// The functions of the driver that csrc/nccl and distopt/nn/replay/capture.py call, over the emulated runtime.
 #include "nccl/driver.h"
 
 #include "runtime.h"
@@ -89,3 +89,25 @@ EXPORT Status cuEventRecord(Event* event, Stream* stream) {
   return on_stream(stream, [=] { return cudaEventRecord(event_of(event), stream_of(stream)); });
 }
 EXPORT Status cuEventQuery(Event* event) { return status_of(cudaEventQuery(event_of(event))); }
+
+EXPORT Status cuGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count) {
+  return status_of(cudaGraphGetNodes(graph, nodes, count));
+}
+EXPORT Status cuGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
+  return status_of(cudaGraphNodeGetType(node, type));
+}
+// CUDA_MEMCPY3D in words: from each base on the type of memory, the address on the host, and that on the device.
+EXPORT Status cuGraphMemcpyNodeGetParams(cudaGraphNode_t node, std::size_t* words) {
+  cudaMemcpy3DParms copy{};
+  if (const cudaError_t code = cudaGraphMemcpyNodeGetParams(node, &copy)) return status_of(code);
+  const auto put = [&](std::size_t base, const void* pointer) {
+    cudaPointerAttributes attributes{};
+    static_cast<void>(cudaPointerGetAttributes(&attributes, pointer));
+    const bool on_host = attributes.type == cudaMemoryTypeHost;
+    words[base] = on_host ? 1 : 4;  // host, or unified, which the address tells more of
+    words[base + (on_host ? 1 : 2)] = reinterpret_cast<std::size_t>(pointer);
+  };
+  put(4, copy.srcPtr.ptr);
+  put(15, copy.dstPtr.ptr);
+  return Status::success;
+}

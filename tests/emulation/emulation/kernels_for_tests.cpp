@@ -1,11 +1,7 @@
 // A library of kernels for tests/unit/test_emulator.py: what the emulator must get right, and faults that it must show.
 #include <cuda_runtime.h>
 
-#include "cuda/launch.h"
-
 namespace {
-
-using distopt::launch;
 
 // Sums 256 numbers by halves; without its barriers a thread would meet sums that are not complete yet.
 template <bool barriers>
@@ -39,20 +35,23 @@ __global__ void waiting_kernel(int*) {
   if (threadIdx.x == 0) __syncwarp(0x3);
 }
 
-cudaStream_t stream_of(std::uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+template <class... P>
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, std::uintptr_t stream, P... arguments) {
+  emulation::launch(kernel, grid, block, reinterpret_cast<cudaStream_t>(stream), std::tuple<P...>(arguments...));
+}
 
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default"))) void
 
 EXPORT run_tree(bool barriers, const int* in, int* out, unsigned blocks, std::uintptr_t stream) {
-  launch(barriers ? &tree_kernel<true> : &tree_kernel<false>, blocks, 256, stream_of(stream), in, out);
+  launch(barriers ? &tree_kernel<true> : &tree_kernel<false>, blocks, 256, stream, in, out);
 }
 EXPORT run_rotate(bool barrier, int* numbers, std::uintptr_t stream) {
-  launch(barrier ? &rotate_kernel<true> : &rotate_kernel<false>, 1, 256, stream_of(stream), numbers);
+  launch(barrier ? &rotate_kernel<true> : &rotate_kernel<false>, 1, 256, stream, numbers);
 }
-EXPORT run_diverged(int* out, std::uintptr_t stream) { launch(&diverged_kernel, 1, 32, stream_of(stream), out); }
-EXPORT run_waiting(int* out, std::uintptr_t stream) { launch(&waiting_kernel, 1, 32, stream_of(stream), out); }
+EXPORT run_diverged(int* out, std::uintptr_t stream) { launch(&diverged_kernel, 1, 32, stream, out); }
+EXPORT run_waiting(int* out, std::uintptr_t stream) { launch(&waiting_kernel, 1, 32, stream, out); }
 extern "C" __attribute__((visibility("default"))) int synchronize(std::uintptr_t stream) {
-  return cudaStreamSynchronize(stream_of(stream));
+  return cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(stream));
 }

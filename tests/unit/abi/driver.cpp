@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <string_view>
 #include <utility>
 
@@ -27,6 +28,15 @@ EQUAL(Status::not_ready, CUDA_ERROR_NOT_READY);
 EQUAL(CaptureStatus::none, CU_STREAM_CAPTURE_STATUS_NONE);
 EQUAL(stream_non_blocking, CU_STREAM_NON_BLOCKING);
 EQUAL(event_disable_timing, CU_EVENT_DISABLE_TIMING);
+
+// What distopt/nn/replay/capture.py reads.
+EQUAL(1, CU_GRAPH_NODE_TYPE_MEMCPY);
+EQUAL(3, CU_GRAPH_NODE_TYPE_HOST);
+EQUAL(1, CU_MEMORYTYPE_HOST);
+EQUAL(4, CU_MEMORYTYPE_UNIFIED);
+static_assert(sizeof(CUDA_MEMCPY3D) == 25 * 8);
+static_assert(offsetof(CUDA_MEMCPY3D, srcMemoryType) == 4 * 8 && offsetof(CUDA_MEMCPY3D, srcDevice) == 6 * 8);
+static_assert(offsetof(CUDA_MEMCPY3D, dstMemoryType) == 15 * 8 && offsetof(CUDA_MEMCPY3D, dstDevice) == 17 * 8);
 
 }  // namespace
 }  // namespace distopt::cuda

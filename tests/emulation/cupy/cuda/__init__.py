@@ -11,17 +11,20 @@ from typing import Any
 import _emulation as _emulated
 import numpy as np
 
-from . import runtime
+from . import nvrtc, runtime
 
 __all__ = [
     "Device",
     "Event",
     "ExternalStream",
+    "Function",
     "MemoryPool",
+    "Module",
     "Stream",
     "alloc",
     "alloc_pinned_memory",
     "get_current_stream",
+    "nvrtc",
     "runtime",
     "using_allocator",
 ]
@@ -60,6 +63,12 @@ class Device:
 
     def synchronize(self) -> None:
         _emulated.device_synchronize()
+
+    compute_capability = "90"
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {"MultiProcessorCount": 1}  # so that loops over a grid go round
 
     @property
     def pci_bus_id(self) -> str:
@@ -129,6 +138,9 @@ class MemoryPointer:
 
     def __int__(self) -> int:
         return self.ptr
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        _emulated.memset_async(self.ptr, value, size, (stream or get_current_stream()).ptr)
 
 
 class MemoryPool:
@@ -313,6 +325,63 @@ def run(task: Any) -> None:
     else:
         drain()
         task()
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+class _Launch(ctypes.Structure):
+    """`emulation::Launch`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("stream", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("arguments", ctypes.POINTER(ctypes.c_char_p)),
+        ("sizes", ctypes.POINTER(ctypes.c_size_t)),
+    )
+
+
+class Module:
+    """A library that `nvrtc` has compiled."""
+
+    def load(self, cubin: bytes) -> None:
+        self._library = ctypes.CDLL(cubin.decode())
+
+    def get_function(self, name: str) -> Function:
+        return Function(self._library[name])
+
+
+class Function:
+    """A kernel. It refuses arguments whose number or sizes are wrong, where CuPy would pass rubbish."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Any) -> None:
+        if not (isinstance(grid, tuple) and isinstance(block, tuple)):
+            raise TypeError("grid and block are tuples")
+        values = [_bytes_of(value) for value in args]
+        sizes = (ctypes.c_size_t * len(values))(*map(len, values))
+        dimensions = ((ctypes.c_uint * 3)(*(*given, 1, 1)[:3]) for given in (grid, block))
+        stream, pointers = get_current_stream().ptr, (ctypes.c_char_p * len(values))(*values)
+        code = self._entry(ctypes.byref(_Launch(*dimensions, stream, len(values), pointers, sizes)))
+        if code < 0:
+            what = "the number of arguments" if code == -1 else f"argument {-2 - code}"
+            raise TypeError(f"{what} is wrong for the kernel: {args}")
+        if code:
+            raise RuntimeError(f"the kernel cannot be launched (CUDA error {code})")
+
+
+def _bytes_of(value: Any) -> bytes:
+    """An argument as CuPy passes it."""
+    if value is None or hasattr(value, "_memory"):
+        return np.int64(0 if value is None else value.data.ptr).tobytes()
+    if isinstance(value, np.ndarray) and value.size != 1:
+        raise TypeError("only numpy.ndarrays of size one can be passed by value")
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tobytes()
+    kinds = {bool: np.bool_, int: np.int64, float: np.float64}
+    return bytes(kinds[type(value)](value).tobytes())
 
 
 def is_available() -> bool:

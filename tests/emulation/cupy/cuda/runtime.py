@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import _emulation as _emulated
@@ -40,3 +41,26 @@ def runtimeGetVersion() -> int:  # noqa: N802
 
 def driverGetVersion() -> int:  # noqa: N802
     return 13000
+
+
+def streamBeginCapture(stream: int, mode: int = 2) -> None:  # noqa: N802
+    _emulated.begin_capture(stream, mode)
+
+
+def streamEndCapture(stream: int) -> int:  # noqa: N802
+    return int(_emulated.end_capture(stream))
+
+
+def graphInstantiate(graph: int) -> int:  # noqa: N802
+    return int(_emulated.graph_instantiate(graph))
+
+
+def graphLaunch(graphExec: int, stream: int) -> None:  # noqa: N802
+    _emulated.graph_launch(graphExec, stream)
+
+
+graphDestroy = graphExecDestroy = _emulated.graph_destroy  # noqa: N816
+
+
+def pointerGetAttributes(ptr: int) -> Any:  # noqa: N802
+    return SimpleNamespace(type=_emulated.memory_type(ptr))

@@ -1,71 +1,43 @@
-#include <cstring>
-#include <limits>
-
-#include "base/select_rules.h"
-#include "cuda/device.h"
-#include "cuda/select.h"
-#include "cuda/source.h"
-
 // The steps of a selection: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
 // radix select finds the boundary among the candidates; those above it are counted per tile, and a scan over the tiles
 // gives the place of each tile's share. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
-namespace distopt::cuda {
-namespace {
+//
+// All passes note in findings->from_bad where the first element is that is not finite.
+#include "source.cuh"
 
 constexpr unsigned warps = block_threads / 32;
 constexpr unsigned rows = 8, row = 32 * 4;     // a warp collects from rows of one Four per lane, side by side
-constexpr unsigned tile = warps * rows * row;  // elements that a block collects from
+constexpr unsigned tile = warps * rows * row;  // elements that a block collects from, see gpu.py
 constexpr unsigned bins = 1 << 11;
 
-// In device memory, at the head of the workspace.
+// In device memory.
 struct SelectState {
-  std::int32_t floor;     // keys above it are candidates
+  int floor;              // keys above it are candidates
   unsigned candidates;    // how many there are, also of those that found no room
-  std::int32_t prefix;    // leading bits of the k-th largest key; all of them after the last pass
+  int prefix;             // leading bits of the k-th largest key; all of them after the last pass
   unsigned remaining;     // its rank among the keys that begin so; in the end, how many keys equal to it are kept
   unsigned finished;      // blocks that have finished a pass
   unsigned counts[bins];  // keys by the digit that is looked for
 };
+static_assert(sizeof(SelectState) <= 16384, "distopt/kernels/gpu.py has less room");
 
 struct Share {
   unsigned first, count;
 };
 
 // The candidates of a tile lie side by side at tiles[t], in ascending order.
-struct SelectWorkspace {
+struct Workspace {
   SelectState* state;
   Share* tiles;
   Share* kept;  // per tile: keys above the boundary, and equal to it; after the scan: the same of all tiles before
-  std::int32_t* indices;
+  int* indices;
   float* values;
   unsigned capacity;
 };
 
-__host__ __device__ std::size_t padded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-unsigned tiles_of(std::size_t n) { return blocks_of(n, tile); }
-
-SelectWorkspace layout(void* memory, std::size_t n, std::size_t capacity) {
-  require_int32(n);
-  char* at = static_cast<char*>(memory);
-  const auto take = [&](std::size_t bytes) {
-    char* const part = at;
-    at += padded(bytes);
-    return static_cast<void*>(part);
-  };
-  SelectWorkspace w{};
-  w.state = static_cast<SelectState*>(take(sizeof(SelectState)));
-  w.tiles = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
-  w.kept = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
-  w.indices = static_cast<std::int32_t*>(take(capacity * sizeof(std::int32_t)));
-  w.values = static_cast<float*>(take(capacity * sizeof(float)));
-  w.capacity = static_cast<unsigned>(capacity);
-  return w;
-}
-
-__device__ float value_at(const Source& from, float scale, std::size_t i) {
+__device__ float value_at(const Source& from, float scale, size_t i) {
   if (!from.residual) return from.grad[i];
   float momentum = from.momentum ? from.momentum[i] : 0;
   return accumulated(from, scale, from.grad[i], from.residual[i], momentum);
@@ -75,7 +47,7 @@ __device__ float value_at(const Source& from, float scale, std::size_t i) {
 // Finds the digit of the k-th largest key in the counts of a block or grid, 1 <= k <= their sum; k becomes the rank
 // among the keys with that digit. The counts become 0. All threads of the block must call it.
 template <unsigned threads>
-__device__ void find_digit(unsigned* counts, int width, std::int32_t& prefix, unsigned& k) {
+__device__ void find_digit(unsigned* counts, int width, int& prefix, unsigned& k) {
   constexpr unsigned per_thread = bins / threads;
   unsigned own[per_thread], sum = 0;
   for (unsigned j = 0; j < per_thread; ++j) {  // from the top bin down
@@ -86,11 +58,11 @@ __device__ void find_digit(unsigned* counts, int width, std::int32_t& prefix, un
   unsigned total;
   unsigned before = block_scan<threads>(sum, total);
   const unsigned rank = k;
-  const std::int32_t known = prefix;
+  const int known = prefix;
   __syncthreads();  // all have read them
   for (unsigned j = 0; j < per_thread; ++j) {
     if (before < rank && rank <= before + own[j]) {
-      prefix = known << width | static_cast<std::int32_t>(bins - 1 - threadIdx.x * per_thread - j);
+      prefix = known << width | static_cast<int>(bins - 1 - threadIdx.x * per_thread - j);
       k = rank - before;
     }
     before += own[j];
@@ -102,12 +74,12 @@ constexpr unsigned sampling_threads = 1024;
 
 // One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given.
 __global__ void __launch_bounds__(sampling_threads)
-    prepare_kernel(Source from, std::size_t n, unsigned k, unsigned strata, unsigned rank, std::int32_t floor,
-                   SelectState* state, Findings* findings) {
+    prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor, SelectState* state,
+            Findings* findings) {
   constexpr unsigned most_groups = most_strata / sampling_threads;
   constexpr unsigned group = sample_group;
   __shared__ unsigned counts[bins];
-  __shared__ std::int32_t prefix;
+  __shared__ int prefix;
   __shared__ unsigned remaining;
   for (unsigned i = threadIdx.x; i < bins; i += sampling_threads) counts[i] = state->counts[i] = 0;
   if (threadIdx.x == 0) {
@@ -123,25 +95,25 @@ __global__ void __launch_bounds__(sampling_threads)
     if (threadIdx.x == 0) state->floor = floor;
     return;
   }
-  std::int32_t keys[most_groups * group];
+  int keys[most_groups * group];
   const float scale = scale_of(from);
-  const std::size_t width = n / strata;
+  const size_t width = n / strata;
 #pragma unroll
   for (unsigned g = 0; g < most_groups; ++g) {
     const unsigned s = g * sampling_threads + threadIdx.x;
     const unsigned random = (s + 1) * 2654435761u;  // Knuth's multiplicative hash
-    const std::size_t first = s * width + ((width - group) * static_cast<std::uint64_t>(random) >> 32);
+    const size_t first = s * width + ((width - group) * static_cast<unsigned long long>(random) >> 32);
 #pragma unroll
     for (unsigned j = 0; j < group; ++j)
       keys[g * group + j] = s < strata ? key_of(value_at(from, scale, first + j)) : -1;
   }
 #pragma unroll
-  for (const std::int32_t key : keys)
+  for (const int key : keys)
     if (key >= 0) atomicAdd(&counts[key >> 20], 1u);
   __syncthreads();
   find_digit<sampling_threads>(counts, 11, prefix, remaining);
 #pragma unroll
-  for (const std::int32_t key : keys)
+  for (const int key : keys)
     if (key >= 0 && key >> 20 == prefix) atomicAdd(&counts[key >> 9 & (bins - 1)], 1u);
   __syncthreads();
   find_digit<sampling_threads>(counts, 11, prefix, remaining);
@@ -152,32 +124,33 @@ __global__ void __launch_bounds__(sampling_threads)
 // The elements to search for the boundary: the candidates, or all of x if they are too few or had no room.
 struct View {
   const float* x;
-  const std::int32_t* indices;  // null: 0, 1, 2 ...
+  const int* indices;  // null: 0, 1, 2 ...
   unsigned count;
 };
 
-__device__ View view_of(const SelectWorkspace& w, const float* x, unsigned n, unsigned k) {
+__device__ View view_of(const Workspace& w, const float* x, unsigned n, unsigned k) {
   const unsigned candidates = w.state->candidates;
   if (k <= candidates && candidates <= w.capacity) return {w.values, w.indices, candidates};
   return {x, nullptr, n};
 }
 
-// One digit of the boundary: counts key >> shift, below bit `known`, of the keys that begin with the prefix.
-template <int known, int shift>
-__global__ void __launch_bounds__(block_threads)
-    digit_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k) {
+// One digit of the boundary, in three passes: counts the digit of the keys that begin with the prefix.
+template <int pass>
+__global__ void __launch_bounds__(block_threads) digit(Workspace w, const float* x, unsigned n, unsigned k) {
+  // Of 31 bits those below bit `known` are not known yet; the digit begins at bit `shift`.
+  constexpr int known = pass == 0 ? 31 : pass == 1 ? 20 : 10, shift = pass == 0 ? 20 : pass == 1 ? 10 : 0;
   __shared__ unsigned counts[bins];
   __shared__ bool last;
   const View view = view_of(w, x, n, k);
-  const std::int32_t prefix = w.state->prefix;
+  const int prefix = w.state->prefix;
   for (unsigned i = threadIdx.x; i < bins; i += block_threads) counts[i] = 0;
   __syncthreads();
-  constexpr std::int32_t digit = (1 << (known - shift)) - 1;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  constexpr int mask = (1 << (known - shift)) - 1;
+  const size_t stride = size_t{gridDim.x} * block_threads;
 #pragma unroll 4
-  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < view.count; i += stride) {
-    const std::int32_t key = key_of(view.x[i]);
-    if (known == 31 || key >> (known % 31) == prefix) atomicAdd(&counts[key >> shift & digit], 1u);
+  for (size_t i = size_t{blockIdx.x} * block_threads + threadIdx.x; i < view.count; i += stride) {
+    const int key = key_of(view.x[i]);
+    if (known == 31 || key >> (known % 31) == prefix) atomicAdd(&counts[key >> shift & mask], 1u);
   }
   __syncthreads();
   for (unsigned i = threadIdx.x; i < bins; i += block_threads)
@@ -195,12 +168,12 @@ __global__ void __launch_bounds__(block_threads)
 // One block per tile: accumulates it and appends its candidates to the list. 32 values per thread, and registers for
 // 1024 threads on a processor, keep memory busy.
 __global__ void __launch_bounds__(block_threads, 4)
-    collect_kernel(Source from, unsigned n, bool vectors, SelectWorkspace w, Findings* findings) {
+    collect_candidates(Source from, unsigned n, bool vectors, Workspace w, Findings* findings) {
   __shared__ unsigned of_warp[warps], list_begin;
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const unsigned begin = blockIdx.x * tile + warp * (rows * row) + lane * 4;
   const float scale = scale_of(from);
-  const std::int32_t floor = w.state->floor;
+  const int floor = w.state->floor;
   Four x[rows];
   unsigned wanted = 0;  // bit 4 * r + component
 #pragma unroll
@@ -242,7 +215,7 @@ __global__ void __launch_bounds__(block_threads, 4)
 #pragma unroll
     for (unsigned c = 0; c < 4; ++c) {
       if (!(wanted >> (4 * r + c) & 1)) continue;
-      w.indices[place] = static_cast<std::int32_t>(begin + r * row + c);
+      w.indices[place] = static_cast<int>(begin + r * row + c);
       w.values[place++] = x[r].e[c];
     }
     out += of_rows >> 8 * r & 0xff;
@@ -250,23 +223,23 @@ __global__ void __launch_bounds__(block_threads, 4)
 }
 
 // -- listing ----------------------------------------------------------------------------------------------------------
-__device__ Share share_of(const SelectWorkspace& w, const View& view, unsigned t) {
+__device__ Share share_of(const Workspace& w, const View& view, unsigned t) {
   if (view.indices) return w.tiles[t];
   return {t * tile, min(tile, view.count - t * tile)};
 }
 
 // One warp per tile: how many of its keys are above the boundary, and how many equal to it.
 __global__ void __launch_bounds__(block_threads)
-    count_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
+    count_kept(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= tiles) return;
   const View view = view_of(w, x, n, k);
   const Share share = share_of(w, view, t);
-  const std::int32_t boundary = w.state->prefix;
+  const int boundary = w.state->prefix;
   unsigned above = 0, equal = 0;
 #pragma unroll 4
   for (unsigned i = lane; i < share.count; i += 32) {
-    const std::int32_t key = key_of(view.x[share.first + i]);
+    const int key = key_of(view.x[share.first + i]);
     above += key > boundary;
     equal += key == boundary;
   }
@@ -279,8 +252,7 @@ constexpr unsigned scan_threads = 1024;
 
 // One block: sums over the tiles before each tile. Without a boundary all candidates count as above it, and their
 // number is reported.
-__global__ void __launch_bounds__(scan_threads)
-    scan_kernel(SelectWorkspace w, unsigned tiles, bool boundary, Findings* findings) {
+__global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
   constexpr unsigned each = 4;  // tiles of a thread at a time: 32 bytes, side by side
   const auto share_at = [&](unsigned t) { return boundary ? w.kept[t] : Share{w.tiles[t].count, 0}; };
   unsigned long long before = 0;  // both counts in one sum
@@ -307,20 +279,20 @@ __global__ void __launch_bounds__(scan_threads)
 }
 
 // One warp per tile: writes its share of the lists.
-__device__ void write_tile(const View& view, Share share, std::int32_t boundary, unsigned out, unsigned ties,
-                           unsigned n, std::int32_t* indices, float* values, Findings* findings) {
+__device__ void write_tile(const View& view, Share share, int boundary, unsigned out, unsigned ties, unsigned n,
+                           int* indices, float* values, Findings* findings) {
   const unsigned lane = threadIdx.x % 32, lower = (1u << lane) - 1;
   for (unsigned base = 0; base < share.count; base += 32) {
     const bool present = base + lane < share.count;
     const unsigned at = share.first + base + lane;
     const float x = present ? view.x[at] : 0;
-    const std::int32_t key = present ? key_of(x) : -1;
+    const int key = present ? key_of(x) : -1;
     const unsigned equal = __ballot_sync(all_lanes, present && key == boundary);
     const bool tie = (equal >> lane & 1) && static_cast<unsigned>(__popc(equal & lower)) < ties;
     ties -= min(ties, static_cast<unsigned>(__popc(equal)));
     const unsigned chosen = __ballot_sync(all_lanes, (present && key > boundary) || tie);
     if (chosen >> lane & 1) {
-      const std::int32_t index = view.indices ? view.indices[at] : static_cast<std::int32_t>(at);
+      const int index = view.indices ? view.indices[at] : static_cast<int>(at);
       indices[out + __popc(chosen & lower)] = index;
       values[out + __popc(chosen & lower)] = x;
       if (key >= nonfinite_key)
@@ -331,8 +303,8 @@ __device__ void write_tile(const View& view, Share share, std::int32_t boundary,
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_top_k_kernel(SelectWorkspace w, const float* x, unsigned n, unsigned k, unsigned tiles, std::int32_t* indices,
-                       float* values, Findings* findings) {
+    write_top_k(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, int* indices, float* values,
+                Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles) return;
   const View view = view_of(w, x, n, k);
@@ -344,8 +316,7 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 __global__ void __launch_bounds__(block_threads)
-    write_all_kernel(SelectWorkspace w, unsigned n, unsigned tiles, std::int32_t* indices, float* values,
-                     Findings* findings) {
+    write_all(Workspace w, unsigned n, unsigned tiles, int* indices, float* values, Findings* findings) {
   const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
   if (t >= tiles || w.state->candidates > w.capacity) return;
   const View view = {w.values, w.indices, w.state->candidates};
@@ -354,67 +325,8 @@ __global__ void __launch_bounds__(block_threads)
 
 // -- elements that are not finite -------------------------------------------------------------------------------------
 // Does nothing unless one was listed. Then it looks for the first one, which may not have been.
-__global__ void __launch_bounds__(block_threads) find_first_kernel(const float* x, std::size_t n, Findings* findings) {
+__global__ void __launch_bounds__(block_threads) find_first(const float* x, size_t n, Findings* findings) {
   if (!findings->from_bad) return;
-  for (std::size_t i = thread_index(); i < n; i += thread_stride())
+  for (size_t i = thread_index(); i < n; i += thread_stride())
     if (key_of(x[i]) >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
 }
-
-const float* selected(const Source& from) { return from.residual ? from.new_residual : from.grad; }
-
-void find_first(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
-  launch(&find_first_kernel, stride_blocks(n / 16), block_threads, stream, selected(from), n, findings);
-}
-
-}  // namespace
-
-void require_int32(std::size_t n) {
-  require(n <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
-}
-
-std::size_t select_workspace(std::size_t n, std::size_t capacity) {
-  return padded(sizeof(SelectState)) + 2 * padded(tiles_of(n) * sizeof(Share)) +
-         padded(capacity * sizeof(std::int32_t)) + padded(capacity * sizeof(float));
-}
-
-void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values, void* workspace,
-           Findings* findings, cudaStream_t stream) {
-  require(1 <= k && k <= n, "k is outside of 1 ... n");
-  const SelectWorkspace w = layout(workspace, n, candidate_capacity(n, k));
-  const auto n32 = static_cast<unsigned>(n), k32 = static_cast<unsigned>(k);
-  const unsigned tiles = tiles_of(n);
-  const bool estimated = estimate_pays(n, k);
-  launch(&prepare_kernel, 1, sampling_threads, stream, from, n, k32, estimated ? unsigned(sample_strata(n)) : 0u,
-         estimated ? unsigned(sample_rank(n, k)) : 0u, top_key, w.state, findings);
-  if (estimated || from.residual)
-    launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
-  const float* const x = selected(from);
-  // Few, for the candidates: each block adds its counts to those of all, which soon takes longer than the search.
-  const unsigned blocks = stride_blocks((estimated ? w.capacity : n) / 32);
-  launch(&digit_kernel<31, 20>, blocks, block_threads, stream, w, x, n32, k32);
-  launch(&digit_kernel<20, 10>, blocks, block_threads, stream, w, x, n32, k32);
-  launch(&digit_kernel<10, 0>, blocks, block_threads, stream, w, x, n32, k32);
-  launch(&count_kernel, blocks_of(tiles, warps), block_threads, stream, w, x, n32, k32, tiles);
-  launch(&scan_kernel, 1, scan_threads, stream, w, tiles, true, findings);
-  launch(&write_top_k_kernel, blocks_of(tiles, warps), block_threads, stream, w, x, n32, k32, tiles, indices, values,
-         findings);
-  find_first(from, n, findings, stream);
-}
-
-void threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
-               std::size_t capacity, void* workspace, Findings* findings, cudaStream_t stream) {
-  require(bound >= 0, "the bound is not a number from 0 up");
-  const SelectWorkspace w = layout(workspace, n, capacity < n ? capacity : n);
-  const unsigned tiles = tiles_of(n);
-  std::int32_t key;
-  std::memcpy(&key, &bound, sizeof key);
-  launch(&prepare_kernel, 1, sampling_threads, stream, from, n, 0u, 0u, 0u, (key & top_key) - 1, w.state, findings);
-  if (!n) return;
-  const auto n32 = static_cast<unsigned>(n);
-  launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
-  launch(&scan_kernel, 1, scan_threads, stream, w, tiles, false, findings);
-  launch(&write_all_kernel, blocks_of(tiles, warps), block_threads, stream, w, n32, tiles, indices, values, findings);
-  find_first(from, n, findings, stream);
-}
-
-}  // namespace distopt::cuda

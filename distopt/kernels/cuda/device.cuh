@@ -1,0 +1,121 @@
+// Tools of all kernels: how threads share elements, rows and planes, and sums over a block in a fixed order.
+#pragma once
+
+#include "shared.h"
+
+using namespace distopt;
+
+constexpr unsigned block_threads = 256;
+constexpr unsigned all_lanes = 0xffffffff;
+constexpr int warp_count = block_threads / 32;
+
+__device__ inline double infinity() { return __longlong_as_double(0x7ff0000000000000); }
+__device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
+
+// The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
+template <class E, int count>
+struct alignas(count * sizeof(E) < 16 ? count * sizeof(E) : 16) Unit {
+  E e[count];
+};
+using Four = Unit<float, 4>;
+
+template <int count, class E>
+__device__ const Unit<E, count>& unit_at(const E* first) {
+  return *reinterpret_cast<const Unit<E, count>*>(first);
+}
+
+template <int count, class E>
+__device__ Unit<E, count>& unit_at(E* first) {
+  return *reinterpret_cast<Unit<E, count>*>(first);
+}
+
+__device__ inline size_t thread_index() { return size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ inline size_t thread_stride() { return size_t{gridDim.x} * blockDim.x; }
+
+// Calls f(i) for each i < count, in one of the threads of the first dimension of the grid.
+template <class F>
+__device__ void for_each(size_t count, F f) {
+  for (size_t i = thread_index(); i < count; i += thread_stride()) f(i);
+}
+
+// A number that the compiler knows.
+template <int number>
+struct Width {
+  __device__ constexpr operator int() const { return number; }
+};
+
+// Calls f(width, first) for elements first ... first + width - 1, until it has had all: `unit` of them at a time if the
+// arrays are `aligned` for that, and one where fewer are left.
+template <int unit, class F>
+__device__ void for_units(size_t count, bool aligned, F f) {
+  const size_t units = aligned ? count / unit : 0, rest = units * unit;
+  for_each(units + (count - rest), [&](size_t i) {
+    if (i < units)
+      f(Width<unit>(), i * unit);
+    else
+      f(Width<1>(), rest + (i - units));
+  });
+}
+
+// Calls f(plane) for each plane, in as many threads as share its elements by `for_each`. The second dimension of the
+// grid is the planes, so that threads divide by widths alone.
+template <class F>
+__device__ void for_planes(size_t planes, F f) {
+  for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);
+}
+
+// Images in memory: [images, channels, pixels], or, for products of matrices, `rows` [channels, images, pixels].
+struct Batch {
+  int images, channels;
+};
+
+__device__ inline size_t planes_of(Batch batch) { return size_t(batch.images) * batch.channels; }
+
+// A NaN passes through: hiding one here would hide a diverged run.
+template <class T>
+__device__ inline T rectify(T x) {
+  return x < T(0) ? T(0) : x;
+}
+
+template <class T>
+__device__ inline T rectify_gradient(T dy, T y) {
+  return y <= T(0) ? T(0) : dy;
+}
+
+// Sum over the block, always in the same order; valid in thread 0. All threads must call it.
+template <unsigned threads, class T>
+__device__ T block_sum(T value) {
+  __shared__ T of_warp[threads / 32];
+  for (unsigned step = 16; step; step /= 2) value += __shfl_down_sync(all_lanes, value, step);
+  __syncthreads();  // an earlier sum may still be read
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  T total{};
+  if (threadIdx.x == 0)
+    for (unsigned w = 0; w < threads / 32; ++w) total += of_warp[w];
+  return total;
+}
+
+// Sum of the values of the lanes up to this one. All lanes must call it.
+template <class T>
+__device__ T warp_scan(T value) {
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(all_lanes, value, step);
+    if (threadIdx.x % 32 >= step) value += other;
+  }
+  return value;
+}
+
+// Sum of the values of the threads before this one; `total` is the sum over all. All threads must call it.
+template <unsigned threads, class T>
+__device__ T block_scan(T value, T& total) {
+  __shared__ T of_warp[threads / 32];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const T sum = warp_scan(value);
+  __syncthreads();
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  const T own = lane < threads / 32 ? of_warp[lane] : T{}, up_to = warp_scan(own);
+  total = __shfl_sync(all_lanes, up_to, 31);
+  return __shfl_sync(all_lanes, up_to - own, warp) + sum - value;
+}

@@ -1,0 +1,336 @@
+// Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax. Sums run in an order
+// that shapes alone determine, without atomics; element by element the arithmetic is that of csrc/cpu/elementwise.cpp.
+#include "device.cuh"
+
+// -- elements ---------------------------------------------------------------------------------------------------------
+template <class T>
+__global__ void relu(const T* x, T* y, size_t count, bool aligned) {
+  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
+    Unit<T, width> values = unit_at<width>(x + first);
+    for (T& value : values.e) value = rectify(value);
+    unit_at<width>(y + first) = values;
+  });
+}
+
+template <class T>
+__global__ void relu_backward(const T* dy, const T* y, T* dx, size_t count, bool aligned) {
+  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
+    Unit<T, width> values = unit_at<width>(dy + first);
+    const Unit<T, width> results = unit_at<width>(y + first);
+    for (int i = 0; i < width; ++i) values.e[i] = rectify_gradient(values.e[i], results.e[i]);
+    unit_at<width>(dx + first) = values;
+  });
+}
+
+template <class T>
+__global__ void sigmoid(const T* x, T* y, size_t count) {
+  for_each(count, [&](size_t i) { y[i] = T(1) / (T(1) + exp(-x[i])); });
+}
+
+template <class T>
+__global__ void sigmoid_backward(const T* dy, const T* y, T* dx, size_t count) {
+  for_each(count, [&](size_t i) { dx[i] = dy[i] * y[i] * (T(1) - y[i]); });
+}
+
+// y [count / columns, columns] += bias [columns] (or null), with ReLU if asked, in place. A unit lies within a row.
+template <class T>
+__global__ void add_bias(T* y, const T* bias, size_t count, int columns, bool relu, bool aligned) {
+  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
+    Unit<T, width> values = unit_at<width>(y + first);
+    const size_t column = first % size_t(columns);
+    for (int i = 0; i < width; ++i) {
+      const T value = bias ? values.e[i] + bias[column + i] : values.e[i];
+      values.e[i] = relu ? rectify(value) : value;
+    }
+    unit_at<width>(y + first) = values;
+  });
+}
+
+// -- sums -------------------------------------------------------------------------------------------------------------
+// Calls f(row) in the 32 threads of a warp for each row.
+template <class F>
+__device__ void for_rows(size_t rows, F f) {
+  for (size_t row = size_t(blockIdx.x) * warp_count + threadIdx.y; row < rows; row += size_t(gridDim.x) * warp_count)
+    f(row);
+}
+
+// out[column] = the sum of a column of a matrix [rows, columns]. A block has 32 columns; warp_count rows are read at a
+// time.
+template <class T>
+__global__ void column_sums(const T* matrix, size_t rows, int columns, T* out) {
+  constexpr int tile = 32;
+  __shared__ double parts[warp_count][tile];
+  const int column = int(blockIdx.x) * tile + int(threadIdx.x);
+  double sum = 0;
+  if (column < columns)
+    for (size_t row = threadIdx.y; row < rows; row += warp_count) sum += double(matrix[row * columns + column]);
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  for (int i = 1; i < warp_count; ++i) sum += parts[i][threadIdx.x];
+  out[column] = T(sum);
+}
+
+// Where the elements of a channel lie: `pixels` side by side for each image.
+struct Channels {
+  size_t count;  // elements of a channel
+  unsigned pixels;
+  size_t per_image, per_channel;  // from one to the next
+};
+
+__device__ inline Channels channels_of(Batch batch, int pixels, bool rows = false) {
+  const size_t plane = size_t(pixels), count = batch.images * plane;
+  if (rows) return {count, unsigned(pixels), plane, count};
+  return {count, unsigned(pixels), batch.channels * plane, plane};
+}
+
+// Calls f(offset) for the elements of the channel blockIdx.x in its part blockIdx.y.
+template <class F>
+__device__ void for_part(const Channels& c, F f) {
+  const size_t length = (c.count + gridDim.y - 1) / gridDim.y;
+  const size_t end = min((blockIdx.y + 1) * length, c.count);
+  size_t i = blockIdx.y * length + threadIdx.x;
+  if (i >= end) return;
+  unsigned pixel = unsigned(i % c.pixels);
+  size_t at = blockIdx.x * c.per_channel + i / c.pixels * c.per_image + pixel;
+  // Steps, since a division for every element would take longer than reading it.
+  const unsigned step = block_threads % c.pixels;
+  const size_t distance = block_threads / c.pixels * c.per_image + step, carry = c.per_image - c.pixels;
+  const auto take = [&] {
+    f(at);
+    pixel += step;
+    const bool next = pixel >= c.pixels;
+    pixel -= next ? c.pixels : 0;
+    at += distance + (next ? carry : 0);
+  };
+  // Without a condition in between, the elements of a group are read at the same time.
+  constexpr unsigned group = 4;
+  for (; i + (group - 1) * block_threads < end; i += group * block_threads)
+#pragma unroll
+    for (unsigned j = 0; j < group; ++j) take();
+  for (; i < end; i += block_threads) take();
+}
+
+// Stores the sum over the block as its part of `sums` [channels, parts]: a channel is summed up by gridDim.y blocks,
+// since a block per channel would leave most of the device idle. The kernel that uses a sum adds its parts up, so that
+// no block waits for another.
+__device__ inline void store_part(double* sums, double value) {
+  const double sum = block_sum<block_threads>(value);
+  if (threadIdx.x == 0) sums[blockIdx.x * gridDim.y + blockIdx.y] = sum;
+}
+
+template <class T, class Combine>
+__device__ T over_warp(T value, Combine combine) {
+  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(all_lanes, value, offset));
+  return value;
+}
+
+struct Plus {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// The sum over a channel, in all lanes of a warp, always in the same order. All of them must call it.
+__device__ inline double whole_sum(const double* sums, unsigned parts, size_t channel) {
+  double sum = 0;
+  for (unsigned i = threadIdx.x % 32; i < parts; i += 32) sum += sums[channel * parts + i];
+  return over_warp(sum, Plus());
+}
+
+template <class T>
+__global__ void channel_parts(Batch batch, int pixels, const T* x, bool rows, double* sums) {
+  double sum = 0;
+  for_part(channels_of(batch, pixels, rows), [&](size_t at) { sum += double(x[at]); });
+  store_part(sums, sum);
+}
+
+// out[channel] = the sum of its planes over all images, added to the existing values if asked.
+template <class T>
+__global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bool add, T* out) {
+  for_rows(size_t(batch.channels), [&](size_t channel) {
+    const T sum = T(whole_sum(sums, parts, channel));
+    if (threadIdx.x == 0) out[channel] = add ? out[channel] + sum : sum;
+  });
+}
+
+// -- batch normalization ----------------------------------------------------------------------------------------------
+// Sums of squared distances from the mean.
+template <class T>
+__global__ void square_parts(Batch batch, int pixels, const T* x, const double* sums, double* squares) {
+  const Channels channels = channels_of(batch, pixels);
+  const T mean = T(whole_sum(sums, gridDim.y, blockIdx.x) / double(channels.count));
+  double sum = 0;
+  for_part(channels, [&](size_t at) { sum += double((x[at] - mean) * (x[at] - mean)); });
+  store_part(squares, sum);
+}
+
+// Mean and inverse deviation of every channel; the running statistics are updated.
+template <class T>
+__global__ void channel_moments(Batch batch, int pixels, const double* sums, const double* squares, unsigned parts,
+                                T* mean, T* inverse_deviation, T* running_mean, T* running_var, T momentum, T epsilon) {
+  const double count = double(channels_of(batch, pixels).count);
+  for_rows(size_t(batch.channels), [&](size_t channel) {
+    const T center = T(whole_sum(sums, parts, channel) / count),
+            variance = T(whole_sum(squares, parts, channel) / count);
+    if (threadIdx.x != 0) return;
+    mean[channel] = center;
+    inverse_deviation[channel] = T(1) / sqrt(variance + epsilon);
+    running_mean[channel] += momentum * (center - running_mean[channel]);
+    running_var[channel] += momentum * (variance * T(count / (count - 1)) - running_var[channel]);
+  });
+}
+
+// The same from the running statistics.
+template <class T>
+__global__ void running_moments(size_t channels, T* mean, T* inverse_deviation, const T* running_mean,
+                                const T* running_var, T epsilon) {
+  for_each(channels, [&](size_t channel) {
+    mean[channel] = running_mean[channel];
+    inverse_deviation[channel] = T(1) / sqrt(running_var[channel] + epsilon);
+  });
+}
+
+template <class T>
+__global__ void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation,
+                          const T* gamma, const T* beta, T* y) {
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const int channel = int(plane) % batch.channels;
+    const T center = mean[channel], shift = beta[channel], scale = inverse_deviation[channel] * gamma[channel];
+    for_each(size_t(pixels), [&](size_t i) {
+      const size_t at = size_t(plane) * pixels + i;
+      y[at] = (x[at] - center) * scale + shift;
+    });
+  });
+}
+
+// Sums of dy, and of its products with the normalized x.
+template <class T>
+__global__ void normalize_parts(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
+                                const T* inverse_deviation, double* sums, double* projections) {
+  const T center = mean[blockIdx.x], inverse = inverse_deviation[blockIdx.x];
+  double sum = 0, projection = 0;
+  for_part(channels_of(batch, pixels), [&](size_t at) {
+    sum += double(dy[at]);
+    projection += double(dy[at] * ((x[at] - center) * inverse));
+  });
+  store_part(sums, sum);
+  store_part(projections, projection);
+}
+
+template <class T>
+__global__ void normalize_sums(Batch batch, const double* sums, const double* projections, unsigned parts, T* dgamma,
+                               T* dbeta) {
+  for_rows(size_t(batch.channels), [&](size_t channel) {
+    const T sum = T(whole_sum(sums, parts, channel)), projection = T(whole_sum(projections, parts, channel));
+    if (threadIdx.x != 0) return;
+    dbeta[channel] = sum;
+    dgamma[channel] = projection;
+  });
+}
+
+template <class T>
+__global__ void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
+                                   const T* inverse_deviation, const T* gamma, bool training, const T* dgamma,
+                                   const T* dbeta, T* dx) {
+  const T count = T(double(batch.images) * pixels);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const int channel = int(plane) % batch.channels;
+    const T center = mean[channel], inverse = inverse_deviation[channel], scale = gamma[channel] * inverse;
+    const T offset = training ? dbeta[channel] / count : T(0), slope = training ? dgamma[channel] / count : T(0);
+    for_each(size_t(pixels), [&](size_t i) {
+      const size_t at = size_t(plane) * pixels + i;
+      dx[at] = (dy[at] - offset - (x[at] - center) * inverse * slope) * scale;
+    });
+  });
+}
+
+// -- softmax, one warp per row ----------------------------------------------------------------------------------------
+template <class T>
+struct RowScale {
+  T maximum, sum;  // of a row, and of exp(row - maximum)
+};
+
+template <class T>
+__device__ RowScale<T> row_scale(const T* row, int columns) {
+  T maximum = T(-infinity()), sum = T(0);
+  for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
+  maximum = over_warp(maximum, [](T a, T b) { return a > b ? a : b; });
+  for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
+  return {maximum, over_warp(sum, Plus())};
+}
+
+__device__ inline bool is_class(long long label, int columns) { return label >= 0 && label < columns; }
+
+template <class T>
+__global__ void softmax(const T* x, T* y, size_t rows, int columns) {
+  for_rows(rows, [&](size_t r) {
+    const RowScale<T> scale = row_scale(x + r * columns, columns);
+    for (int c = int(threadIdx.x); c < columns; c += 32)
+      y[r * columns + c] = exp(x[r * columns + c] - scale.maximum) / scale.sum;
+  });
+}
+
+// Labels are class indices, or `target`, one distribution per row; the other is null.
+template <class T>
+__global__ void cross_entropy(const T* logits, const long long* labels, const T* target, size_t rows, int columns,
+                              T* probability, double* row_loss) {
+  for_rows(rows, [&](size_t r) {
+    const T* row = logits + r * columns;
+    const RowScale<T> scale = row_scale(row, columns);
+    const T log_sum = scale.maximum + log(scale.sum);
+    double loss = 0;
+    for (int c = int(threadIdx.x); c < columns; c += 32) {
+      probability[r * columns + c] = exp(row[c] - scale.maximum) / scale.sum;
+      if (target) loss += double(target[r * columns + c] * (log_sum - row[c]));
+    }
+    loss = over_warp(loss, Plus());
+    if (!target) loss = is_class(labels[r], columns) ? double(log_sum - row[labels[r]]) : not_a_number();
+    if (threadIdx.x == 0) row_loss[r] = loss;
+  });
+}
+
+// One block. An invalid label makes the loss NaN, and error = {1, row, label, columns} (host memory that the device
+// reaches) if error[0] was 0.
+template <class T>
+__global__ void mean_loss(const double* row_loss, const long long* labels, size_t rows, int columns, T* loss,
+                          long long* error) {
+  double sum = 0;
+  for (size_t r = threadIdx.x; r < rows; r += blockDim.x) sum += row_loss[r];
+  sum = block_sum<block_threads>(sum);
+  if (threadIdx.x != 0) return;
+  *loss = rows ? T(sum / double(rows)) : T(0);
+  if (!labels || sum == sum || error[0]) return;
+  for (size_t r = 0; r < rows; ++r) {
+    if (is_class(labels[r], columns)) continue;
+    error[1] = static_cast<long long>(r);
+    error[2] = labels[r];
+    error[3] = columns;
+    __threadfence_system();
+    error[0] = 1;
+    return;
+  }
+}
+
+// dlogits = the gradient times `factor` and, unless null, times *scale.
+template <class T>
+__global__ void cross_entropy_backward(const T* probability, const long long* labels, const T* target, const T* scale,
+                                       T factor, size_t rows, int columns, T* dlogits) {
+  for_rows(rows, [&](size_t r) {
+    const T slope = scale ? factor * *scale : factor;
+    T share = T(1);
+    if (target) {
+      share = T(0);
+      for (int c = int(threadIdx.x); c < columns; c += 32) share += target[r * columns + c];
+      share = over_warp(share, Plus());
+    } else if (!is_class(labels[r], columns)) {
+      share = T(not_a_number());  // nothing may be learnt from it
+    }
+    for (int c = int(threadIdx.x); c < columns; c += 32) {
+      const size_t at = r * columns + c;
+      const T wanted = target ? target[at] : T(labels[r] == c);
+      dlogits[at] = (probability[at] * share - wanted) * slope;
+    }
+  });
+}

@@ -1,0 +1,194 @@
+// Kernels that move windows over images: lowering of convolutions, and pooling. cuBLAS computes the products.
+//
+// Arrays are dense; if `rows` is set, the array that it belongs to is a product [channels, images * pixels]. Sums run
+// in an order that shapes alone determine, without atomics.
+#include "device.cuh"
+
+// A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
+struct Window {
+  int h, w, kh, kw, sh, sw, ph, pw, oh, ow;
+};
+
+// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
+template <class T>
+struct Planes {
+  T* data;
+  size_t per_image, per_channel;
+  int channels;
+
+  __device__ T* operator[](unsigned plane) const {
+    return data + int(plane) / channels * per_image + int(plane) % channels * per_channel;
+  }
+};
+
+template <class T>
+__device__ Planes<T> planes_at(T* data, Batch batch, size_t pixels, bool rows) {
+  if (rows) return {data, pixels, batch.images * pixels, batch.channels};
+  return {data, batch.channels * pixels, pixels, batch.channels};
+}
+
+// Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
+// order in which the CPU adds.
+template <class F>
+__device__ inline void for_windows(const Window& s, int pixel, F f) {
+  const int iy = pixel / s.w + s.ph, ix = pixel % s.w + s.pw;
+  const int first = iy < s.kh ? 0 : (iy - s.kh) / s.sh + 1;
+  for (int oy = first; oy < s.oh && oy * s.sh <= iy; ++oy)
+    for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
+      const int ox = (ix - kx) / s.sw;
+      if (ox < s.ow) f(size_t(oy) * s.ow + ox, (iy - oy * s.sh) * s.kw + kx);
+    }
+}
+
+__device__ inline size_t pixels_of(const Window& s) { return size_t(s.h) * s.w; }
+__device__ inline size_t places_of(const Window& s) { return size_t(s.oh) * s.ow; }
+
+// columns [channels * kh * kw, images * oh * ow] = the pixel under each tap of each channel at each place.
+template <class T>
+__global__ void lower(Batch batch, Window s, const T* x, T* columns) {
+  const int taps = s.kh * s.kw, places = s.oh * s.ow;
+  const size_t width = size_t(batch.images) * places;
+  for_planes(size_t(batch.channels) * taps, [&](unsigned row) {
+    const int channel = int(row) / taps, tap = int(row) % taps;
+    const int dy = tap / s.kw - s.ph, dx = tap % s.kw - s.pw;
+    for_each(width, [&](size_t at) {
+      const unsigned image = unsigned(at) / unsigned(places), place = unsigned(at) % unsigned(places);
+      const int iy = int(place) / s.ow * s.sh + dy, ix = int(place) % s.ow * s.sw + dx;
+      const bool inside = iy >= 0 && iy < s.h && ix >= 0 && ix < s.w;
+      const size_t plane = size_t(image) * batch.channels + channel;
+      columns[row * width + at] = inside ? x[plane * s.h * s.w + size_t(iy) * s.w + ix] : T(0);
+    });
+  });
+}
+
+// The reverse: dx = for each pixel the sum of its entries in the columns.
+template <class T>
+__global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
+  const size_t places = places_of(s), width = batch.images * places, pixels = pixels_of(s);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
+    for_each(pixels, [&](size_t pixel) {
+      const int iy = int(pixel) / s.w + s.ph, ix = int(pixel) % s.w + s.pw;
+      T sum = T(0);
+      for (int ky = iy % s.sh; ky < s.kh && ky <= iy; ky += s.sh) {
+        const int oy = (iy - ky) / s.sh;
+        if (oy >= s.oh) continue;
+        for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
+          const int ox = (ix - kx) / s.sw;
+          if (ox >= s.ow) continue;
+          const size_t row = (size_t(channel) * s.kh + ky) * s.kw + kx;
+          sum += columns[row * width + image * places + size_t(oy) * s.ow + ox];
+        }
+      }
+      dx[plane * pixels + pixel] = sum;
+    });
+  });
+}
+
+// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
+template <class T>
+__global__ void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bool relu, T* to) {
+  const auto planes = planes_at(from, batch, size_t(pixels), rows);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const T* source = planes[plane];
+    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
+    for_each(size_t(pixels), [&](size_t i) {
+      const T value = bias ? source[i] + shift : source[i];
+      to[size_t(plane) * pixels + i] = relu ? rectify(value) : value;
+    });
+  });
+}
+
+// to = dy, 0 where y (or null) is not positive.
+template <class T>
+__global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows) {
+  const auto planes = planes_at(to, batch, size_t(pixels), rows);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    T* target = planes[plane];
+    for_each(size_t(pixels), [&](size_t i) {
+      const size_t at = size_t(plane) * pixels + i;
+      target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
+    });
+  });
+}
+
+// As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
+template <class T>
+__global__ void max_pool(Batch batch, Window s, const T* x, bool rows, const T* bias, bool relu, T* y,
+                         unsigned char* taken) {
+  const auto planes = planes_at(x, batch, pixels_of(s), rows);
+  const size_t places = places_of(s);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const T* source = planes[plane];
+    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
+    for_each(places, [&](size_t place) {
+      const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
+      T best = T(-infinity());
+      int tap = (top < 0 ? -top : 0) * s.kw + (left < 0 ? -left : 0);  // the first that is inside
+      for (int ky = 0; ky < s.kh; ++ky) {
+        for (int kx = 0; kx < s.kw; ++kx) {
+          const int iy = top + ky, ix = left + kx;
+          if (iy < 0 || iy >= s.h || ix < 0 || ix >= s.w) continue;
+          T value = source[size_t(iy) * s.w + ix];
+          if (bias) value += shift;
+          if (relu) value = rectify(value);
+          if (value > best || value != value) {
+            best = value;
+            tap = ky * s.kw + kx;
+          }
+        }
+      }
+      y[plane * places + place] = best;
+      taken[plane * places + place] = static_cast<unsigned char>(tap);
+    });
+  });
+}
+
+// dx = for each pixel the sum of dy over the windows that took it, 0 where y (or null) is not positive.
+template <class T>
+__global__ void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const unsigned char* taken, T* dx,
+                                  bool rows) {
+  const auto planes = planes_at(dx, batch, pixels_of(s), rows);
+  const size_t places = places_of(s);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    T* target = planes[plane];
+    const size_t base = plane * places;
+    for_each(pixels_of(s), [&](size_t pixel) {
+      T sum = T(0);
+      for_windows(s, int(pixel), [&](size_t place, int tap) {
+        if (taken[base + place] != tap) return;
+        sum += y ? rectify_gradient(dy[base + place], y[base + place]) : dy[base + place];
+      });
+      target[pixel] = sum;
+    });
+  });
+}
+
+template <class T>
+__global__ void avg_pool(Batch batch, Window s, const T* x, T* y) {
+  const size_t places = places_of(s), pixels = pixels_of(s);
+  const T share = T(1) / T(s.kh * s.kw);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    for_each(places, [&](size_t place) {
+      const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
+      T sum = T(0);
+      for (int iy = max(top, 0); iy < min(top + s.kh, s.h); ++iy)
+        for (int ix = max(left, 0); ix < min(left + s.kw, s.w); ++ix)
+          sum += x[plane * pixels + size_t(iy) * s.w + ix] * share;
+      y[plane * places + place] = sum;
+    });
+  });
+}
+
+template <class T>
+__global__ void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx) {
+  const size_t places = places_of(s), pixels = pixels_of(s);
+  const T share = T(1) / T(s.kh * s.kw);
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    for_each(pixels, [&](size_t pixel) {
+      T sum = T(0);
+      for_windows(s, int(pixel), [&](size_t place, int) { sum += dy[plane * places + place] * share; });
+      dx[plane * pixels + pixel] = sum;
+    });
+  });
+}

@@ -1,0 +1,258 @@
+"""Convolution and pooling of CuPy arrays, a part of `gpu`.
+
+A convolution is a cuDNN plan if there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
+`distopt.kernels.cuda`. Else it is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places],
+made in chunks of images that bound the memory. Chunks of gradients are added in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import cupy
+
+from ...kernels.cuda import THREADS, blocks, c_type, launch, launch_planes, launch_rows
+from . import gpu_cudnn
+from .geometry import Pair, out_size, pool_out
+from .gpu_base import Array, checked, checked_or_none, product
+
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: Window in images.cu
+
+SCRATCH_BYTES = 1 << 28  # for the lowered images of a chunk; one image may take more
+CHANNEL_BLOCKS = 1024  # most blocks of a sum over channels: about as many as an H100 holds
+
+
+class _Conv(NamedTuple):
+    x: Array
+    w: Array
+    window: Sizes
+    y: Array | None  # with ReLU, and pooled
+    pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
+
+
+class _SavedPool(NamedTuple):
+    x_shape: tuple[int, ...]
+    window: Sizes
+    taken: Array | None  # of max pooling
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int, int]]:
+    """First image and number of images of each chunk; `columns_bytes` and `places` are those of one image."""
+    count = max(1, min(SCRATCH_BYTES // max(columns_bytes, 1), (2**31 - 1) // max(places, 1)))
+    for first in range(0, images, count):
+        yield first, min(count, images - first)
+
+
+def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
+    channels, (kh, kw), places = x.shape[1], window[2:4], window[8] * window[9]
+    columns = cupy.empty((channels * kh * kw, images * places), x.dtype)
+    shape = (images, channels), window, x[first : first + images], columns
+    launch_planes(f"lower<{c_type(x)}>", len(columns), columns.shape[1], *shape)
+    return columns
+
+
+def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
+    """First image, number of images, their convolution, and whether that is rows [M, images * places].
+
+    Else it is [N, M, oh, ow] for all images at once, in `y` if given.
+    """
+    if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
+        y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
+        convolve(x, w, y)
+        yield 0, len(x), y, False
+        return
+    matrix = w.reshape(len(w), -1)
+    places = window[8] * window[9]
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        yield first, images, product(matrix, _lowered(x, window, first, images)), True
+
+
+def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Sizes:
+    """Window of a convolution of arrays that fit."""
+    kernel = (w.shape[2], w.shape[3])
+    size = out_size(x.shape, kernel, stride, padding)
+    checked(x, x.shape, x.dtype)
+    checked(w, (len(w), x.shape[1], *kernel), x.dtype)
+    checked_or_none(b, (len(w),), x.dtype)
+    return (*x.shape[2:], *kernel, *stride, *padding, *size)
+
+
+def conv2d(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    pool: tuple[Pair, Pair, Pair] | None = None,
+) -> tuple[Array, Any]:
+    """See `cpu.conv2d`; bias, ReLU and pooling are one pass over the product."""
+    window = _convolution(x, w, b, stride, padding)
+    m, places, shape = len(w), window[8] * window[9], (len(x), len(w), *window[8:])
+    pooling = None
+    if pool is not None:
+        kernel, step, border = pool
+        shape = pool_out(shape, kernel, step, border)
+        pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
+    y = cupy.empty(shape, x.dtype)
+    for first, images, result, rows in _results(x, w, window, y if pool is None else None):
+        given, some = (result, rows, b, relu), slice(first, first + images)
+        if pooling is not None:
+            _max_pool((images, m), pooling[1], given, y[some], pooling[0][some])
+        elif rows or b is not None or relu:
+            launch_planes(f"spread<{c_type(x)}>", images * m, places, (images, m), places, *given, y[some])
+    return y, _Conv(x, w, window, y if relu else None, pooling)
+
+
+def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.conv2d_backward`; by cuDNN if it has plans for all gradients that are needed."""
+    x, w, window, y, pooling = saved
+    m, size = len(w), window[8:]
+    shape = (len(x), m, *size) if pooling is None else pooling[0].shape
+    checked(dy, shape, x.dtype)
+    checked_or_none(y, shape, x.dtype)
+
+    def collect(first: int, images: int, rows: bool) -> Array:
+        if pooling is None and not rows and y is None:
+            return dy
+        some, places = slice(first, first + images), size[0] * size[1]
+        given = dy[some], None if y is None else y[some]
+        before = cupy.empty((m, images * places) if rows else (images, m, *size), dy.dtype)
+        if pooling is None:
+            launch_planes(f"collect<{c_type(dy)}>", images * m, places, (images, m), places, *given, before, rows)
+        else:
+            _max_pool_backward((images, m), pooling[1], *given, pooling[0][some], before, rows)
+        return before
+
+    return _convolution_backward(saved, collect, dw, db, need_dx)
+
+
+def _convolution_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, need_dx: bool
+) -> Array | None:
+    """The gradients of a convolution.
+
+    Args:
+        saved: of the convolution.
+        collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
+            rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
+        dw: overwritten, if given.
+        db: overwritten, if given.
+        need_dx: whether the gradient of x is returned.
+    """
+    x, w, window, *_ = saved
+    checked_or_none(dw, w.shape, x.dtype)
+    checked_or_none(db, (len(w),), x.dtype)
+    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
+    to_w = None if dw is None else gpu_cudnn.plan("wgrad", x, w, window)
+    to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
+    if (dw is not None and to_w is None) or (need_dx and to_x is None):
+        _lowered_backward(saved, collect, dw, db, dx)
+        return dx
+    slope = collect(0, len(x), False)
+    if to_w is not None:
+        to_w(x, slope, dw)
+    if db is not None:
+        _channel_sums(slope, (len(x), len(w)), window[8] * window[9], False, False, db)
+    if to_x is not None:
+        to_x(slope, w, dx)
+    return dx
+
+
+def _channel_sums(x: Array, batch: Pair, pixels: int, rows: bool, add: bool, sums: Array) -> None:
+    """The gradient of a bias, in `sums`; x are `rows` or images."""
+    parts = parts_of(batch, pixels)
+    workspace, kind = cupy.empty((batch[1], parts), cupy.float64), c_type(x)
+    if batch[1]:
+        launch(f"channel_parts<{kind}>", (batch[1], parts), (THREADS,), batch, pixels, x, rows, workspace)
+    launch_rows(f"channel_sums<{kind}>", batch[1], batch, workspace, parts, add, sums)
+
+
+def parts_of(batch: Pair, pixels: int) -> int:
+    """Local. Number of blocks that sum up a channel; it depends on the shape alone."""
+    images, channels = batch
+    return max(1, min(blocks(images * pixels, 8 * THREADS), CHANNEL_BLOCKS // max(channels, 1)))
+
+
+def _lowered_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
+) -> None:
+    """As `_convolution_backward`; dx is overwritten, if given."""
+    x, w, window, *_ = saved
+    matrix = w.reshape(len(w), -1)
+    places = window[8] * window[9]
+    if not len(x):
+        for sums in (dw, db):
+            if sums is not None:
+                sums.fill(0)
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        rows = collect(first, images, True)
+        if dw is not None:
+            columns = _lowered(x, window, first, images)
+            product(rows, columns, dw.reshape(len(w), -1), b_transposed=True, accumulate=first > 0)
+        else:
+            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
+        if db is not None:
+            _channel_sums(rows, (images, len(w)), places, True, first > 0, db)
+        if dx is not None:
+            product(matrix, rows, columns, a_transposed=True)
+            batch = images, x.shape[1]
+            given = batch, window, columns, dx[first : first + images]
+            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *given)
+
+
+# -- pooling -----------------------------------------------------------------------------------------------------------
+def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[tuple[int, ...], Sizes]:
+    """Shape of the result, and the window."""
+    shape = pool_out(x.shape, kernel, stride, padding)
+    checked(x, x.shape, x.dtype)
+    return shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
+
+
+def _max_pool(batch: Pair, window: Sizes, given: tuple[Any, ...], y: Array, taken: Array) -> None:
+    """The kernel; `given` are images or rows of a product, which of both, a bias or None, and whether to rectify."""
+    places = window[8] * window[9]
+    launch_planes(f"max_pool<{c_type(y)}>", batch[0] * batch[1], places, batch, window, *given, y, taken)
+
+
+def _max_pool_backward(
+    batch: Pair, window: Sizes, dy: Array, y: Array | None, taken: Array, dx: Array, rows: bool
+) -> None:
+    pixels = window[0] * window[1]
+    given = batch, window, dy, y, taken, dx, rows
+    launch_planes(f"max_pool_backward<{c_type(dy)}>", batch[0] * batch[1], pixels, *given)
+
+
+def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.max_pool2d`."""
+    shape, window = _pooling(x, kernel, stride, padding)
+    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
+    _max_pool((shape[0], shape[1]), window, (x, False, None, False), y, taken)
+    return y, _SavedPool(x.shape, window, taken)
+
+
+def max_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.max_pool2d_backward`."""
+    checked(dy, saved.taken.shape, dy.dtype)
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    _max_pool_backward(saved.x_shape[:2], saved.window, dy, None, saved.taken, dx, False)
+    return dx
+
+
+def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.avg_pool2d`."""
+    shape, window = _pooling(x, kernel, stride, padding)
+    y = cupy.empty(shape, x.dtype)
+    launch_planes(f"avg_pool<{c_type(x)}>", shape[0] * shape[1], shape[2] * shape[3], shape[:2], window, x, y)
+    return y, _SavedPool(x.shape, window, None)
+
+
+def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.avg_pool2d_backward`."""
+    (n, c, h, w), window = saved.x_shape, saved.window
+    checked(dy, (n, c, *window[8:]), dy.dtype)
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    launch_planes(f"avg_pool_backward<{c_type(dy)}>", n * c, h * w, (n, c), window, dy, dx)
+    return dx

@@ -1,0 +1,50 @@
+// What the stand-in for NVRTC adds to a source that it compiles: CUDA's language before, entries to its kernels behind.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace emulation {
+
+struct Launch {
+  unsigned grid[3], block[3];
+  cudaStream_t stream;
+  std::size_t count;             // of the arguments
+  const void* const* arguments;  // as bytes, each of the size beside it
+  const std::size_t* sizes;
+};
+
+constexpr int wrong_count = -1, wrong_argument = -2;  // -2 - i: argument i
+
+// Whether the argument has the size of the parameter and, for a pointer, is an address and not a count, say.
+template <class P>
+bool take(const Launch& launch, std::size_t i, P& value) {
+  if (launch.sizes[i] != sizeof(P)) return false;
+  std::memcpy(static_cast<void*>(&value), launch.arguments[i], sizeof(P));
+  if constexpr (std::is_pointer_v<P>) return !value || reinterpret_cast<std::uintptr_t>(value) > 0xffffffff;
+  return true;
+}
+
+template <class... P, std::size_t... i>
+int enter(void (*kernel)(P...), const Launch& launch, std::index_sequence<i...>) {
+  if (launch.count != sizeof...(P)) return wrong_count;
+  std::tuple<P...> values;
+  int wrong = 0;
+  static_cast<void>(
+      ((take(launch, i, std::get<i>(values)) || (wrong = wrong_argument - static_cast<int>(i), false)) && ...));
+  if (wrong) return wrong;
+  const auto& [x, y, z] = launch.grid;
+  const auto& [bx, by, bz] = launch.block;
+  return emulation::launch(kernel, {x, y, z}, {bx, by, bz}, launch.stream, std::move(values));
+}
+
+template <class... P>
+int enter(void (*kernel)(P...), const Launch& launch) {
+  return enter(kernel, launch, std::index_sequence_for<P...>());
+}
+
+}  // namespace emulation
