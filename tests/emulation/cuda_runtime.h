@@ -1,4 +1,4 @@
-// The CUDA runtime on the CPU, as far as csrc/ uses it: the same sources run, and can fail, where there is no GPU.
+// The CUDA runtime on the CPU, as far as distopt needs it: the same kernels run, and can fail, where there is no GPU.
 //
 // Streams are lazy queues, run adversarially: a task runs only when something synchronises with its stream or with an
 // event recorded behind it, or when a stream that waits for such an event gets that far. A missing event therefore
@@ -12,8 +12,6 @@
 #include <cstdint>
 
 #include "emulation/device_code.h"
-
-#define CUDART_VERSION 13000
 
 enum cudaError_t : int {
   cudaSuccess = 0,
@@ -43,11 +41,6 @@ enum cudaMemcpyKind : int {
   cudaMemcpyDefault = 4,
 };
 
-enum cudaDeviceAttr : int {
-  cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrPciBusId = 33,
-};
-
 namespace emulation {
 struct Stream;
 struct Event;
@@ -64,13 +57,11 @@ constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
 extern "C" {  // for ctypes
 
 const char* cudaGetErrorString(cudaError_t code);
-cudaError_t cudaGetLastError();
 
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize();
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device);
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 
@@ -113,7 +104,6 @@ enum cudaGraphNodeType : int {
   cudaGraphNodeTypeKernel = 0,
   cudaGraphNodeTypeMemcpy = 1,
   cudaGraphNodeTypeMemset = 2,
-  cudaGraphNodeTypeHost = 3,
 };
 enum cudaMemoryType : int {
   cudaMemoryTypeUnregistered = 0,
@@ -143,7 +133,6 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count);
 cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type);
 cudaError_t cudaGraphMemcpyNodeGetParams(cudaGraphNode_t node, cudaMemcpy3DParms* parameters);

@@ -14,8 +14,6 @@ thread_local bool has_context = false;
 
 namespace {
 
-thread_local cudaError_t last_error = cudaSuccess;
-
 int physical_devices() {
   const char* text = std::getenv("DISTOPT_EMULATED_GPUS");
   return text ? std::atoi(text) : 8;
@@ -41,11 +39,6 @@ std::vector<int> visible_devices() {
 
 }  // namespace
 
-cudaError_t report(cudaError_t code) {
-  if (code != cudaSuccess && code != cudaErrorNotReady) last_error = code;
-  return code;
-}
-
 cudaError_t require_device(int device) {
   int count = 0;
   if (const cudaError_t code = cudaGetDeviceCount(&count)) return code;
@@ -53,11 +46,11 @@ cudaError_t require_device(int device) {
 }
 
 cudaError_t check_configuration(dim3 grid, dim3 block) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (const cudaError_t code = require_device(current_device)) return code;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
   const bool fits = threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffff &&
                     grid.y >= 1 && grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535;
-  return fits ? cudaSuccess : report(cudaErrorInvalidConfiguration);
+  return fits ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
 }  // namespace emulation
@@ -105,52 +98,37 @@ const char* cudaGetErrorString(cudaError_t code) {
   return "unrecognized error code";
 }
 
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 0;
-  if (physical_devices() < 0) return report(cudaErrorInsufficientDriver);
+  if (physical_devices() < 0) return cudaErrorInsufficientDriver;
   *count = static_cast<int>(visible_devices().size());
-  return *count ? cudaSuccess : report(cudaErrorNoDevice);
+  return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
 cudaError_t cudaGetDevice(int* device) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (const cudaError_t code = require_device(current_device)) return code;
   *device = current_device;
   return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device) {
-  if (const cudaError_t code = require_device(device)) return report(code);
+  if (const cudaError_t code = require_device(device)) return code;
   current_device = device;
   has_context = true;
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
-  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  if (const cudaError_t code = require_device(current_device)) return code;
+  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   synchronize_device(current_device);
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (const cudaError_t code = require_device(device)) return report(code);
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = 1;  // so that grid-stride loops go round
-      return cudaSuccess;
-    case cudaDevAttrPciBusId:
-      *value = visible_devices()[static_cast<std::size_t>(device)] + 1;
-      return cudaSuccess;
-  }
-  return report(cudaErrorInvalidValue);
-}
-
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
-  int bus = 0;
-  if (const cudaError_t code = cudaDeviceGetAttribute(&bus, cudaDevAttrPciBusId, device)) return code;
-  if (length < 13) return report(cudaErrorInvalidValue);
+  if (const cudaError_t code = require_device(device)) return code;
+  if (length < 13) return cudaErrorInvalidValue;
+  const int bus = visible_devices()[static_cast<std::size_t>(device)] + 1;
   std::snprintf(text, static_cast<std::size_t>(length), "0000:%02X:00.0", static_cast<unsigned>(bus));
   return cudaSuccess;
 }

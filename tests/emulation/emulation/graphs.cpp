@@ -8,13 +8,11 @@
 namespace emulation {
 namespace {
 
-thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 thread_local std::vector<std::shared_ptr<Recording>> own;
 
 }  // namespace
 
 bool unsafe_call_forbidden() {
-  if (thread_mode == cudaStreamCaptureModeRelaxed) return false;
   bool forbidden = false;
   for (const std::shared_ptr<Recording>& recording : own) {
     if (recording->mode == cudaStreamCaptureModeRelaxed) continue;
@@ -69,8 +67,8 @@ using namespace emulation;
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return report(cudaErrorInvalidResourceHandle);
-  if (queue->recording || queue == legacy_queue(queue->device)) return report(cudaErrorStreamCaptureUnsupported);
+  if (!queue) return cudaErrorInvalidResourceHandle;
+  if (queue->recording || queue == legacy_queue(queue->device)) return cudaErrorStreamCaptureUnsupported;
   auto recording = std::make_shared<Recording>();
   recording->mode = mode;
   recording->thread = std::this_thread::get_id();
@@ -84,18 +82,18 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   *graph = nullptr;
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  if (!queue) return cudaErrorInvalidResourceHandle;
   const std::shared_ptr<Recording> recording = queue->recording;
-  if (!recording || recording->origin != queue.get()) return report(cudaErrorStreamCaptureUnmatched);
+  if (!recording || recording->origin != queue.get()) return cudaErrorStreamCaptureUnmatched;
   if (recording->mode != cudaStreamCaptureModeRelaxed && recording->thread != std::this_thread::get_id())
-    return report(cudaErrorStreamCaptureWrongThread);
+    return cudaErrorStreamCaptureWrongThread;
   for (const auto& entry : runtime().streams)
     if (entry.second->recording == recording) entry.second->recording = nullptr;
   recording->ended = true;
   own.erase(std::remove(own.begin(), own.end(), recording), own.end());
-  if (recording->invalid) return report(cudaErrorStreamCaptureInvalidated);
+  if (recording->invalid) return cudaErrorStreamCaptureInvalidated;
   for (const auto& entry : recording->unjoined)
-    if (entry.second) return report(cudaErrorStreamCaptureUnjoined);
+    if (entry.second) return cudaErrorStreamCaptureUnjoined;
   *graph = new Graph(std::move(recording->graph));
   return cudaSuccess;
 }
@@ -103,15 +101,10 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  if (!queue) return cudaErrorInvalidResourceHandle;
   *status = !queue->recording           ? cudaStreamCaptureStatusNone
             : queue->recording->invalid ? cudaStreamCaptureStatusInvalidated
                                         : cudaStreamCaptureStatusActive;
-  return cudaSuccess;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  std::swap(*mode, thread_mode);
   return cudaSuccess;
 }
 

@@ -23,13 +23,13 @@ Place place_of(const void* pointer, std::size_t bytes) {
 }
 
 cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (const cudaError_t code = require_device(current_device)) return code;
   has_context = true;
   *pointer = nullptr;
   if (!bytes) return cudaSuccess;
-  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   void* const at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (!at) return report(cudaErrorMemoryAllocation);
+  if (!at) return cudaErrorMemoryAllocation;
   std::memset(at, 0xff, bytes);
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   runtime().allocations[reinterpret_cast<std::uintptr_t>(at)] = {bytes, memory, current_device};
@@ -39,12 +39,12 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
 
 cudaError_t release(void* pointer, Memory memory) {
   if (!pointer) return cudaSuccess;
-  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   Allocation allocation{};
   {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const auto found = runtime().allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
-    if (found == runtime().allocations.end() || found->second.memory != memory) return report(cudaErrorInvalidValue);
+    if (found == runtime().allocations.end() || found->second.memory != memory) return cudaErrorInvalidValue;
     allocation = found->second;
   }
   synchronize_device(allocation.device);
@@ -77,16 +77,16 @@ cudaError_t cudaFreeHost(void* pointer) { return release(pointer, Memory::pinned
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;
   const Place target = place_of(to, bytes), source = place_of(from, bytes);
-  if (const cudaError_t code = check_copy(target, source, kind)) return report(code);
+  if (const cudaError_t code = check_copy(target, source, kind)) return code;
   const Node node{cudaGraphNodeTypeMemcpy, to, from, {}};
   if (const cudaError_t code = enqueue_node(stream, node, [=] { std::memmove(to, from, bytes); })) return code;
   const bool pageable = target == Place::pageable || source == Place::pageable;
-  return pageable ? report(synchronize_stream(stream, true)) : cudaSuccess;
+  return pageable ? synchronize_stream(stream, true) : cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;
-  if (place_of(to, bytes) != Place::device) return report(cudaErrorInvalidValue);
+  if (place_of(to, bytes) != Place::device) return cudaErrorInvalidValue;
   const Node node{cudaGraphNodeTypeMemset, to, nullptr, {}};
   return enqueue_node(stream, node, [=] { std::memset(to, value, bytes); });
 }

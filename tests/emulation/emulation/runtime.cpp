@@ -162,16 +162,16 @@ namespace {
 std::uintptr_t new_handle() { return runtime().next_handle += 0x10; }
 }  // namespace
 
-cudaError_t enqueue_step(cudaStream_t stream, Step step) { return report(add(stream, {{}, std::move(step)}, {})); }
+cudaError_t enqueue_step(cudaStream_t stream, Step step) { return add(stream, {{}, std::move(step)}, {}); }
 
 cudaError_t enqueue_node(cudaStream_t stream, Node node, std::function<void()> task) {
-  return report(add(stream,
-                    {{},
-                     [task = std::move(task)] {
-                       task();
-                       return true;
-                     }},
-                    std::move(node)));
+  return add(stream,
+             {{},
+              [task = std::move(task)] {
+                task();
+                return true;
+              }},
+             std::move(node));
 }
 
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
@@ -183,8 +183,8 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
 using namespace emulation;
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
-  if (flags > cudaStreamNonBlocking) return report(cudaErrorInvalidValue);
+  if (const cudaError_t code = require_device(current_device)) return code;
+  if (flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
   auto queue = std::make_shared<Queue>();
   queue->device = current_device;
   queue->blocking = flags == cudaStreamDefault;
@@ -198,31 +198,31 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
-  return report(runtime().streams.erase(reinterpret_cast<std::uintptr_t>(stream)) ? cudaSuccess
-                                                                                  : cudaErrorInvalidResourceHandle);
+  return runtime().streams.erase(reinterpret_cast<std::uintptr_t>(stream)) ? cudaSuccess
+                                                                           : cudaErrorInvalidResourceHandle;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return report(synchronize_stream(stream, true)); }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return report(synchronize_stream(stream, false)); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize_stream(stream, true); }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return synchronize_stream(stream, false); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_mark(event, mark)) return report(code);
+  if (const cudaError_t code = find_mark(event, mark)) return code;
   if (!mark) return cudaSuccess;
-  if (mark->recording) return report(join_recording(stream, *mark));
+  if (mark->recording) return join_recording(stream, *mark);
   {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const std::shared_ptr<Queue> queue = find(stream);
     if (queue && queue->recording) {
       queue->recording->invalid = true;
-      return report(cudaErrorStreamCaptureIsolation);
+      return cudaErrorStreamCaptureIsolation;
     }
   }
-  return report(add(stream, {{mark->position}, [] { return true; }}, {}));
+  return add(stream, {{mark->position}, [] { return true; }}, {});
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (const cudaError_t code = require_device(current_device)) return code;
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::uintptr_t handle = new_handle();
   runtime().events[handle] = {current_device, !(flags & cudaEventDisableTiming), nullptr};
@@ -232,8 +232,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
-  return report(runtime().events.erase(reinterpret_cast<std::uintptr_t>(event)) ? cudaSuccess
-                                                                                : cudaErrorInvalidResourceHandle);
+  return runtime().events.erase(reinterpret_cast<std::uintptr_t>(event)) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -241,10 +240,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const auto found = runtime().events.find(reinterpret_cast<std::uintptr_t>(event));
   const std::shared_ptr<Queue> queue = find(stream);
   if (found == runtime().events.end() || !queue || queue->device != found->second.device)
-    return report(cudaErrorInvalidResourceHandle);
+    return cudaErrorInvalidResourceHandle;
   auto mark = std::make_shared<Mark>();
   if (queue->recording) {
-    if (queue->recording->invalid) return report(cudaErrorStreamCaptureInvalidated);
+    if (queue->recording->invalid) return cudaErrorStreamCaptureInvalidated;
     mark->position = end_of(queue);
     mark->recording = queue->recording;
     const auto work = queue->recording->unjoined.find(queue.get());
@@ -252,7 +251,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     found->second.mark = std::move(mark);
     return cudaSuccess;
   }
-  if (meets_recording(queue)) return report(cudaErrorStreamCaptureImplicit);
+  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
   append(queue, {{}, [mark] {
                    mark->time = Clock::now();
                    return true;
@@ -264,23 +263,23 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_reached_mark(event, mark)) return report(code);
+  if (const cudaError_t code = find_reached_mark(event, mark)) return code;
   if (mark) advance(mark->position, true);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_reached_mark(event, mark)) return report(code);
+  if (const cudaError_t code = find_reached_mark(event, mark)) return code;
   return !mark || advance(mark->position, false) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop) {
   std::shared_ptr<Mark> from, to;
-  if (const cudaError_t code = find_mark(start, from)) return report(code);
-  if (const cudaError_t code = find_mark(stop, to)) return report(code);
-  if (!from || !to) return report(cudaErrorInvalidResourceHandle);
+  if (const cudaError_t code = find_mark(start, from)) return code;
+  if (const cudaError_t code = find_mark(stop, to)) return code;
+  if (!from || !to) return cudaErrorInvalidResourceHandle;
   if (!advance(from->position, false) || !advance(to->position, false)) return cudaErrorNotReady;
   *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
   return cudaSuccess;
@@ -296,6 +295,6 @@ extern "C" int emulation_enqueue(void* stream, int (*step)(void*), void* argumen
   cudaStreamCaptureStatus status{};
   if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)) return code;
   // A step of the fake NCCL has an end, so it could be run only once.
-  if (status != cudaStreamCaptureStatusNone) return report(cudaErrorStreamCaptureUnsupported);
+  if (status != cudaStreamCaptureStatusNone) return cudaErrorStreamCaptureUnsupported;
   return enqueue_step(static_cast<cudaStream_t>(stream), [=] { return step(argument) != 0; });
 }

@@ -103,7 +103,6 @@ Runtime& runtime();
 // Of this thread.
 extern thread_local int current_device;
 extern thread_local bool has_context;  // the runtime makes one when it needs it
-cudaError_t report(cudaError_t code);  // remembers it
 
 cudaError_t require_device(int device);
 void synchronize_device(int device);
