@@ -93,9 +93,10 @@ class Graph:
         finally:
             runtime.graphDestroy(graph)
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = contextlib.suppress) -> None:
         if hasattr(self, "executable"):
-            self._destroy(self.executable)
+            with suppress(RuntimeError):  # the driver may have ended
+                self._destroy(self.executable)
 
 
 # The mode of a capture: calls of its thread that might wait for the device fail. Other threads, such as the one that
