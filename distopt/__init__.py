@@ -53,6 +53,9 @@ if not TYPE_CHECKING:
             raise ImportError(f"distopt has no module {name} of SINGA's; {_ABSENT[name]} (docs/singa.md)")
         if name != "__version__":
             raise AttributeError(f"module 'distopt' has no attribute {name!r}; a module of it must be imported first")
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("distopt")
+        try:
+            return version("distopt-train")
+        except PackageNotFoundError:  # used from a source tree
+            return "not installed"

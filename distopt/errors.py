@@ -198,8 +198,7 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
-# Packages of the extras of pyproject.toml that messages name. "distopt[mpi]" would not do: on the package index,
-# the name distopt belongs to another project.
+# Packages of the extras of pyproject.toml that messages name: installing them needs neither a wheel nor a folder of ours.
 _PACKAGES = {
     "mpi": "mpi4py mpich",
     "torch": "torch",

@@ -339,7 +339,9 @@ class Checkpoint:
 
 @cache
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("distopt", "numpy")}
+    from .. import __version__
+
+    return {"distopt": __version__, "numpy": version("numpy")}
 
 
 def _described(error: Exception, path: Path) -> str:

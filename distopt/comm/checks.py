@@ -7,20 +7,16 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from .. import __version__  # looked up at import, which ranks forked from a warm process do not repeat
 from ..errors import LaunchError
 from ..launch.job.base import Job
 from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
 _MAX_BYTES = 1 << 16
-try:  # at import, which ranks that are forked from a warm process do not repeat
-    _DISTOPT = version("distopt")
-except PackageNotFoundError:  # used from a source tree
-    _DISTOPT = "not installed"
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -35,7 +31,7 @@ def environment(backend: str) -> dict[str, str]:
     found = {
         "communicator": backend,
         "DISTOPT_SUM_ORDER": Settings.from_env().sum_order,
-        "distopt": _DISTOPT,
+        "distopt": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "NumPy": np.__version__,
         "byte order": sys.byteorder,

@@ -122,7 +122,7 @@ def pack_repository(target: Path) -> None:
 
 def build_wheel(python: str, folder: Path) -> Path:
     subprocess.run([python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
-    return next(folder.glob("distopt-*.whl"))
+    return next(folder.glob("distopt_train-*.whl"))
 
 
 def download(python: str, package: str, folder: Path) -> Path | None:

@@ -85,7 +85,7 @@ def test_a_killed_peer():
 @pytest.mark.slow
 def test_what_is_packed_runs_elsewhere(tmp_path):
     """With a package in place of distopt's wheel, as that is large: it is unpacked, and parts find it."""
-    wheel = tmp_path / "distopt-0.0-py3-none-any.whl"
+    wheel = tmp_path / "distopt_train-0.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("distopt/__init__.py", "")
         archive.writestr("distopt/__main__.py", "print('the one that was packed')")

@@ -9,8 +9,8 @@ import pytest
 from distopt.errors import _PACKAGES, pip_install
 
 ROOT = Path(__file__).parents[2]
-# On the package index, the name is another project's. From a folder or a wheel, it follows a slash.
-BY_NAME = re.compile(r"""\b(pip3?|uv|uv pip) (install|add)\b[^\n`]*[\s"'=]distopt(?![\w./-])""")
+# On the package index, distopt is another project, and distopt-train is not there. A folder or a wheel follows a slash.
+BY_NAME = re.compile(r"""\b(pip3?|uv|uv pip) (install|add)\b[^\n`]*[\s"'=]distopt(-train)?(?![\w./-])""")
 
 
 def tracked() -> list[Path]:

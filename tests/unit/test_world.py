@@ -42,7 +42,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_version_and_absent_names():
-    assert distopt.__version__ == version("distopt")
+    assert distopt.__version__ == version("distopt-train")
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = distopt.no_such_name
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from ... import __version__
 from . import gpu, host, mpi
-from .ask import version_of
 from .report import Probe, Style, examine
 
 # Training on CPUs requires the rows marked `needed`; the others are optional.
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
         if not args.json:
             print(style.row(probe.name, finding), flush=True)
     if args.json:
-        print(json.dumps({"distopt": version_of("distopt"), "ok": not blocked, "rows": rows}, indent=2))
+        print(json.dumps({"distopt": __version__, "ok": not blocked, "rows": rows}, indent=2))
     elif blocked:
         print(f"\nTraining on the CPUs of this machine does not work: see {', '.join(blocked)}.")
     else:
