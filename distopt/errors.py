@@ -198,7 +198,7 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
-# Packages of the extras of pyproject.toml that messages name: installing them needs neither a wheel nor a folder of ours.
+# Packages of the extras of pyproject.toml that messages name; they need no wheel or folder of distopt.
 _PACKAGES = {
     "mpi": "mpi4py mpich",
     "torch": "torch",

@@ -1,5 +1,9 @@
 #include "base/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <stdexcept>
 
@@ -11,16 +15,28 @@ void (*tick_listener)() = nullptr;
 
 namespace {
 
-Isa detect() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return Isa::avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    return Isa::avx2;
-#endif
-  return Isa::portable;
+// XCR0: the registers that the operating system saves when it switches threads. Instructions on others are illegal.
+unsigned saved_registers() {
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
 }
+
+// Not __builtin_cpu_supports: in builds by Zig's Clang, which are the wheels, it finds no set at all.
+Isa detect() {
+  constexpr unsigned ymm = 0x6, zmm = 0xe6;  // with the registers that they extend, and the masks
+  constexpr unsigned avx2_1c = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
+  constexpr unsigned avx512_7b = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  const auto all = [](unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; };
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !all(c, avx2_1c) || !all(saved_registers(), ymm)) return Isa::portable;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !all(b, bit_AVX2)) return Isa::portable;
+  return all(b, avx512_7b) && all(saved_registers(), zmm) ? Isa::avx512 : Isa::avx2;
+}
+#else
+Isa detect() { return Isa::portable; }
+#endif
 
 std::atomic<Isa>& chosen() {
   static std::atomic<Isa> isa{best_isa()};

@@ -43,8 +43,8 @@ DISTOPT_OPERATION(And, (a & b))
 DISTOPT_OPERATION(Or, (a | b))
 DISTOPT_OPERATION(Xor, (a ^ b))
 // The first NaN wins. Of equal values (0 and -0) the first is taken.
-DISTOPT_OPERATION(Max, ((a >= b) | (a != a) ? a : b))
-DISTOPT_OPERATION(Min, ((a <= b) | (a != a) ? a : b))
+DISTOPT_OPERATION(Max, (((a >= b) | (a != a)) ? a : b))
+DISTOPT_OPERATION(Min, (((a <= b) | (a != a)) ? a : b))
 #undef DISTOPT_OPERATION
 
 // -- loops --

@@ -48,6 +48,19 @@ constexpr Index kMostLanes = 64 / sizeof(T);
 using Floats = Vec<float>;
 using Ints = IntegerVec<float>;
 
+// The elements I of `low` and `high`, one vector after the other. GCC has Clang's function from version 12 on.
+template <std::size_t... I, class V>
+inline V shuffle(V low, V high, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(low, high, int(I)...);
+#else
+  using Element = std::remove_reference_t<decltype(low[0])>;
+  using Integer = std::conditional_t<sizeof(Element) == 4, std::int32_t, std::int64_t>;
+  typedef Integer Which __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(low, high, Which{Integer(I)...});
+#endif
+}
+
 // Of any alignment. A register, a part of one, or a scalar.
 template <class V, class T>
 inline V load_as(const T* p) {
@@ -167,14 +180,14 @@ inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd, std::
     return;
   }
 #endif
-  even = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I)...});
-  odd = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I + 1)...});
+  even = shuffle(low, high, std::index_sequence<(2 * I)...>());
+  odd = shuffle(low, high, std::index_sequence<(2 * I + 1)...>());
 }
 
 template <class T, std::size_t... I>
 inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count, std::index_sequence<I...>) {
-  const Vec<T> low = __builtin_shuffle(even, odd, IntegerVec<T>{(I / 2 + I % 2 * kLanes<T>)...});
-  const Vec<T> high = __builtin_shuffle(even, odd, IntegerVec<T>{((I + kLanes<T>) / 2 + I % 2 * kLanes<T>)...});
+  const Vec<T> low = shuffle(even, odd, std::index_sequence<(I / 2 + I % 2 * kLanes<T>)...>());
+  const Vec<T> high = shuffle(even, odd, std::index_sequence<((I + kLanes<T>) / 2 + I % 2 * kLanes<T>)...>());
   store_some(p, low, smaller(2 * count, kLanes<T>));
   if (2 * count > kLanes<T>) store_some(p + kLanes<T>, high, 2 * count - kLanes<T>);
 }

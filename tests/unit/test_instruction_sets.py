@@ -5,6 +5,8 @@ differ in the last bits; its sums have the same order all the same.
 """
 
 import hashlib
+import platform
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,19 @@ from distopt.nn.kernels import cpu
 
 ISAS = _core.supported_isas()
 FUSED = [isa for isa in ISAS if isa != "portable"]
+# Linux's names of the instructions that a set uses, listed only if the system saves their registers.
+FLAGS = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have the portable set alone")
+def test_a_build_has_every_set_that_the_processor_has():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = {*next(line for line in lines if line.startswith("flags")).partition(":")[2].split()}
+    expected = ["portable", *(isa for isa, needed in FLAGS.items() if needed <= flags)]
+    assert expected == ISAS
 
 
 @pytest.fixture

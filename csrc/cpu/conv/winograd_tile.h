@@ -10,7 +10,6 @@ constexpr Index kTile = 8, kFrequencies = kTile * kTile;
 
 // The same element of 8 channels.
 typedef float Eight __attribute__((vector_size(32)));
-typedef std::int32_t EightIntegers __attribute__((vector_size(32)));
 // In memory; GCC 12 copies 32 bytes by halves, which a load of the whole then has to wait for.
 typedef float EightAnywhere __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -147,9 +146,9 @@ inline void store_eight(float* p, Eight v, Index count) {
 
 // The lower halves of two vectors, and the upper half of one as a lower one.
 inline Eight join_halves(Eight low, Eight high) {
-  return __builtin_shuffle(low, high, EightIntegers{0, 1, 2, 3, 8, 9, 10, 11});
+  return shuffle(low, high, std::index_sequence<0, 1, 2, 3, 8, 9, 10, 11>());
 }
-inline Eight upper_half(Eight v) { return __builtin_shuffle(v, EightIntegers{4, 5, 6, 7, 4, 5, 6, 7}); }
+inline Eight upper_half(Eight v) { return shuffle(v, v, std::index_sequence<4, 5, 6, 7, 4, 5, 6, 7>()); }
 
 inline void transpose(Eight (&v)[kTile]) {
 #if defined(__AVX2__)

@@ -1,0 +1,1 @@
+"""Building, testing and checking what a release uploads; `make wheels`, `make wheels-test`, `make release`."""
