@@ -1,6 +1,6 @@
 """Test the wheels in dist on several versions of Python and NumPy: python -m release.versions [ROW ...]
 
-A row has an environment of its own, with the wheel that pip would choose, and a copy of the repository in which
+A row has an environment of its own, with the wheel for it, and a copy of the repository in which
 `distopt` is the installed one. ROW=PYTHON names the interpreter by its path, where uv cannot find or download it. The
 tests that compile the emulator of CUDA are left out: they do not use the native module of the wheel.
 """
@@ -36,13 +36,12 @@ def uv(*arguments: str | Path) -> bool:
     return subprocess.run([Path(sys.executable).with_name("uv"), *arguments]).returncode == 0
 
 
-def environment(wanted: str, packages: Sequence[str], folder: Path, dist: Path) -> Path | None:
+def environment(wanted: str, packages: Sequence[str], folder: Path, wheel: Path) -> Path | None:
     """The Python of a new environment; None if there is no such Python, or a package has no version for it."""
     python = folder / "venv" / "bin" / "python"
     if not uv("venv", "--quiet", "--clear", "--python", wanted, folder / "venv"):
         return None
-    wheels = ("--find-links", dist, "--no-build-package", "distopt-train")
-    if not uv("pip", "install", "--quiet", "--python", python, *wheels, "distopt-train[plot,test]", *packages):
+    if not uv("pip", "install", "--quiet", "--python", python, f"{wheel}[plot,test]", *packages):
         return None
     return python
 
@@ -91,7 +90,9 @@ def main() -> None:
     ended = {}
     for name, _, python in (row.partition("=") for row in options.rows):
         folder = WORK / name
-        made = environment(python or name, ROWS[name], folder, options.dist.resolve())
+        own = options.dist.resolve().glob(f"*-cp{name.replace('.', '')}-*.whl")
+        wheel = next(own, None) or next(options.dist.resolve().glob("*-abi3-*.whl"))
+        made = environment(python or name, ROWS[name], folder, wheel)
         ended[name] = made and test(made, tree(folder, made), options.tests, options.workers)
     for name, passed in ended.items():
         how = {None: "not run: no such Python, or a package without a version for it", True: "passed", False: "failed"}

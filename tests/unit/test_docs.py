@@ -7,7 +7,7 @@ import pytest
 from tests.processes import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = "distopt|csrc|docs|tests|benchmarks"
+FOLDERS = "distopt|csrc|docs|tests|benchmarks|release"
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 ADDITIONS = re.findall(r"^\| (an? .*?) \| (.*) \| `(.*)` \|$", ARCHITECTURE, re.M)
 SUFFIXES = (".py", ".h", ".cpp", ".cu")
