@@ -1,4 +1,4 @@
-"""What a release checks before it builds anything."""
+"""Checks that `make release` makes before it builds anything."""
 
 import pytest
 

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator
-from multiprocessing import parent_process
+from collections.abc import Callable, Container, Iterable, Iterator
+from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
-from multiprocessing.util import Finalize
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import LaunchError
 from ..processes import children, end_of
@@ -114,16 +114,29 @@ def speak_last(communicator: Closable) -> None:
     Args:
         communicator: makes the siblings fail when it closes.
     """
-    if parent_process() is not None and not supervisor.is_heard:
-        # It runs before multiprocessing prints the traceback.
-        Finalize(None, _let_siblings_speak, (weakref.ref(communicator),), exitpriority=0)
+    if parent_process() is None or supervisor.is_heard:
+        return
+    process = current_process()
+    communicators: list[Callable[[], Closable | None]] = vars(process).setdefault("distopt_communicators", [])
+    if not communicators:
+        kind: Any = type(process)
+
+        def name(self: BaseProcess) -> str:
+            if sys._getframe(1).f_code.co_name == "_bootstrap":
+                _let_siblings_speak(communicators)
+            return str(kind.name.fget(self))
+
+        # multiprocessing asks for the name before it prints the traceback; finalizers run later from Python 3.13 on.
+        process.__class__ = type(kind.__name__, (kind,), {"name": kind.name.getter(name)})
+    communicators.append(weakref.ref(communicator))
 
 
-def _let_siblings_speak(known: Callable[[], Closable | None]) -> None:
+def _let_siblings_speak(communicators: Iterable[Callable[[], Closable | None]]) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, Exception) and not getattr(error, "is_consequence", False):
-        if (communicator := known()) is not None:
-            communicator.close()
+        for known in communicators:
+            if (communicator := known()) is not None:
+                communicator.close()
         watch = Stopwatch()
         while _survey()[0] and watch.seconds() < _LISTEN_SECONDS:
             time.sleep(_LISTEN_SECONDS / 100)
