@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 from threadpoolctl import threadpool_limits
 
 from distopt import _core, autograd
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
 heed_signals()
+settings.register_profile("suite", deadline=None)  # a machine may be loaded
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

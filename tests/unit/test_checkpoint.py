@@ -414,7 +414,7 @@ def test_missing_truncated_and_foreign_files_are_refused(copy, saved, caplog, fi
     assert_goes_on(copy, 3)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 7))
 def test_no_flipped_bit_goes_unnoticed(copy, caplog, file, place, bit):
     path = copy / step_name(3) / file

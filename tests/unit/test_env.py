@@ -1,7 +1,7 @@
 """The launcher's variables: table, traps, and garbage that must never crash."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt.errors import LaunchError
@@ -122,7 +122,6 @@ VALUES = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_environment_gives_an_answer_or_a_launch_error(env):
     try:
