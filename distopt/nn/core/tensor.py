@@ -130,10 +130,13 @@ class Tensor:
     def from_dlpack(cls, array: Any) -> Tensor:
         """Local. A tensor that shares the memory of an array of any library, such as a PyTorch tensor; keeps its dtype.
 
+        Until NumPy 2.1, the memory of another library's array on the CPU is read-only.
+
         Raises:
             UsageError: the array is not C-contiguous.
         """
         if array.__dlpack_device__()[0] == 1:  # kDLCPU of dlpack.h
+            array = array.array if isinstance(array, Tensor) else array
             array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
         else:
             import cupy
