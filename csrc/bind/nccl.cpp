@@ -89,9 +89,17 @@ std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
   return memory == nullptr ? nullptr : std::make_shared<NcclMemory>(std::move(communicator), memory);
 }
 
+bool holds_gil() {
+#if defined(Py_LIMITED_API)  // it lacks PyGILState_Check; from Python 3.12 on, only the holder has a current state
+  return PyThreadState_GetDict() != nullptr;
+#else
+  return PyGILState_Check();
+#endif
+}
+
 // Python may drop the last reference while it holds the GIL. The watching thread may wait for the GIL.
 void destroy(NcclCommunicator* communicator) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
+  if (Py_IsInitialized() && holds_gil()) {
     const nb::gil_scoped_release release;
     delete communicator;
   } else {
