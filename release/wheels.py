@@ -1,8 +1,7 @@
 """Build the wheels: python -m release.wheels [--out dist] [PYTHON ...]
 
 Each PYTHON is a version or the path of an interpreter, as uv takes them; uv finds or downloads it. Zig's Clang compiles
-against an old glibc, so that the wheels serve every Linux since then. All builds share one folder: the kernels do not
-depend on Python and are compiled once.
+against an old glibc, so that the wheels serve every Linux since then.
 """
 
 from __future__ import annotations
