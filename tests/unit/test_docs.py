@@ -8,7 +8,7 @@ from tests.processes import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "distopt|csrc|docs|tests|benchmarks"
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+ARCHITECTURE = (ROOT / "docs/reference/architecture.md").read_text()
 ADDITIONS = re.findall(r"^\| (an? .*?) \| (.*) \| `(.*)` \|$", ARCHITECTURE, re.M)
 SUFFIXES = (".py", ".h", ".cpp", ".cu")
 
