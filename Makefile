@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -155,6 +155,15 @@ lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+# The site of README and docs, in build/site; whatever is missing is an error. It needs no network, from a server or, but
+# for the search, from its folder. The second target asks the hosts that its links name.
+SITE := build/site
+docs: $(VENV)/.with-$(TEST_EXTRAS),docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/tools/check.py $(SITE)
+docs-links: docs
+	$(BIN)/python docs/tools/check.py $(SITE) --external
 
 format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check --fix .
