@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -38,7 +38,7 @@ CUDA ?= 13
 test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 	$(BIN)/python -m pytest tests/gpu -rs
 
-# All that a GPU can show in a quarter of an hour; without one, in five minutes, all that needs none. See docs/gpu.md;
+# All that a GPU can show in a quarter of an hour; without one, in five minutes, all that needs none. See docs/guide/gpu.md;
 # with a GPU: make first-gpu TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes a folder of at most 55 MiB for a
 # machine without network.
 FIRST_GPU ?= build/first-gpu
@@ -64,7 +64,7 @@ litmus:
 	$(PYTHON) -m tests.model.litmus
 
 # Faults of every kind under every backend, at random moments, then what remains of many jobs and collectives; see
-# docs/faults.md; then jobs that heal. 25 minutes on two cores. Two hosts need root.
+# docs/guide/faults.md; then jobs that heal. 25 minutes on two cores. Two hosts need root.
 TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults --trials $(TRIALS)
@@ -78,20 +78,20 @@ MUTANTS ?= --count 60 --seed 1
 mutants: $(VENV)/.with-$(TEST_EXTRAS),oracle
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
-# Random programs against slow oracles; see docs/fuzz.md. An hour: make fuzz MINUTES=60.
+# Random programs against slow oracles; see docs/reference/fuzz.md. An hour: make fuzz MINUTES=60.
 MINUTES ?= 5
 fuzz: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
-# The first writes docs/results/slurm.md, in 25 minutes; the second is for continuous integration, in one.
+# Real jobs on a real Slurm of two nodes, both on this machine; see docs/guide/slurm.md. Needs root; installs Debian's
+# packages. The first writes docs/results/slurm.md, in 25 minutes; the second is for continuous integration, in one.
 slurm: $(VENV)/.with-$(TEST_EXTRAS),oracle,submitit
 	$(BIN)/python tests/slurm/run
 slurm-quick: $(VENV)/.with-mpi
 	$(BIN)/python tests/slurm/run --quick
 
-# PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see docs/pytorch.md.
-# The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour. The others are for continuous integration: the
+# PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see
+# docs/results/pytorch.md. The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour. The others are for continuous integration: the
 # installed version with 3 ranks; then in an environment of its own, with the quick part of our tests, the newest that the
 # index has with 2. `make torch-newest TORCH_PART=` runs all of our tests, before a release.
 SUITE := tests/torch/suite.py --expect tests/torch/passes.txt
@@ -119,7 +119,8 @@ torch-libraries:
 	$(NEWEST)/bin/python -W ignore -m tests.torch.libraries
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
-# docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.
+# docs/guide/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and
+# with 2.3.
 singa: $(VENV)/.with-mpi
 	$(if $(CHECKOUT),,$(error name a checkout of github.com/apache/singa: make singa CHECKOUT=FOLDER))
 	$(BIN)/python tests/singa/run $(CHECKOUT)
@@ -177,6 +178,15 @@ lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+# The site of README and docs, in build/site; whatever is missing is an error. It needs no network, from a server or, but
+# for the search, from its folder. The second target asks the hosts that its links name.
+SITE := build/site
+docs: $(VENV)/.with-$(TEST_EXTRAS),docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/tools/check.py $(SITE)
+docs-links: docs
+	$(BIN)/python docs/tools/check.py $(SITE) --external
 
 format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Collectives between two emulated hosts, beside MPI's own and Gloo's: the tables of docs/network.md.
+"""Collectives between two emulated hosts, beside MPI's own and Gloo's: the tables of docs/results/network.md.
 
 Each table is one or two runs of `all-reduce --emulate`, over the MPI library of this environment. What a run has
 measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
@@ -175,7 +175,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
     parser.add_argument("--peers", type=names_of(PEERS), default=list(PEERS), help=f"(all: {','.join(PEERS)})")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "collectives.json", help="of all runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/network.md", help="page with the marks")
     parser.add_argument("--write", action="store_true", help="measure nothing, write the page from --results")
 
 

@@ -1,7 +1,8 @@
 """The reference CNN on MNIST with each codec: accuracy per epoch, bytes per step, steps per second.
 
-Writes the tables of docs/convergence.md, and its plot. The result of each run is kept as a JSON file in the folder given by
---cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
+Writes the tables of docs/results/convergence.md, and its plot. The result of each run is kept as a JSON file in the
+folder given by --cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits,
+and matplotlib.
 With `--front torch`, PyTorch's DDP trains, through `distopt.torch.hook`, with each codec that has a bound.
 
     python -m benchmarks convergence --np 2 --epochs 10 --cache /tmp/convergence
@@ -264,7 +265,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the page then needs fp32 too")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "convergence", help="folder for finished runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "convergence.md", help="page with the marks")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/convergence.md", help="page with the marks")
 
 
 def run(args: argparse.Namespace) -> None:

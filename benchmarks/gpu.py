@@ -3,7 +3,7 @@
     python -m benchmarks gpu                        everything on one GPU
     python -m benchmarks gpu --only cnn resnet      training steps
     python -m benchmarks gpu --np 2                 all-reduce too, on as many GPUs
-    python -m benchmarks gpu --write docs/gpu.md    puts the table between the marks in that file
+    python -m benchmarks gpu --write docs/results/gpu.md    puts the table between the marks in that file
 
 Times are those of the device, between two events: the median of several rounds, in which both sides take turns. What a
 row is compared with, and must hold, stands in the row. A kernel is compared with a copy of as many bytes as it must read

@@ -47,7 +47,7 @@ DDP = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=at_least(1), default=60, metavar="N", help="timed steps of each row (60)")
     parser.add_argument("--rates", type=names_of(RATES.values()), default=list(RATES.values()), help="(1gbit,100mbit)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/network.md", help="page with the marks")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(way for way, _ in ROWS.values()), help="ways of the example (all)")
     parser.add_argument("--seconds", type=at_least(1), default=300, metavar="S", help="most of training, per row (300)")
     parser.add_argument("--data", type=Path, help="folder of MNIST (default: as the example finds it)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/network.md", help="page with the marks")
 
 
 def run(args: argparse.Namespace) -> None:

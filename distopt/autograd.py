@@ -116,6 +116,16 @@ def _class(name: str, given: str | Callable[..., Any], options: str) -> type[_Cl
     return type(name, (_Class,), attributes)
 
 
+def _concat(*xs: Tensor, axis: int = 0) -> Tensor:
+    """The function `cat` of all arguments."""
+    return _shape.cat(xs, axis)
+
+
+def _one_hot(indices: Tensor, axis: int, depth: int, values: Any) -> Tensor:
+    """The function `onehot`, with the indices as the tensor of the call."""
+    return _index.onehot(axis, indices, depth, values)
+
+
 # Operations without options, whose functions have their names in lower case.
 _PLAIN = (
     "Abs Acos Acosh Add Asin Asinh Atan Atanh Ceil Cos Cosh CosSim Div Embedding Equal Erf Exp Floor Greater Identity "
@@ -129,7 +139,7 @@ _CLASSES: dict[str, tuple[str | Callable[..., Any], str]] = {  # by class: its f
     "BinaryCrossEntropy": ("binary_cross_entropy", "t"),
     "Cast": ("cast", "to"),
     "Clip": ("clip", "min max"),
-    "Concat": (lambda *xs, axis=0: _shape.cat(xs, axis), "axis"),
+    "Concat": (_concat, "axis"),
     "ConstantOfShape": ("constant_of_shape", "value"),
     "CrossEntropy": ("cross_entropy", "t"),
     "DepthToSpace": ("depth_to_space", "blocksize mode"),
@@ -144,7 +154,7 @@ _CLASSES: dict[str, tuple[str | Callable[..., Any], str]] = {  # by class: its f
     "LeakyRelu": ("leakyrelu", "a"),
     "MeanSquareError": ("mse_loss", "target"),
     "Not": ("logical_not", ""),
-    "OneHot": (lambda indices, axis, depth, values: _index.onehot(axis, indices, depth, values), "axis depth values"),
+    "OneHot": (_one_hot, "axis depth values"),
     "Or": ("logical_or", ""),
     "Pad": ("pad", "mode pads constant"),
     "RankingLoss": ("ranking_loss", "M"),

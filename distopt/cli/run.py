@@ -61,7 +61,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="K",
         help="start all ranks again at most K times (default: 0)",
     )
-    add("heal", action="store_true", help="start all ranks again as long as they make progress; see docs/faults.md")
+    add(
+        "heal",
+        action="store_true",
+        help="restart all ranks while they make progress; see docs/guide/checkpoints.md",
+    )
     add(
         "log-dir",
         type=Path,

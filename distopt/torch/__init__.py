@@ -1,7 +1,7 @@
 """PyTorch: the backend "distopt" of `torch.distributed` for CPU tensors, codecs, SyncBatchNorm, and checkpoints.
 
 To import this package registers the backend. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all
-that a script for Gloo has to change; see `docs/pytorch.md`.
+that a script for Gloo has to change; see `docs/guide/pytorch.md`.
 
 `register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
 shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `codecs` brings gradients to the engine. No

@@ -1,4 +1,4 @@
-"""Run random programs against slow oracles, for minutes: see docs/fuzz.md."""
+"""Run random programs against slow oracles, for minutes: see docs/reference/fuzz.md."""
 
 import argparse
 import importlib

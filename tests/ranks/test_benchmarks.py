@@ -69,8 +69,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    pages = ("network.md", "results/gpu.md", "convergence.md", "results/scaling.md")
-    page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
+    pages = ("network.md", "gpu.md", "convergence.md", "scaling.md")
+    page.write_text("".join((ROOT / "docs" / "results" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
 

@@ -43,7 +43,7 @@ def test_every_method_agrees_with_numpy(start, n, choice, backend):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_script_of_the_documentation_runs(n, tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "world.md").read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "collectives.md").read_text(), re.S)
     script = tmp_path / "script.py"
     script.write_text(code)
     ended = mpiexec(n, str(script)) if n > 1 else Program([sys.executable, str(script)]).end()

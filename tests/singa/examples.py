@@ -176,7 +176,8 @@ def heading() -> str:
     return f"""# SINGA's example scripts on distopt
 
 Written by `tests/singa/scripts CHECKOUT --output docs/results/singa.md`, on {platform.machine()} with {os.cpu_count()}
-cores, Python {platform.python_version()} and NumPy {NUMPY}. [singa.md](../singa.md) says how the scripts are changed.
+cores, Python {platform.python_version()} and NumPy {NUMPY}. [Coming from Apache SINGA](../guide/singa.md) says how the
+scripts are changed.
 
 - **Data.** MNIST: 2,560 real digits, and 640 for evaluation. CIFAR-10 and CIFAR-100 are replaced by such digits in ten
   colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images in batches of 2: their

@@ -48,7 +48,7 @@ _INTRODUCTION = """\
 
 Written by `make slurm` ({version}, {date}). One machine plays the front end and two nodes: network namespaces with host
 names of their own, joined by a bridge; MPICH with `UCX_TLS=tcp,self`, so that what the nodes exchange goes over it. See
-[Slurm](../slurm.md).
+[Slurm](../guide/slurm.md).
 """
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.torch.libraries
 
-runs those that are installed with two ranks each, by the recipes of docs/pytorch.md, and prints a line for each. No
-part of continuous integration. With `--rank` it is one of the ranks.
+runs those that are installed with two ranks each, by the recipes of docs/guide/pytorch.md, and prints a line for each.
+No part of continuous integration. With `--rank` it is one of the ranks.
 """
 
 import importlib.util

@@ -318,7 +318,7 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
 
 def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/guide/checkpoints.md").read_text()
     code, preemptible = re.findall(r"```python\n(.*?)```", text, re.S)
     for said in ("", "Resuming from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
         made = net()

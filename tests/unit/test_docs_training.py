@@ -1,4 +1,4 @@
-"""docs/training.md: its examples run, one after the other."""
+"""docs/guide/training.md: its examples run, one after the other."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt import opt
 
-TEXT = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "guide" / "training.md").read_text()
 
 
 def test_the_examples_run(capsys, tmp_path, monkeypatch):

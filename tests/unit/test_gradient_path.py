@@ -15,5 +15,5 @@ def test_one_step_enters_few_files_and_the_docs_show_them():
     files, visits = map(int, re.fullmatch(r"(\d+) files, (\d+) visits", total).groups())
     assert files <= 8
     assert len(way) == visits <= 14
-    documented = (ROOT / "docs" / "architecture.md").read_text()
+    documented = (ROOT / "docs" / "reference" / "architecture.md").read_text()
     assert "\n".join(way) in documented, ended.stdout

@@ -22,8 +22,9 @@ class SyncBatchNorm(BatchNorm):
 
     Args:
         num_features: C of an input [N, C, ...].
-        args, options: see `torch.nn.BatchNorm2d`.
+        *args: see `torch.nn.BatchNorm2d`.
         process_group: the ranks (default: all).
+        **options: see `torch.nn.BatchNorm2d`.
     """
 
     __module__ = "distopt.torch"  # pickled models name the public place

@@ -242,7 +242,7 @@ class DistoptProcessGroup(NamedGroup):
 
         Raises:
             DistBackendError: a rank is absent. On rank 0 it names all absent ranks with `wait_all_ranks`, else the
-            first.
+                first.
         """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
