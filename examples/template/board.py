@@ -88,9 +88,11 @@ class Pace:
     def figures(self) -> dict[str, float]:
         """Of the steps since the last call."""
         steps, waited, speed = self.steps, self.waited, self.speed()
+        seconds = time.perf_counter() - self.began
         self.start()
         return {
             "speed/images per s": speed,
             "speed/bytes per step": self.bytes,
             "speed/ms of waiting per step": waited / steps * 1000,
+            "speed/share of waiting": waited / seconds,
         }
