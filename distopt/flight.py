@@ -54,6 +54,7 @@ _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and p
 _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
 _GROUPS = 64
 _TEXT_BYTES = 1 << 20
+_LABELLED_BYTES = _TEXT_BYTES // 2  # texts beyond have no labels, of which there may be many
 _STACK_SECONDS = 0.05  # for other processes to write their stacks
 _ASKED_NS = 2_000_000_000  # for so long, SIGQUIT is a request of another rank
 
@@ -83,7 +84,7 @@ class Ring:
             OSError: the process has ended, or a limit has been reached.
             ValueError: that file is another.
         """
-        self.n_records, self.noted = n_records, 0
+        self.n_records, self.noted, self._n_texts = n_records, 0, 0
         self.records = _HEAD_BYTES + _GROUPS * n_records * _PAIR.size
         self.texts = self.records + n_records * _RECORD_BYTES
         self._path = Path(f"/proc/{pid}/fd/{fd}")
@@ -114,15 +115,17 @@ class Ring:
             return 0
         self.memory[start : start + len(line)] = line
         _HEAD.pack_into(self.memory, 0, token, end + len(line), asked)
-        return self.memory[self.texts : start + len(line)].count(b"\n")
+        self._n_texts += 1
+        return self._n_texts
 
     def learn(self, code: CodeType, frame: FrameType, label: str) -> int:
-        """Local. The number of a new text: a label, and a place in a script."""
-        place = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
-        if number := self.add_text({"label": label, "frames": [place]}):
+        """Local. The number of the text with a label and a place in a script."""
+        key = id(code), frame.f_lasti, label if self.head[1] < _LABELLED_BYTES else ""
+        if key not in self.places:
             self._codes.append(code)
-            self.places[id(code), frame.f_lasti, label] = number
-        return number
+            place = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
+            self.places[key] = self.add_text({"label": key[2], "frames": [place]})
+        return self.places[key]
 
     def ask(self) -> None:
         """Local. Have another process append its stacks to its file, which takes it a moment."""
@@ -250,8 +253,9 @@ class FlightRecord:
             with self._telling("there is no flight record"):
                 fd = os.memfd_create("distopt flight record", os.MFD_CLOEXEC)
                 self._mine = Ring(fd, os.getpid(), settings.flight_records)
-        folder = settings.flight_folder or f"{tempfile.gettempdir()}/distopt-flight-{token_hex(4)}"
-        return {"host": socket.gethostname(), "folder": folder, "ring": self._mine and self._mine.about}
+        folder = Path(settings.flight_folder or f"{tempfile.gettempdir()}/distopt-flight-{token_hex(4)}")
+        ring = self._mine and self._mine.about
+        return {"host": socket.gethostname(), "folder": str(folder.absolute()), "ring": ring}
 
     def open_group(
         self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[dict[str, Any]] = ()

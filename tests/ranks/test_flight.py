@@ -80,8 +80,9 @@ def test_a_rank_that_ends_alone_leaves_the_records_of_all(tmp_path, how):
         assert f'File "{SCRIPT}"' in (tmp_path / "flight" / f"stacks-{rank}.txt").read_text()
 
 
-def test_sigquit_to_one_rank_writes_the_records_of_all_and_training_goes_on(tmp_path):
-    ended = start("SIGQUIT", tmp_path / "flight").end()
+@pytest.mark.parametrize("how", ["SIGQUIT", "SIGQUIT to the agent"])
+def test_sigquit_writes_the_records_of_all_and_training_goes_on(tmp_path, how):
+    ended = start(how, tmp_path / "flight").end()
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("has ended well") == 3
     assert {record["reason"] for record in records_in(tmp_path / "flight")} == {"SIGQUIT"}

@@ -77,6 +77,9 @@ def fail(how: str) -> None:
             raise ZeroDivisionError("the cause")
         elif how == "SIGQUIT":
             os.kill(os.getpid(), signal.SIGQUIT)
+        elif how == "SIGQUIT to the agent":
+            os.kill(os.getppid(), signal.SIGQUIT)
+            time.sleep(1)
     world.all_reduce(values)
     print(f"rank {rank} has ended well")
 
