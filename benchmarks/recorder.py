@@ -38,7 +38,7 @@ def seconds_a_call(communicator: NativeCommunicator) -> float:
         for _ in range(CALLS):
             communicator.all_reduce(array)
         took.append((perf_counter() - began) / CALLS)
-    return median(took)
+    return min(took)  # other processes only add to it
 
 
 def seconds_a_step(options: argparse.Namespace, env: dict[str, str]) -> float:

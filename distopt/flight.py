@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import json
 import logging
 import mmap
@@ -47,8 +46,8 @@ _BACKEND = "gloo"  # the analysis refuses the names of backends that are not PyT
 _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
 # A ring: a head, the endings of each group (csrc/base/endings.h), the records, and texts, one JSON object a line.
-_HEAD = struct.Struct("=32sQq")  # token; bytes of text; when another process last asked for stacks
-_HEAD_BYTES = 64
+_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
+_HEAD_BYTES, _WORD, _END, _ASKED = 64, struct.Struct("=q"), 32, 40
 _PAIR = struct.Struct("=qQ")
 _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
 _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
@@ -62,10 +61,15 @@ _now = time.monotonic_ns
 _OWN_FILES = str(Path(__file__).parent) + os.sep
 
 
-@functools.cache
-def _is_inner(file: str) -> bool:
-    """Whether a file belongs to this package or to PyTorch."""
-    return file.startswith((_OWN_FILES, "<frozen")) or "/site-packages/torch/" in file
+class _Inner(dict[str, bool]):
+    """Whether a file belongs to this package or to PyTorch; a function would take twice as long."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = file.startswith((_OWN_FILES, "<frozen")) or "/site-packages/torch/" in file
+        return self[file]
+
+
+_inner = _Inner()
 
 
 class Ring:
@@ -109,12 +113,11 @@ class Ring:
 
     def add_text(self, content: dict[str, Any]) -> int:
         """Local. Append a text; its number, or 0 if the memory is full."""
-        token, end, asked = self.head
-        line, start = json.dumps(content).encode() + b"\n", self.texts + end
+        end, line = self.head[1], json.dumps(content).encode() + b"\n"
         if end + len(line) > _TEXT_BYTES:
             return 0
-        self.memory[start : start + len(line)] = line
-        _HEAD.pack_into(self.memory, 0, token, end + len(line), asked)
+        self.memory[self.texts + end : self.texts + end + len(line)] = line
+        _WORD.pack_into(self.memory, _END, end + len(line))
         self._n_texts += 1
         return self._n_texts
 
@@ -131,7 +134,7 @@ class Ring:
         """Local. Have another process append its stacks to its file, which takes it a moment."""
         with contextlib.suppress(OSError):  # it has ended
             if os.path.samestat(self._path.stat(), self._file):
-                _HEAD.pack_into(self.memory, 0, *self.head[:2], _now())
+                _WORD.pack_into(self.memory, _ASKED, _now())
                 os.kill(self.about[1], signal.SIGQUIT)
 
     def stacks(self) -> bytes:
@@ -143,10 +146,11 @@ class Ring:
 
     def read(self) -> dict[str, Any]:
         """Local. The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
+        # Records before texts: the process may go on, and its records refer to texts.
+        records = sorted(_RECORD.iter_unpack(self.memory[self.records : self.texts]), key=lambda record: record[-1])
         raw = self.memory[self.texts : self.texts + self.head[1]]
         texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
         groups = [text for text in texts if "ranks" in text]
-        records = sorted(_RECORD.iter_unpack(self.memory[self.records : self.texts]), key=lambda record: record[-1])
         return {
             "version": _VERSION,
             "pg_config": {group["name"]: {**group, "ranks": str(group["ranks"])} for group in groups},
@@ -209,9 +213,9 @@ class Group:
             label: shown beside it.
             number: of the operation, equal on all ranks.
         """
-        ring, frame = self._ring, sys._getframe(1)
+        ring, frame = self._ring, sys._getframe(2)  # the caller is not the script
         code = frame.f_code
-        while _is_inner(code.co_filename) and (outer := frame.f_back) is not None:
+        while _inner[code.co_filename] and (outer := frame.f_back) is not None:
             frame, code = outer, outer.f_code
         self.last = number
         text = ring.places.get((id(code), frame.f_lasti, label))
@@ -323,7 +327,7 @@ class FlightRecord:
     def _telling(self, fact: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # an error of the job is about to be raised, which matters more
             if not self._has_failed:
                 _log.warning("%s: %s; training goes on", fact, error)
             self._has_failed = True

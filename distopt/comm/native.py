@@ -8,9 +8,7 @@ from typing import Any
 from .. import _core
 from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work, storage_of
 
-_CODES: dict[Any, int] = {
-    storage_of(name).num: code for name, code in DTYPES.items()
-}  # numbers are read faster than names
+_CODES = {storage_of(name).num: code for name, code in DTYPES.items()}  # numbers are read faster than names
 
 
 class NativeCommunicator(Communicator):
@@ -35,9 +33,10 @@ class NativeCommunicator(Communicator):
         # Most arrays need no more than the look that csrc takes at their buffer.
         flight = self.flight
         if flight is not None:
-            dtype: Any = getattr(array, "dtype", None)
-            code = _CODES.get(getattr(dtype, "num", None), 0)
-            flight.note("all_reduce", code, getattr(array, "size", 0), label, self.core.next_number)
+            try:
+                flight.note("all_reduce", _CODES.get(array.dtype.num, 0), array.size, label, self.core.next_number)
+            except AttributeError:  # no array
+                return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
         work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite)
         if work is not None:
             return work
