@@ -11,6 +11,7 @@ nothing is formatted before it is written to a file.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -53,7 +54,7 @@ _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and p
 _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
 _GROUPS = 64
 _TEXT_BYTES = 1 << 20
-_LABELLED_BYTES = _TEXT_BYTES // 2  # texts beyond have no labels, of which there may be many
+_LABELLED_BYTES = _TEXT_BYTES // 2  # texts beyond have no labels, whose number is not limited
 _STACK_SECONDS = 0.05  # for other processes to write their stacks
 _ASKED_NS = 2_000_000_000  # for so long, SIGQUIT is a request of another rank
 
@@ -146,7 +147,7 @@ class Ring:
 
     def read(self) -> dict[str, Any]:
         """Local. The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
-        # Records before texts: the process may go on, and its records refer to texts.
+        # Records before texts: the process may note more, and its records refer to texts.
         records = sorted(_RECORD.iter_unpack(self.memory[self.records : self.texts]), key=lambda record: record[-1])
         raw = self.memory[self.texts : self.texts + self.head[1]]
         texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
@@ -360,7 +361,14 @@ class FlightRecord:
             return False  # the script has a use of its own for it
         signal.signal(signal.SIGQUIT, on_quit)
         faulthandler.register(signal.SIGQUIT, ring.about[0], chain=True)
+        atexit.register(_ignore)
         return True
+
+
+def _ignore() -> None:
+    """Local. Python is about to restore the signal's default action, by which a request of another rank would kill."""
+    faulthandler.unregister(signal.SIGQUIT)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
 def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:

@@ -1,7 +1,6 @@
 """The command line, and whether it can be carried out here."""
 
 import argparse
-import os
 import re
 import shutil
 import socket
@@ -41,8 +40,6 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     args.out = Path(args.out).resolve()
     on_gpus = args.slurm_ngpus if args.slurm else args.gpus
     args.backend = args.backend or ("nccl" if on_gpus else "distopt")
-    if args.timeline:
-        os.environ["DISTOPT_TIMELINE"] = args.timeline  # of the ranks, which start from here
     if args.slurm:
         check_slurm()
     else:
@@ -77,7 +74,6 @@ def add_options(parser: Parser) -> None:
     add("-save_every", type=int, default=100, metavar="STEPS", help="(100)")
     add("-log_every", type=int, default=50, metavar="STEPS", help="(50)")
     add("-tb", action="store_true", help="write for TensorBoard, and serve its page until the training has ended")
-    add("-timeline", metavar="DIR", help="write a timeline of each rank; see distopt timeline --help")
     add("-tb_port", type=int, default=6006, help="(6006) of this machine")
     add("-epochs", type=int, default=10, help="(10)")
     add("-batch_size", type=int, default=64, help="(64) samples of a rank and a step")

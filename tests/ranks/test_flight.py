@@ -90,6 +90,12 @@ def test_sigquit_writes_the_records_of_all_and_training_goes_on(tmp_path, how):
     assert all(" in fail" in each for each in stacks)
 
 
+def test_a_rank_that_ends_is_not_ended_by_the_request_of_another(tmp_path):
+    ended = start("SIGQUIT at the end", tmp_path / "flight").end()
+    assert ended.code == 0, ended.stderr
+    assert not (tmp_path / "flight").exists()
+
+
 def test_a_record_that_cannot_be_written_is_one_notice(tmp_path):
     (tmp_path / "file").touch()
     ended = start("SIGQUIT", tmp_path / "file" / "flight").end()

@@ -1,5 +1,6 @@
 """A rank that trains a small net for some steps, by either front, or calls collectives in ways that fail."""
 
+import atexit
 import os
 import signal
 import sys
@@ -56,6 +57,8 @@ def train_torch(slow: int, front: str) -> None:
 
 
 def fail(how: str) -> None:
+    if how == "SIGQUIT at the end":
+        atexit.register(os.kill, os.getpid(), signal.SIGQUIT)  # after what distopt registers later
     import distopt
 
     world = distopt.init()
