@@ -39,6 +39,7 @@ from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from .sync.layout import Layout, under
 from .sync.step import GradientCounter
+from .timeline import timeline
 
 
 class DistOpt:
@@ -293,6 +294,7 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
+        timeline.phase("backward")
         step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
         if layout is not self._layout:
@@ -305,12 +307,14 @@ class DistOpt:
                 pairs = self._accumulation.taken(pairs)
             for param, _ in pairs:
                 step.final(param)
+            timeline.phase("")
             verdict = step.finish()
         if verdict is not None:
             loss.device.check()  # a wrong label is a better error than the NaN it causes
             self._engine.refuse(verdict)
             return None
-        self._update(layout)
+        with timeline.span("update"):
+            self._update(layout)
         return layout
 
     def _adopt(self, layout: Layout) -> None:

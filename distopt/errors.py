@@ -5,9 +5,9 @@ Every message states the fact, where it happened (rank and host, if more than on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class DistoptError(Exception):
@@ -126,14 +126,19 @@ class CommunicatorError(DistoptError, RuntimeError):
         calls: the calls of these ranks, if they disagree.
     """
 
+    # Called with each error that is made; the message ends with the folder that it returns. See `distopt.flight`.
+    on_failure: ClassVar[Callable[[CommunicatorError], str]] = staticmethod(lambda _: "")
+
     def __init__(
         self, fact: str = "", *, cure: str = "", ranks: Sequence[Process] = (), calls: Sequence[Call] = ()
     ) -> None:
-        super().__init__(f"{fact}; {cure}" if cure else fact)
         self.fact = fact
         self.cure = cure
         self.ranks = tuple(ranks)
         self.calls = tuple(calls)
+        message = f"{fact}; {cure}" if cure else fact
+        folder = "" if isinstance(self, CommunicatorClosedError) else type(self).on_failure(self)
+        super().__init__(f"{message}; flight record in {folder}" if folder and folder not in message else message)
 
 
 class CommunicatorClosedError(CommunicatorError):

@@ -10,6 +10,9 @@
 | `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_CUBLAS_LIBRARY` | | path of the libcublas.so to load instead of CuPy's |
+| `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
+| `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
+| `DISTOPT_TIMELINE` | | folder for the timeline of each rank (default: no timelines) |
 | `DISTOPT_JOB_SECRET` | | any text, equal on all ranks: keeps others out where ranks meet without mpiexec |
 """
 
@@ -35,6 +38,9 @@ class Settings:
     convolution: str = "auto"
     nccl_library: str | None = None
     cublas_library: str | None = None
+    flight_records: int = 256
+    flight_folder: str | None = None
+    timeline: str | None = None
     job_secret: str = field(default="", repr=False)
 
     @classmethod
@@ -55,6 +61,9 @@ class Settings:
             convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
+            flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
+            flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
+            timeline=env.get("DISTOPT_TIMELINE") or None,
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),
         )
 
@@ -75,6 +84,13 @@ def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
     return value
+
+
+def _count(env: Mapping[str, str], name: str, default: str) -> int:
+    text = env.get(name, default)
+    if not text.isdecimal() or len(text) > 6:
+        raise UsageError(f"{name}={text!r} is not a number from 0 to 999999")
+    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -93,7 +93,11 @@ def parse_args(argv=None):
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--tensorboard", type=train_cnn.board_folder, metavar="DIR", help="write for TensorBoard")
-    return parser.parse_args(argv)
+    parser.add_argument("--timeline", metavar="DIR", help="write a timeline of each rank; see distopt timeline --help")
+    args = parser.parse_args(argv)
+    if args.timeline:
+        os.environ["DISTOPT_TIMELINE"] = args.timeline
+    return args
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -249,6 +250,7 @@ def parse_args(
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--tensorboard", type=board_folder, metavar="DIR", help="write for TensorBoard")
+    parser.add_argument("--timeline", metavar="DIR", help="write a timeline of each rank; see distopt timeline --help")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     parser.set_defaults(evaluation_batch_size=500)
     if add_options:
@@ -256,4 +258,6 @@ def parse_args(
     args = parser.parse_args(argv)
     if args.reset and not args.checkpoint:
         parser.error("--reset needs --checkpoint DIR")
+    if args.timeline:
+        os.environ["DISTOPT_TIMELINE"] = args.timeline  # of the processes that start from here, too
     return args

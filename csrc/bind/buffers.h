@@ -232,6 +232,15 @@ void bind_collectives(Class& cls, Start start) {
       "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
       "argument is wrong.");
   cls.def("barrier", [start](Communicator& on) { return start(on, Arguments{}, Buffers()); });
+  cls.def_prop_ro("next_number", &Communicator::next_number, "The number of the operation that is started next.");
+  cls.def(
+      "note_endings",
+      [](Communicator& on, nb::handle memory) {
+        Buffers buffers;
+        const Py_buffer& view = buffers.add(memory, PyBUF_WRITABLE);
+        on.endings().use(view.buf, static_cast<std::size_t>(view.len));
+      },
+      nb::arg("memory"), "From now on, note there when operations end: see csrc/base/endings.h. It must stay.");
 }
 
 }  // namespace distopt

@@ -160,7 +160,6 @@ void bind_mpi(nb::module_& m) {
                    nb::for_getter(nb::sig("def oldest(self) -> MpiCollective | None")),
                    "The oldest operation that has not ended, or None.")
       .def_prop_ro("inline_bytes", &MpiCommunicator::inline_bytes, "Size of the data that travel with an announcement.")
-      .def_prop_ro("started", &MpiCommunicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &MpiCommunicator::last_agreed,
                    "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &MpiCommunicator::scratch_count, "Number of unused buffers (tests).");

@@ -161,7 +161,9 @@ void MpiCommunicator::advance(MpiCollective& collective) {
       if (!may_begin(collective)) return;
       collective.begin();
     }
-    if (collective.advance()) last_finished_ = {collective.arguments(), collective.sequence()};
+    if (!collective.advance()) return;
+    endings_.note(collective.sequence());
+    last_finished_ = {collective.arguments(), collective.sequence()};
   } catch (const std::bad_alloc&) {
     const Process& me = processes_[context_.rank];
     throw CommunicatorError({ErrorKind::memory,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
+from ..timeline import timeline
 from .adapters import adapters_of, copy_of, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load_newest
@@ -240,7 +241,8 @@ class Checkpoint:
             objects=sorted(adapters),
             versions=_versions(),
         )
-        shared, own, notes = self._copy(adapters)
+        with timeline.span("copy states"):
+            shared, own, notes = self._copy(adapters)
         try:
             stamp = manifest.stamp(self._rank, notes)
         except TypeError as error:
@@ -264,7 +266,8 @@ class Checkpoint:
 
     def _write(self, folder: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         try:
-            write_rank(folder, self._rank, manifest, shared, own, stamp)
+            with timeline.span("save", "saves"):
+                write_rank(folder, self._rank, manifest, shared, own, stamp)
             self._failure, self._first = "", False
             self._refused.discard(folder.name)
         except Exception as error:

@@ -72,6 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="DIR",
         help="write output to DIR/JOB/attempt_0/RANK/stdout.log too",
     )
+    add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     parser.add_argument("-n", "-np", "--np", type=_renamed, help=argparse.SUPPRESS)  # mpiexec's and Horovod's
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
@@ -200,6 +201,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         options = options_of(args)
         _check_tasks(options)
+        if args.timeline is not None:
+            os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
         from ..launch.nodes.agent import run
         from ..launch.supervise.ranks import LIMITS
 

@@ -6,14 +6,17 @@ knows what its arrays mean: codecs, gradients and models are above it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
+from ..flight import record
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..settings import Settings
+from ..timeline import timeline
 from .base import Communicator, Work
 from .checks import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
@@ -62,6 +65,11 @@ def create(job: Job, backend: str | None = None) -> Communicator:
         choice = _choose(job.topology, "cpu")
     module, _, cls = BACKENDS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
+    topology = job.topology
+    if topology.world_size > 1:
+        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(record.offer()).encode())]
+        communicator.record("world", range(topology.world_size), topology.rank, offers)
+    timeline.open(topology.rank, topology.hosts, communicator.all_gather_bytes)
     return communicator
 
 

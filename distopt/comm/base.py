@@ -37,7 +37,9 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import UsageError
+from ..flight import Group, record
 from ..kernels import check_unmasked
+from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from .subgroups import meet
@@ -136,6 +138,8 @@ class Communicator(ABC):
     moves_messages: ClassVar[bool] = False
     # Whether `close` was called here.
     closed: bool = False
+    # Where operations are noted; see `record`.
+    flight: Group | None = None
 
     @classmethod
     @abstractmethod
@@ -199,7 +203,7 @@ class Communicator(ABC):
         can_look = self.finds_nonfinite and op in ("sum", "mean") and dtype in ("float32", "float64")
         if find_nonfinite and not can_look:
             raise UsageError(f"the {self.name} communicator cannot look for NaN in a {op} of {dtype}")
-        return self._start(Request("all_reduce", dtype, label, op, looks=find_nonfinite), array, array)
+        return self._noted(Request("all_reduce", dtype, label, op, looks=find_nonfinite), array, array)
 
     def reduce_scatter(
         self, array: Array, out: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = ""
@@ -212,7 +216,7 @@ class Communicator(ABC):
         self._check_op(op, dtype)
         self.check_array(out, wire, written=True)
         self._check_pair(out, array)
-        return self._start(Request("reduce_scatter", dtype, label, op), array, out)
+        return self._noted(Request("reduce_scatter", dtype, label, op), array, out)
 
     def all_gather(self, array: Array, out: Array, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order.
@@ -222,7 +226,7 @@ class Communicator(ABC):
         dtype = self.check_array(array, wire)
         self.check_array(out, wire, written=True)
         self._check_pair(array, out)
-        return self._start(Request("all_gather", dtype, label), array, out)
+        return self._noted(Request("all_gather", dtype, label), array, out)
 
     def all_gather_ragged(self, array: Array, *, label: str = "", counts: Sequence[int] | None = None) -> RaggedWork:
         """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one.
@@ -238,7 +242,7 @@ class Communicator(ABC):
         dtype = self.check_array(array)
         if counts is not None and (len(counts) != self.topology.world_size or counts[self.topology.rank] != array.size):
             raise UsageError(f"counts {list(counts)} do not fit {array.size} elements of rank {self.topology.rank}")
-        return self._start_ragged(Request("all_gather_ragged", dtype, label, counts=counts), [array])
+        return self._noted_ragged(Request("all_gather_ragged", dtype, label, counts=counts), [array])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only."""
@@ -259,7 +263,7 @@ class Communicator(ABC):
         if len(dtypes) != 1:
             raise UsageError(f"the parts are of several types: {', '.join(sorted(dtypes))}")
         check_kinds(*parts)
-        return self._start_ragged(Request("all_to_all_ragged", dtypes.pop(), label), parts)
+        return self._noted_ragged(Request("all_to_all_ragged", dtypes.pop(), label), parts)
 
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. Overwrite `array` on every rank with the array of rank `root`."""
@@ -267,7 +271,7 @@ class Communicator(ABC):
         root = check_integer("root", root)
         if not 0 <= root < self.topology.world_size:
             raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
-        return self._start(Request("broadcast", dtype, label, root=root), array, array)
+        return self._noted(Request("broadcast", dtype, label, root=root), array, array)
 
     # -- messages between two ranks ----------------------------------------------------------------------------------
     def send(self, array: Array, to: int, *, tag: int = 0, wire: str | None = None) -> MessageWork:
@@ -342,7 +346,35 @@ class Communicator(ABC):
             raise UsageError(
                 f"ranks {ranks} are not a subgroup of a world of {world_size} with rank {rank}; name each member once"
             )
-        return self._subgroup(ranks, meet(self, ranks))
+        made = self._subgroup(ranks, meet(self, ranks))
+        if self.flight is not None:
+            members = [self.flight.ranks[q] for q in ranks]
+            made.record(f"{self.flight.name} {members}", members, self.flight.rank)
+        return made
+
+    # -- flight record -----------------------------------------------------------------------------------------------
+    def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:
+        """Local. Note all operations in the flight record; see `FlightRecord.open_group`."""
+        self.flight = record.open_group(name, ranks, rank, offers)
+        supervisor.say("records", ring=record.offer()["ring"])
+
+    def _next_number(self) -> int:
+        """The number of the operation that is about to start; equal on all ranks."""
+        assert self.flight is not None
+        self.flight.count += 1
+        return self.flight.count
+
+    def _noted(self, request: Request, array: Array, out: Array) -> Work:
+        if self.flight is not None:
+            count = min(array.size, out.size)
+            self.flight.note(request.kind, DTYPES[request.dtype], count, request.label, self._next_number())
+        return self._start(request, array, out)
+
+    def _noted_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        if self.flight is not None:
+            count = sum(part.size for part in parts)
+            self.flight.note(request.kind, DTYPES[request.dtype], count, request.label, self._next_number())
+        return self._start_ragged(request, parts)
 
     # -- arguments ---------------------------------------------------------------------------------------------------
     def _moves(self, xp: Any) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .. import _core
-from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work
+from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work, storage_of
+
+_CODES = {storage_of(name).num: code for name, code in DTYPES.items()}  # numbers are read faster than names
 
 
 class NativeCommunicator(Communicator):
@@ -28,11 +31,35 @@ class NativeCommunicator(Communicator):
     ) -> Work:
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
         # Most arrays need no more than the look that csrc takes at their buffer.
+        flight = self.flight
+        if flight is not None:
+            try:
+                flight.note("all_reduce", _CODES.get(array.dtype.num, 0), array.size, label, self.core.next_number)
+            except AttributeError:  # no array
+                return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
         work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite)
-        return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
+        if work is not None:
+            return work
+        if flight is not None:
+            flight.take_back()
+        return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
     def progress(self) -> None:  # noqa: D102
         self.core.progress()
+
+    def barrier(self) -> None:
+        """Collective. Return when every rank has called it; all earlier operations have finished then."""
+        if self.flight is not None:
+            self.flight.note("barrier", DTYPES["uint8"], 0, "", self.core.next_number)
+        self.core.barrier().wait()
+
+    def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:  # noqa: D102
+        super().record(name, ranks, rank, offers)
+        if self.flight is not None:
+            self.core.note_endings(self.flight.endings)
+
+    def _next_number(self) -> int:
+        return self.core.next_number
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         kind, dtype, label, op, root, looks = request[:6]

@@ -44,9 +44,9 @@ class NcclWork(Work):
 
     core: Any  # set when it is started, which `together` puts off
 
-    def __init__(self, cupy: Any) -> None:
-        """Local."""
-        self._cupy = cupy
+    def __init__(self, cupy: Any, number: int) -> None:
+        """Local. `number`: of the operation in the flight record."""
+        self._cupy, self.number = cupy, number
 
     def done(self) -> bool:
         """Local. Whether the result is there."""
@@ -256,6 +256,8 @@ class NcclCommunicator(Communicator):
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
         # One element of any value: when it has been reduced, every rank has called.
+        if self.flight is not None:
+            self.flight.note("barrier", DTYPES["int32"], 0, "", self._next_number())
         self._start(Request("barrier", "int32", ""), self._scratch, self._scratch).wait(self._timeout)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class NcclCommunicator(Communicator):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _enqueue(self, operation: _core.NcclOperation, *arrays: Array) -> NcclWork:
-        held = _Held(operation, NcclWork(self.xp), arrays)
+        held = _Held(operation, NcclWork(self.xp, 0 if self.flight is None else self.flight.last), arrays)
         if self._held is None:
             self._launch([held])
         else:
@@ -288,7 +290,9 @@ class NcclCommunicator(Communicator):
             return
         core = self._core.start([each.operation for each in held], self.xp.cuda.get_current_stream().ptr)
         while self._in_use and self._in_use[0][0].done():
-            self._in_use.popleft()
+            number = self._in_use.popleft()[0].number
+            if self.flight is not None:
+                self.flight.end(number)
         for each in held:
             each.work.core = core
             self._in_use.append((each.work, each.arrays))

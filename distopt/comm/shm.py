@@ -92,9 +92,6 @@ class ShmCommunicator(NativeCommunicator):
         close_at_exit(communicator)
         return communicator
 
-    def barrier(self) -> None:  # noqa: D102
-        self.core.barrier().wait()
-
     def close(self) -> None:
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
         self.closed = True

@@ -23,6 +23,7 @@ from typing import ClassVar, TypeAlias
 from ..comm import Communicator, Work
 from ..comm.base import Array
 from ..errors import UsageError
+from ..timeline import timeline
 from .state import BadGradient, CodecState, Part
 from .statistics import Statistics
 
@@ -142,7 +143,11 @@ class PendingReduction:
         cost, began = state.statistics, perf_counter()
         before = cost.comm_seconds
         self._run()
-        cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
+        self._sent = perf_counter()  # when the collectives under way had been started
+        cost.select_seconds += self._sent - began - (cost.comm_seconds - before)
+        self._number = state.comm.flight.last if state.comm.flight is not None else 0  # of the last of them
+        if timeline.is_on:
+            timeline.add("encode", began, self._sent, bucket=state.label)
         cost.dense_bytes += state.dense_bytes
 
     def resume(self) -> None:
@@ -153,12 +158,23 @@ class PendingReduction:
         pending = self.state.pending
         if self.finished or pending is None:
             return
-        cost, began = self.state.statistics, perf_counter()
+        cost, began, flight = self.state.statistics, perf_counter(), self.state.comm.flight
         pending.wait()
         waited, before = perf_counter(), cost.comm_seconds
+        last = flight.last if flight is not None else 0
         self._run()
-        cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
+        decoded = perf_counter()
+        cost.decode_seconds += decoded - waited - (cost.comm_seconds - before)
         cost.comm_seconds += waited - began
+        if timeline.is_on:
+            label = self.state.label
+            timeline.add("wait", began, waited, bucket=label)
+            started = flight is not None and flight.last != last
+            if self.finished or started:  # all that it had started has arrived
+                arrived = waited if flight is None else flight.ended(self._number, waited)
+                timeline.add("wire", self._sent, arrived, label, bucket=label)
+                timeline.add("decode", waited, decoded, bucket=label)
+                self._sent, self._number = decoded, flight.last if flight is not None else 0
 
     def _run(self) -> None:
         try:

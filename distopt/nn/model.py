@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
+from ..timeline import timeline
 from .core.mode import mode as process_mode
 from .core.tensor import Tensor
 from .devices.device import Device
@@ -84,6 +85,7 @@ class Model(Layer):
                 return self.forward(*inputs, **options)
             if any(isinstance(x, Tensor) and 0 in x.array.shape for x in inputs):
                 raise UsageError(f"{type(self).__name__} got an empty batch; leave it out, under DistOpt within join()")
+            timeline.phase("forward")
             graphs = self._step_graphs()
             if graphs is None:
                 return self.train_one_batch(*inputs, **options)

@@ -19,15 +19,18 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError, Process
+from ..flight import record
 from ..launch.addresses import own_addresses
 from ..launch.end_together.siblings import Absence
 from ..launch.job.multiprocess import refuse_worker
 from ..launch.job.topology import Topology, host_identity
 from ..launch.rendezvous.host_group import HostGroup
 from ..settings import Settings
+from ..timeline import timeline
 from .group.process_group import DistoptProcessGroup
 from .hosts.communicator import HostsCommunicator
 from .hosts.gloo import Gloo, route_to
+from .phases import watch_phases
 
 if TYPE_CHECKING:
     from ..comm.base import Communicator
@@ -58,15 +61,15 @@ def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout
     refuse_worker()
     size = len(ranks)
 
-    def connect(store: dist.Store) -> tuple[Communicator, list[Process]]:
-        return _communicator(store, rank, ranks, timeout.total_seconds())
+    def connect(store: dist.Store, name: str) -> tuple[Communicator, list[Process]]:
+        return _communicator(store, rank, ranks, timeout.total_seconds(), name)
 
     def connect_again(name: str) -> Communicator:
         # A clone, since other threads may use the store now, and it serves one at a time.
-        return connect(dist.PrefixStore(name, store.clone()))[0]
+        return connect(dist.PrefixStore(name, store.clone()), name)[0]
 
     try:
-        communicator, processes = connect(store)
+        communicator, processes = connect(store, name)
     except DistoptError as error:
         raise DistBackendError(f"rank {rank} of {size}: {error}") from error
     who = [process.name for process in processes]
@@ -86,40 +89,46 @@ def communicator_of_store(store: dist.Store, rank: int, ranks: Sequence[int], se
         LaunchError: a rank did not come.
     """
     refuse_worker()
-    return _communicator(store, rank, ranks, seconds)[0]
+    return _communicator(store, rank, ranks, seconds, "codecs")[0]
 
 
 def _communicator(
-    store: dist.Store, rank: int, ranks: Sequence[int], timeout: float
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, name: str
 ) -> tuple[Communicator, list[Process]]:
-    """Collective. A communicator of `ranks`, and their processes.
+    """Collective. A communicator of `ranks`, and their processes; the flight record calls it `name`.
 
     When it returns, no rank needs the store any more, so the rank that serves the store may leave.
     """
     size = len(ranks)
-    communicator, processes = _connect(store, rank, ranks, timeout)
+    communicator, processes, offers = _connect(store, rank, ranks, timeout)
     if size > 1:
+        communicator.record(name, ranks, ranks[rank], offers)
         try:
             store.delete_key(str(rank))  # all have read it, and a later group may use the same store and name
             communicator.barrier()
+            if ranks[0] == 0:  # whose clock is the reference
+                timeline.open(ranks[rank], communicator.topology.hosts, communicator.all_gather_bytes, watch_phases)
         except BaseException:
             communicator.close()
             raise
     return communicator, processes
 
 
-def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> tuple[Communicator, list[Process]]:
+def _connect(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: float
+) -> tuple[Communicator, list[Process], list[Any]]:
     size, host, pid = len(ranks), socket.gethostname(), os.getpid()
     if size == 1:
-        return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)]
+        return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)], []
     master = _host_of(store)
     identity, address = host_identity(), route_to(master)
     offered = address or next(iter(own_addresses()), "")
-    note = [identity, host, pid, token_bytes(16).hex(), offered]
+    note = [identity, host, pid, token_bytes(16).hex(), offered, record.offer()]
     store.set(str(rank), json.dumps(note))
     await_all(store, rank, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
+    offers = [offer for *_, offer in notes]
     _known.update((process.rank, process) for process in processes)
     hosts: dict[str, list[int]] = {}
     for q, (whose, *_) in enumerate(notes):
@@ -127,11 +136,11 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
     mine = hosts[identity]
     local = _of_host(mine, rank, processes, bytes.fromhex(notes[mine[0]][3]), timeout)
     if len(hosts) == 1:
-        return local, processes
+        return local, processes, offers
     try:
         names = tuple(process.host for process in processes)
         topology = Topology(rank, size, mine.index(rank), len(mine), names)
-        abroad = [theirs for q, (*_, theirs) in enumerate(notes) if q not in mine and theirs]
+        abroad = [theirs for q, (*_, theirs, _) in enumerate(notes) if q not in mine and theirs]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         address = address or route_to(abroad[0] if abroad else "") or offered
         if not (address or interface):
@@ -140,7 +149,7 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
                 "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
             )
         gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, timeout)
-        return HostsCommunicator(topology, list(hosts.values()), local, gloo, timeout), processes
+        return HostsCommunicator(topology, list(hosts.values()), local, gloo, timeout), processes, offers
     except BaseException:
         local.close()
         raise

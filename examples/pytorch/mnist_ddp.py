@@ -126,6 +126,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(100)")
     parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard")
+    parser.add_argument("--timeline", metavar="DIR", help="write a timeline of each rank; see distopt timeline --help")
     parser.add_argument("--digest", action="store_true", help="print a digest of the parameters at the end")
     rank, world_size = next(((os.environ[r], os.environ[n]) for r, n in LAUNCHERS if r in os.environ), ("0", "1"))
     parser.add_argument("--rank", type=int, default=rank, help="(default: as the launcher says)")
@@ -134,6 +135,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tensorboard and find_spec("tensorboardX") is None:
         parser.error("--tensorboard: tensorboardX is not installed; pip install tensorboardX tensorboard")
+    if args.timeline:
+        os.environ["DISTOPT_TIMELINE"] = args.timeline
     return args
 
 

@@ -60,8 +60,7 @@ def show(text: str) -> None:
 class Pace:
     """Images per second of a DDP job, and what its steps send and wait for, over some steps.
 
-    A rank waits from its last gradient to the end of the backward pass, when all sums are there, but for NCCL's. Bytes
-    are those of an all_reduce of the gradients that is optimal in bandwidth.
+    A rank waits from its last gradient to the end of the pass (not over NCCL). Bytes: those of the best all_reduce.
     """
 
     def __init__(self, ddp, batch_size: int) -> None:
@@ -93,4 +92,5 @@ class Pace:
             "speed/images per s": speed,
             "speed/bytes per step": self.bytes,
             "speed/ms of waiting per step": waited / steps * 1000,
+            "speed/share of waiting": waited * speed / (steps * self.images),
         }

@@ -123,7 +123,9 @@ def test_a_script_that_fails_again_at_the_same_step_ends_the_job():
     assert done.returncode == 1
     assert done.stdout.count("rank 0 is") == 2
     last = done.stderr.splitlines()[-1]
-    assert re.search(r"rank 1 on .*: ZeroDivisionError: so it is; so it did before, after step 25$", last), last
+    assert re.search(
+        r"rank 1 on .*: ZeroDivisionError: so it is; flight record in \S+; so it did before, after step 25$", last
+    ), last
 
 
 def test_five_attempts_without_a_step_end_the_job(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from tests.processes import ROOT, Program
 
 RUN = [sys.executable, "-m", "distopt", "run"]
+RECORD = r"(; flight record in \S+)?"
 SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
 LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
@@ -116,7 +117,7 @@ def test_one_death_ends_all_and_is_told_in_one_line(script, how, code, text):
     assert ended.code == code
     told = [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
     assert len(told) == 1
-    assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HOST)} \(pid \d+\) {re.escape(text)}", told[0])
+    assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HOST)} \(pid \d+\) {re.escape(text)}{RECORD}", told[0])
 
 
 @pytest.mark.slow

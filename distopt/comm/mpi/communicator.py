@@ -93,7 +93,7 @@ class MpiCommunicator(NativeCommunicator):
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations of this rank have finished."""
-        self.core.barrier().wait()
+        super().barrier()
         while (oldest := self.core.oldest) is not None:
             self._waits.wait_for(oldest, None)
 

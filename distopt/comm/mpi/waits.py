@@ -151,7 +151,7 @@ class Waits:
         """Local. Notify the others that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
-        self._notes.send(self.core.started if oldest is None else oldest.sequence)
+        self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
         _closed.append(self._notes)
         if len(_closed) == 1:
             after_closing(_read_farewells)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...flight import record
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, say
 from ..mpi_quirks import end_waiting_daemon
 from ..stopwatch import Stopwatch
@@ -206,6 +207,7 @@ class Watch:
         if self._left:
             return
         kind, code, speaker, text = line.split(" ", 3)
+        record.write(text)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):  # the script may have replaced the streams; this process ends in any case
             sys.stdout.flush()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
 _FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _STILL_SECONDS = 1.0  # then the last lines of a job that has failed, or must end, are dropped if no reader takes them
 _RECONNECT_SECONDS = 0.25  # then an attempt to reach a lost owner gives up
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.

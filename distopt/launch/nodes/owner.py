@@ -360,7 +360,7 @@ class Owner(Gate):
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()
-        text = re.sub(r" \(pid \d+\)", "", first.text)
+        text = re.sub(r" \(pid \d+\)|; flight record in \S+", "", first.text)
         if (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
             self._finish(first.code, f"{first.text}; so it did before, after step {step}")
         elif len(self._healed) == _MOST_ATTEMPTS:

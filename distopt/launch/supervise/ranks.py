@@ -18,12 +18,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
+from ...flight import record
 from ..end_together.report import VARIABLE
 from ..gate import turn
 from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
@@ -203,6 +204,8 @@ class Rank:
                 for line in lines:
                     message = json.loads(line)
                     self.said[message["say"]] = message
+                    if message["say"] == "records":
+                        record.add(message["ring"])  # at once: a rank that has ended cannot be asked
             return False
         return True
 
@@ -256,7 +259,18 @@ class LocalRanks:
         found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
         # If two ends are noticed together, an end by a signal is more likely to have caused the other.
         found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
+        if found:
+            self._write_records(found)
         self.failures += [rank.failure for rank in found if rank.failure is not None]
+
+    def _write_records(self, found: list[Rank]) -> None:
+        """Local. Write the flight records of all ranks of this node; the texts of these failures say where."""
+        for rank in found:
+            failure = rank.failure
+            if failure is None or failure.code == UsageError.exit_code:
+                continue
+            if (folder := record.write(failure.text)) and folder not in failure.text:
+                rank.failure = replace(failure, text=f"{failure.text.rstrip()}; flight record in {folder}")
 
     def fail(self, rank: Rank, code: int, text: str) -> None:
         """Local. Take a rank that has not ended for one that has failed."""
@@ -302,6 +316,7 @@ class LocalRanks:
 
     def release(self) -> None:
         """Local. Forget all ranks; if any still run, kill them first."""
+        record.forget()
         if self.running:
             self.kill()
         for rank in self.ranks:

@@ -170,7 +170,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     preempting = [signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL]
     with (
         waitable_children(),
-        caught_signals({*ENDING_SIGNALS, *preempting}) as (caught, wake),
+        caught_signals({*ENDING_SIGNALS, *preempting, signal.SIGQUIT}) as (caught, wake),
         selectors.DefaultSelector() as selector,
     ):
         selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
@@ -221,7 +221,8 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
             if signum == signal.SIGINT:
                 _interrupt(local, caught, selector)
                 return
-            if signum not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in local.running):
+            ends = signum != signal.SIGQUIT  # which asks for flight records
+            if ends and (signum not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in local.running)):
                 return
             local.signal(signum)
             passed_on += 1

@@ -45,7 +45,7 @@ class Channel:
         self.seconds = seconds
         self.collectives = Collectives(communicator, who)
         by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
-        self.queue = OperationQueue(name, by_thread=by_thread)
+        self.queue = OperationQueue(name, communicator.flight, by_thread=by_thread)
         self.shared_buckets = (
             SharedBuckets(communicator, self._post, seconds) if communicator.reduces_in_place else None
         )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistoptError
+from ...timeline import timeline
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import reduction_of, refuse_nan
@@ -380,7 +381,8 @@ class DistoptProcessGroup(NamedGroup):
                 queue.post(work)
         if work is None:
             try:
-                action(collectives, *args, seconds)
+                with timeline.span(action.__name__):
+                    action(collectives, *args, seconds)
             finally:
                 queue.leave()
             return CompletedWork(tensors)

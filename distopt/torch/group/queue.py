@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistoptError
+from ...timeline import timeline
 from ..errors import as_torch
 from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
 from .futures import CallbackFuture, CallbackOwner
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ...comm.work import Work
+    from ...flight import Group
 
 # The queue's thread carries out an operation only after this time: a thread that waits for it saves a switch.
 _GRACE_SECONDS = 2e-3
+_WIRES = 8  # lines of a timeline for operations that are under way together
 _with_operations: set[OperationQueue] = set()  # the queues of this process that are not empty
 
 
@@ -73,7 +76,9 @@ class PendingWork(WaitedWork):
         self._lock = threading.Lock()
         self._future: CallbackFuture | None = None
         self._number = number
+        self._began, self._operation = 0.0, 0  # when it started, and as which operation of the communicator
         self.in_backward = in_backward
+        self.place = -1  # among the operations of its backward pass
         self.ended = False
         self.told = False  # the callbacks of its future have run
 
@@ -82,8 +87,11 @@ class PendingWork(WaitedWork):
         """Local. Start the operation if possible; whether it has started."""
         start, self._start = self._start, None
         if start is not None:
+            self._began = time.perf_counter()
             with contextlib.suppress(Exception):  # `action` meets the same error, and its waiter sees it
                 self._under_way = start()
+                flight = self._queue.flight
+                self._operation = flight.last if flight is not None else 0
         return self._under_way is not None
 
     def done(self) -> bool:
@@ -95,6 +103,7 @@ class PendingWork(WaitedWork):
 
     def carry_out(self) -> None:
         """Wait for the started operation, or run the action. Keep an error for `wait`."""
+        began = time.perf_counter()
         try:
             if self._under_way is not None:
                 self._under_way.wait(self._seconds)
@@ -107,6 +116,13 @@ class PendingWork(WaitedWork):
         except BaseException as error:
             self._error = error
         self._action = self._under_way = None  # frees the tensors that they refer to
+        if timeline.is_on:
+            name = f"bucket {self.place}" if self.place >= 0 else f"operation {self._number % _WIRES}"
+            flight, now = self._queue.flight, time.perf_counter()
+            timeline.add("wait", began, now, bucket=name)
+            if self._began:
+                ended = now if flight is None else flight.ended(self._operation, now)
+                timeline.add("wire", self._began, ended, name, bucket=name)
 
     def tell(self) -> None:
         """Run the callbacks of the future in this thread."""
@@ -179,12 +195,14 @@ class OperationQueue:
 
     Args:
         name: of the channel.
+        flight: notes the operations, if any does.
         by_thread: whether the queue's thread carries out every asynchronous operation. Operations that progress only
             while a thread waits for them need this to overlap with the computation of this process.
     """
 
-    def __init__(self, name: str, *, by_thread: bool) -> None:
+    def __init__(self, name: str, flight: Group | None = None, *, by_thread: bool) -> None:
         self.name = name
+        self.flight = flight
         self._by_thread = by_thread
         self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
@@ -314,6 +332,7 @@ class OperationQueue:
             callback = _AtTheEnd(self, backward_pass)
             self._at_the_end = weakref.ref(callback)
             call_after_backward(callback)
+        work.place = len(callback.works)
         callback.works.append(work)
 
     def close(self) -> None:

@@ -137,8 +137,10 @@ class HostsCommunicator(Communicator):
 
     def carry_out_oldest(self, timeout: float | None) -> None:
         """Collective. Carry out the oldest operation that no `wait` has reached."""
-        self._under_way[0].carry_out(timeout)
+        number = self._under_way[0].carry_out(timeout)
         self._under_way.popleft()
+        if self.flight is not None:
+            self.flight.end(number)
 
     # -- for the base class ------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
@@ -404,11 +406,12 @@ class _Deferred(Work):
         """Local. Whether an operation on `array` may start before this one ends: this one has, on other memory."""
         return self._array is not None and not np.may_share_memory(self._array, array)
 
-    def carry_out(self, timeout: float | None) -> None:
-        """Collective. Carry out this operation, the oldest one under way."""
+    def carry_out(self, timeout: float | None) -> int:
+        """Collective. Carry out this operation, the oldest one under way; its number."""
         assert self._run is not None
         self._owner.carry_out(self._call, self._run, timeout)
         self._run = None
+        return self._call.number
 
     def done(self) -> bool:
         """Collective. Carry out the operation, and all earlier ones."""

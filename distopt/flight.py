@@ -1,0 +1,387 @@
+"""The flight record: the last collectives of every rank, in memory that the other processes of its host can read.
+
+Each rank has a ring of records in an anonymous file. The ranks of a host and their supervisor open each other's rings
+through /proc, so any of them can write the records of all, also of a rank that hangs or was killed. They do when a rank
+fails, and when one gets SIGQUIT, in the format of PyTorch's recorder, beside Python's stacks. The analysis is
+`python -m torch.distributed.flight_recorder.fr_trace FOLDER`.
+
+To note an operation takes less than a microsecond: its place in the script is a code object and an offset there, and
+nothing is formatted before it is written to a file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from secrets import token_hex
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from .errors import CommunicatorError, DistoptError, UsageError
+from .settings import Settings
+
+_log = logging.getLogger("distopt")
+
+# Kinds of operations, and their names in PyTorch's recorder. Its analysis takes no other names.
+KINDS = {name: name for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")}
+KINDS |= {"all_gather_ragged": "all_gather_v", "all_to_all_ragged": "all_to_all"}
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+# PyTorch's names of element types, each at the place of its code in `comm.base.DTYPES`.
+_DTYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Char", "Byte", "Short", "Bool")
+_BACKEND = "gloo"  # the analysis refuses the names of backends that are not PyTorch's
+_VERSION = "2.10"  # of the format: PyTorch 2.13's
+
+# A ring: a head, the endings of each group (csrc/base/endings.h), the records, and texts, one JSON object a line.
+_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
+_HEAD_BYTES, _WORD, _END, _ASKED = 64, struct.Struct("=q"), 32, 40
+_PAIR = struct.Struct("=qQ")
+_RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
+_RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
+_GROUPS = 64
+_TEXT_BYTES = 1 << 20
+_LABELLED_BYTES = _TEXT_BYTES // 2  # texts beyond have no labels, whose number is not limited
+_STACK_SECONDS = 0.05  # for other processes to write their stacks
+_ASKED_NS = 2_000_000_000  # for so long, SIGQUIT is a request of another rank
+
+_now = time.monotonic_ns
+_OWN_FILES = str(Path(__file__).parent) + os.sep
+
+
+class _Inner(dict[str, bool]):
+    """Whether a file belongs to this package or to PyTorch; a function would take twice as long."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = file.startswith((_OWN_FILES, "<frozen")) or "/site-packages/torch/" in file
+        return self[file]
+
+
+_inner = _Inner()
+
+
+class Ring:
+    """The memory of one process.
+
+    Attributes:
+        about: how other processes open it: descriptor of its file, process, number of records, token.
+        n_records: how many there are.
+        noted: how many operations this process has noted.
+    """
+
+    def __init__(self, fd: int, pid: int, n_records: int, token: str = "") -> None:
+        """Local. Map the ring that is open as `fd` in process `pid`; without a token, a new one of this process.
+
+        Raises:
+            OSError: the process has ended, or a limit has been reached.
+            ValueError: that file is another.
+        """
+        self.n_records, self.noted, self._n_texts = n_records, 0, 0
+        self.records = _HEAD_BYTES + _GROUPS * n_records * _PAIR.size
+        self.texts = self.records + n_records * _RECORD_BYTES
+        self._path = Path(f"/proc/{pid}/fd/{fd}")
+        self.places: dict[tuple[int, int, str], int] = {}  # texts, by code object, offset there, and label
+        self._codes: list[CodeType] = []  # in it: kept, so that no other code gets the same number
+        if not token:
+            os.truncate(fd, self.texts + _TEXT_BYTES)
+        with self._path.open("r+b", buffering=0) as file:
+            self.memory = mmap.mmap(file.fileno(), self.texts + _TEXT_BYTES)
+            self._file = os.fstat(file.fileno())
+        if not token:
+            os.lseek(fd, 0, os.SEEK_END)  # where faulthandler appends stacks
+            _HEAD.pack_into(self.memory, 0, token_hex(16).encode(), 0, 0)
+        self.about = (fd, pid, n_records, self.head[0].decode())
+        if token not in ("", self.about[3]):
+            raise ValueError(f"{self._path} is not the flight record that it was")
+
+    @property
+    def head(self) -> tuple[bytes, int, int]:
+        """Local. Token, which tells this ring from others; bytes of text; time of the last request."""
+        return _HEAD.unpack_from(self.memory)
+
+    def add_text(self, content: dict[str, Any]) -> int:
+        """Local. Append a text; its number, or 0 if the memory is full."""
+        end, line = self.head[1], json.dumps(content).encode() + b"\n"
+        if end + len(line) > _TEXT_BYTES:
+            return 0
+        self.memory[self.texts + end : self.texts + end + len(line)] = line
+        _WORD.pack_into(self.memory, _END, end + len(line))
+        self._n_texts += 1
+        return self._n_texts
+
+    def learn(self, code: CodeType, frame: FrameType, label: str) -> int:
+        """Local. The number of the text with a label and a place in a script."""
+        key = id(code), frame.f_lasti, label if self.head[1] < _LABELLED_BYTES else ""
+        if key not in self.places:
+            self._codes.append(code)
+            place = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
+            self.places[key] = self.add_text({"label": key[2], "frames": [place]})
+        return self.places[key]
+
+    def ask(self) -> None:
+        """Local. Have another process append its stacks to its file, which takes it a moment."""
+        with contextlib.suppress(OSError):  # it has ended
+            if os.path.samestat(self._path.stat(), self._file):
+                _WORD.pack_into(self.memory, _ASKED, _now())
+                os.kill(self.about[1], signal.SIGQUIT)
+
+    def stacks(self) -> bytes:
+        """Local. The stacks in the file; nothing if the process has ended."""
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(self.texts + _TEXT_BYTES)
+            return file.read()
+        return b""
+
+    def read(self) -> dict[str, Any]:
+        """Local. The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
+        # Records before texts: the process may note more, and its records refer to texts.
+        records = sorted(_RECORD.iter_unpack(self.memory[self.records : self.texts]), key=lambda record: record[-1])
+        raw = self.memory[self.texts : self.texts + self.head[1]]
+        texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
+        groups = [text for text in texts if "ranks" in text]
+        return {
+            "version": _VERSION,
+            "pg_config": {group["name"]: {**group, "ranks": str(group["ranks"])} for group in groups},
+            "entries": [self._entry(groups[one[4]], texts[one[3]], *one) for one in records if one[-1]],
+            **texts[1],
+        }
+
+    def _entry(self, group: dict[str, Any], text: dict[str, Any], *record: int) -> dict[str, Any]:
+        at, number, count, _, index, code, dtype, place = record
+        slot = index * self.n_records + number % self.n_records
+        ended_at, ended = _PAIR.unpack_from(self.memory, _HEAD_BYTES + slot * _PAIR.size)
+        epoch, kind, types = time.time_ns() - _now(), [*KINDS][code], [_DTYPES[dtype]]
+        # The counts of ragged operations may differ between ranks, which the analysis would take for a fault.
+        size, sent = len(group["ranks"]), 0 if kind.endswith("ragged") else count
+        return {
+            "record_id": place - 1,
+            "process_group": (group["name"], group["desc"]),
+            "collective_seq_id": number,
+            "p2p_seq_id": 0,
+            "is_p2p": False,
+            "profiling_name": f"{_BACKEND}:{KINDS[kind]}",
+            "time_created_ns": at + epoch,
+            "time_discovered_completed_ns": ended_at + epoch if ended == number + 1 else None,
+            "state": "completed" if ended > number else "started",
+            "input_sizes": [[sent * size if kind == "reduce_scatter" else sent]],
+            "output_sizes": [[sent * size if kind == "all_gather" else sent]],
+            "input_dtypes": types,
+            "output_dtypes": types,
+            "count": count,
+            **text,
+        }
+
+
+class Group:
+    """The operations of a communicator, which its ranks number alike.
+
+    Attributes:
+        name: equal on all ranks.
+        ranks: their numbers in the job.
+        rank: of this process in the job.
+        count: of operations, where the communicator has no numbers of its own.
+        last: number of the operation noted last.
+        endings: memory for `note_endings` of csrc.
+    """
+
+    def __init__(self, ring: Ring, index: int, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.name, self.ranks, self.rank = name, ranks, rank
+        self.count = self.last = 0
+        self._ring, self._index = ring, index
+        n_bytes = ring.n_records * _PAIR.size
+        self.endings = memoryview(ring.memory)[_HEAD_BYTES + index * n_bytes :][:n_bytes]
+
+    def note(self, kind: str, dtype: int, count: int, label: str, number: int) -> None:
+        """Local. Note an operation that is about to start.
+
+        Args:
+            kind: a key of `KINDS`.
+            dtype: a value of `comm.base.DTYPES`.
+            count: elements.
+            label: shown beside it.
+            number: of the operation, equal on all ranks.
+        """
+        ring, frame = self._ring, sys._getframe(2)  # the caller is not the script
+        code = frame.f_code
+        while _inner[code.co_filename] and (outer := frame.f_back) is not None:
+            frame, code = outer, outer.f_code
+        self.last = number
+        text = ring.places.get((id(code), frame.f_lasti, label))
+        if text is None:
+            text = ring.learn(code, frame, label)
+        offset = ring.records + ring.noted % ring.n_records * _RECORD_BYTES
+        ring.noted = place = ring.noted + 1
+        _pack(ring.memory, offset, _now(), number, count, text, self._index, _CODES[kind], dtype, place)
+
+    def take_back(self) -> None:
+        """Local. The operation noted last has not started."""
+        ring = self._ring
+        ring.noted -= 1
+        _pack(ring.memory, ring.records + ring.noted % ring.n_records * _RECORD_BYTES, *[0] * 8)
+
+    def end(self, number: int) -> None:
+        """Local. Note that an operation has ended, where csrc does not."""
+        _PAIR.pack_into(self.endings, number % self._ring.n_records * _PAIR.size, _now(), number + 1)
+
+    def ended(self, number: int, before: float) -> float:
+        """Local. When an operation ended, if known, but not after `before`; in seconds of the monotonic clock."""
+        at, which = _PAIR.unpack_from(self.endings, number % self._ring.n_records * _PAIR.size)
+        return min(at / 1e9, before) if which == number + 1 else before
+
+
+class FlightRecord:
+    """The record of this process, if it is a rank, and those of other processes of its host."""
+
+    def __init__(self) -> None:
+        self._mine: Ring | None = None
+        self._rings: dict[str, Ring] = {}  # of other processes, by token
+        self._names: list[str] = []  # of groups
+        self._has_failed = False
+
+    def offer(self) -> dict[str, Any]:
+        """Local. This process's ring, made at first use, for `open_group` of other ranks, or `add` of a supervisor."""
+        settings = Settings.from_env()
+        if self._mine is None and settings.flight_records and not self._has_failed:
+            with self._telling("there is no flight record"):
+                fd = os.memfd_create("distopt flight record", os.MFD_CLOEXEC)
+                self._mine = Ring(fd, os.getpid(), settings.flight_records)
+        folder = Path(settings.flight_folder or f"{tempfile.gettempdir()}/distopt-flight-{token_hex(4)}")
+        ring = self._mine and self._mine.about
+        return {"host": socket.gethostname(), "folder": str(folder.absolute()), "ring": ring}
+
+    def open_group(
+        self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[dict[str, Any]] = ()
+    ) -> Group | None:
+        """Local. Record the operations of a group; None without a record.
+
+        Args:
+            name: equal on all ranks, which make groups of one name in the same order.
+            ranks: their numbers in the job.
+            rank: of this process in the job.
+            offers: of these ranks; none if the ranks are among those of an earlier group.
+        """
+        for offer in offers:
+            if offer["host"] == socket.gethostname():
+                self.add(offer["ring"])
+        ring, index = self._mine, len(self._names)
+        if ring is None or index == _GROUPS:
+            return None
+        if not index:
+            ring.add_text({"rank": rank, "folder": offers[0]["folder"], "answers": self._answer_signals(ring)})
+        own = f"{name} #{count}" if (count := self._names.count(name)) else name
+        ring.add_text({"name": own, "desc": "distopt", "ranks": list(ranks)})
+        self._names.append(name)
+        return Group(ring, index, own, ranks, rank)
+
+    def add(self, about: Sequence[Any] | None) -> None:
+        """Local. Open the ring of another process of this host, as `offer` describes it, where that is possible."""
+        if about is not None and about[1] != os.getpid():
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or is in another container
+                self._rings[about[3]] = Ring(*about)
+
+    def forget(self) -> None:
+        """Local. Forget the rings of other processes."""
+        self._rings.clear()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    def write(self, reason: str) -> str:
+        """Local. Write the record of this rank, and of each rank of its host that has not written its own.
+
+        Returns:
+            The folder; empty without a record, or if it cannot be written, which is said once.
+        """
+        own = self._mine if self._names else None
+        if own is not None and own.about[1] != os.getpid():  # a forked child
+            return ""
+        with self._telling("the flight record cannot be written"):
+            found = [(ring, ring.read()) for ring in (own, *self._rings.values()) if ring is not None and ring.head[1]]
+            folder = str(_path(found[0][1]).parent) if found else ""
+            found = [(ring, content) for ring, content in found if ring is own or not _path(content).exists()]
+            _save(found, reason)  # at once, since a launcher may kill this process at any moment
+            for ring, content in found:
+                if ring is own:
+                    faulthandler.dump_traceback(ring.about[0])
+                elif content["answers"]:
+                    ring.ask()
+            time.sleep(_STACK_SECONDS if found else 0)
+            for ring, content in found:
+                if stacks := ring.stacks():
+                    Path(folder, f"stacks-{content['rank']}.txt").write_bytes(stacks)
+            _save([(ring, ring.read()) for ring, _ in found], reason)  # others may have come to the same operation
+            return folder
+        return ""  # type: ignore[unreachable] # where `_telling` has met an error
+
+    @contextlib.contextmanager
+    def _telling(self, fact: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # an error of the job is about to be raised, which matters more
+            if not self._has_failed:
+                _log.warning("%s: %s; training goes on", fact, error)
+            self._has_failed = True
+
+    # -- when --------------------------------------------------------------------------------------------------------
+    def failed(self, error: BaseException) -> None:
+        """Local. An exception ends this process. Errors of communicators have written the record already."""
+        usage = isinstance(error, DistoptError) and error.exit_code == UsageError.exit_code
+        if isinstance(error, Exception) and not usage and not isinstance(error, CommunicatorError):
+            self._write_and_say(f"{type(error).__name__}: {error}")
+
+    def _write_and_say(self, reason: str) -> None:
+        if folder := self.write(reason):
+            _log.warning("flight record in %s", folder)
+
+    def _answer_signals(self, ring: Ring) -> bool:
+        CommunicatorError.on_failure = lambda error: self.write(f"{type(error).__name__}: {error.fact}")
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.failed(error)
+            before(kind, error, trace)
+
+        def on_quit(*_: object) -> None:
+            if _now() - ring.head[2] > _ASKED_NS:
+                self._write_and_say("SIGQUIT")
+
+        sys.excepthook = hook
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGQUIT):
+            return False  # the script has a use of its own for it
+        signal.signal(signal.SIGQUIT, on_quit)
+        faulthandler.register(signal.SIGQUIT, ring.about[0], chain=True)
+        atexit.register(_ignore)
+        return True
+
+
+def _ignore() -> None:
+    """Local. Python is about to restore the signal's default action, by which a request of another rank would kill."""
+    faulthandler.unregister(signal.SIGQUIT)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+
+
+def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:
+    for _, content in found:
+        path = _path(content)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_name(f"{os.getpid()}.part")
+        part.write_bytes(pickle.dumps({**content, "reason": reason}))
+        part.replace(path)
+
+
+def _path(content: dict[str, Any]) -> Path:
+    return Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE') or content['folder'] + '/rank_'}{content['rank']}")
+
+
+record = FlightRecord()

@@ -1,0 +1,146 @@
+"""The timeline of a rank: the time that each part of a training step takes, in a file that trace viewers open.
+
+`DISTOPT_TIMELINE=FOLDER` turns it on for any script; otherwise the functions here do nothing. A file is an array in
+Chrome's trace format, without its last bracket, so it is valid whenever the process ends. Times are those of the
+monotonic clock, which the processes of a host share; the first event says how far the clocks of two hosts are apart.
+`distopt timeline merge FOLDER` makes one trace of all files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from .settings import Settings
+
+_log = logging.getLogger("distopt")
+TRACKS = 1000  # numbers of tracks for each rank
+_FLUSH_SECONDS = 0.5  # between two writes: as much is lost when a process is killed
+_ROUNDS = 24  # exchanges to compare the clocks of two hosts
+_NOTHING = nullcontext()
+_now = time.perf_counter  # the monotonic clock on Linux, which csrc/base/endings.h reads, too
+
+
+class Timeline:
+    """The timeline of this process.
+
+    Attributes:
+        is_on: whether events are recorded.
+        phase_now: the phase that the training step is in.
+    """
+
+    is_on = False
+    phase_now = ""
+    _began = _flushed = 0.0
+
+    def open(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        exchange: Callable[[bytes], list[bytes]],
+        begin: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Collective if $DISTOPT_TIMELINE is set, else nothing. Begin, unless this process has begun before.
+
+        Args:
+            rank: of this process in the job.
+            hosts: host name of every rank that takes part, that of the job's rank 0 first.
+            exchange: gives every rank the bytes of every rank, in the order of `hosts`.
+            begin: called if the timeline begins.
+        """
+        folder, host = Settings.from_env().timeline, os.uname().nodename
+        if folder is None:
+            return
+        low, high = _clock(exchange) if len(set(hosts)) > 1 else (0, 0)
+        if self.is_on:
+            return
+        if host == hosts[0]:
+            low = high = 0
+        # Viewers take a process or a track of number 0 for the kernel's.
+        self._number, self._tracks, self._pid = rank + 1, {"": TRACKS * (rank + 1)}, os.getpid()
+        self._lines = ["["]
+        about = {"rank": rank, "host": host, "low_ns": low, "high_ns": high, "began": time.time()}
+        self._write("clock", "", ph="M", args=about)
+        self._write("thread_name", "", ph="M", args={"name": "training"})
+        with self._writing():
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = Path(folder, f"rank-{rank}-{self._pid}.json").open("wb", buffering=0)  # noqa: SIM115
+            self.is_on = True
+            self._flush()
+            atexit.register(self._flush)
+            begin()
+
+    def phase(self, name: str) -> None:
+        """Local. The training step enters this phase, and leaves the one before; "" is none."""
+        if self.is_on:
+            now = _now()
+            if self.phase_now:
+                self.add(self.phase_now, self._began, now)
+            self.phase_now, self._began = name, now
+
+    def span(self, name: str, track: str = "") -> AbstractContextManager[None]:
+        """Local. A context for what is shown as one bar, in a line of its own where a track is named."""
+        return self._span(name, track) if self.is_on else _NOTHING
+
+    @contextlib.contextmanager
+    def _span(self, name: str, track: str) -> Iterator[None]:
+        began = _now()
+        try:
+            yield
+        finally:
+            self.add(name, began, _now(), track)
+
+    def add(self, name: str, began: float, ended: float, track: str = "", **details: object) -> None:
+        """Local. Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
+        if track not in self._tracks:
+            self._tracks[track] = self._tracks[""] + len(self._tracks)
+            self._write("thread_name", track, ph="M", args={"name": track})
+        # Whole microseconds: viewers round fractions so that one bar may end after the next has begun.
+        begin, end = round(began * 1e6), round(max(began, ended) * 1e6)
+        self._write(name, track, ph="X", ts=begin, dur=end - begin, args=details)
+        if ended - self._flushed > _FLUSH_SECONDS:
+            self._flush()
+
+    def _write(self, name: str, track: str, **event: object) -> None:
+        self._lines.append(json.dumps({"name": name, "pid": self._number, "tid": self._tracks[track], **event}) + ",")
+
+    def _flush(self) -> None:
+        if self.is_on and os.getpid() == self._pid:  # not in a forked child
+            lines, self._lines, self._flushed = self._lines, [], _now()
+            with self._writing():
+                self._file.write("\n".join([*lines, ""]).encode())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.is_on = False
+            _log.warning("the timeline cannot be written: %s; training goes on", error)
+
+
+def _clock(exchange: Callable[[bytes], list[bytes]]) -> tuple[int, int]:
+    """Collective. Bounds of this clock's lead over the first rank's, in ns.
+
+    Nothing arrives before it was sent. So the lead is at most the difference between an arrival here and the sending
+    there, and at least that between a sending here and the arrival there; the fastest exchanges leave the least room.
+    """
+    low, high, sent, arrived = -(1 << 62), 1 << 62, 0, 0
+    for number in range(_ROUNDS):
+        before, sent = sent, time.monotonic_ns()
+        sent_there, arrived_there = struct.unpack("=qq", exchange(struct.pack("=qq", sent, arrived))[0])
+        arrived = time.monotonic_ns()
+        high = min(high, arrived - sent_there)
+        low = max(low, before - arrived_there) if number else low
+    return low, high
+
+
+timeline = Timeline()

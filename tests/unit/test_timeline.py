@@ -1,0 +1,169 @@
+"""The summary of made-up timelines, the bounds of clocks, and what happens without a timeline or where none can be."""
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from distopt import timeline as recorder
+from distopt.cli import main
+from distopt.cli.timeline import findings, load, report, summarize
+from distopt.errors import DataError
+from distopt.flight import FlightRecord
+from distopt.timeline import TRACKS, Timeline
+
+STEPS, STEP_US = 9, 10_000
+FORWARD, BACKWARD, ENCODE, DECODE, UPDATE = 1000, 3000, 200, 100, 50  # us
+
+
+def write(
+    folder: Path, rank: int, *, late: int = 0, host: str = "a", low: int = 0, high: int = 0, pid: int = 1
+) -> None:
+    """A rank that waits until the last one of all, `late` us after the first, has sent."""
+    shift = (low + high) // 2000
+    events = [{"name": "clock", "args": {"rank": rank, "host": host, "low_ns": low, "high_ns": high, "began": pid}}]
+    for step in range(STEPS):
+        start = shift + pid * 1_000_000 + step * STEP_US + late
+
+        def bar(name: str, at: int, dur: int, track: int = 0, start: int = start, **args: str) -> None:
+            events.append({"name": name, "ph": "X", "ts": start + at, "dur": dur, "tid": track, "args": args})
+
+        sent = FORWARD + BACKWARD - 1000
+        bar("forward", 0, FORWARD)
+        bar("encode", sent - ENCODE, ENCODE, bucket="b")
+        bar("backward", FORWARD, BACKWARD)
+        bar("wire", sent, 5000 - late, 1, bucket="b")
+        bar("wait", sent + 1000, 4000 - late, bucket="b")
+        bar("decode", sent + 5000 - late, DECODE, bucket="b")
+        bar("update", sent + 5200 - late, UPDATE)
+    for event in events:
+        event |= {"ph": event.get("ph", "M"), "pid": rank + 1, "tid": TRACKS * (rank + 1) + event.get("tid", 0)}
+    lines = "".join(json.dumps(event) + ",\n" for event in events)
+    (folder / f"rank-{rank}-{pid}.json").write_text(f"[\n{lines}" + '{"name": "cut')
+
+
+def test_parts_of_a_step_are_those_made_up(tmp_path):
+    write(tmp_path, 0)
+    write(tmp_path, 1)
+    summary = summarize(load(tmp_path))
+    expected = {
+        "forward": 1.0,
+        "backward": 2.8,
+        "encode": 0.2,
+        "wait": 4.0,
+        "decode": 0.1,
+        "update": 0.05,
+        "other": 1.85,
+    }
+    for ms in summary.ms.values():
+        assert ms == pytest.approx(expected)
+    assert summary.hidden == pytest.approx({0: 0.2, 1: 0.2})
+    assert "All ranks wait, for 40% of a step" in report(load(tmp_path))
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path, slow):
+    for rank in range(4):
+        write(tmp_path, rank, late=3000 if rank == slow else 10 * rank)
+    ranks = load(tmp_path)
+    summary = summarize(ranks)
+    assert summary.last == {rank: float(rank == slow) for rank in range(4)}
+    assert summary.late[slow] == pytest.approx(2.98, abs=0.02)
+    assert findings(ranks, summary)[0].startswith(f"Rank {slow} is the last to send in 100% of the steps")
+    assert "The others wait for it." in findings(ranks, summary)[0]
+
+
+def test_no_rank_is_blamed_within_the_error_of_the_clocks(tmp_path):
+    write(tmp_path, 0)
+    write(tmp_path, 1, late=3000, host="b", low=-4_000_000, high=4_000_000)
+    assert "No rank keeps the others waiting." in report(load(tmp_path))
+    write(tmp_path, 2, late=3000, host="b", low=-1_000_000, high=5_000_000)  # the same clock, known better: -1 to 4 ms
+    ranks = load(tmp_path)
+    assert (ranks[1].shift, ranks[1].error) == (ranks[2].shift, ranks[2].error) == (1500, 2500)
+
+
+def test_a_rank_that_was_started_again_heals_in_between(tmp_path):
+    write(tmp_path, 0, pid=1)
+    write(tmp_path, 0, pid=2)
+    rank = load(tmp_path)[0]
+    (healing,) = rank.named("healing")
+    before = max(
+        bar["ts"] + bar["dur"] for bar in rank.events if 0 < bar.get("ts", 0) < healing["ts"] + 1 and bar != healing
+    )
+    assert (healing["ts"], healing["ts"] + healing["dur"]) == (before, 2_000_000)
+    assert {bar["tid"] for bar in rank.named("wire")} == {TRACKS + 1, TRACKS + 1 + TRACKS // 10}
+
+
+def test_folders_without_timelines_are_refused(tmp_path, capsys):
+    for action in ("merge", "summary", "plot"):
+        assert main(["timeline", action, str(tmp_path)]) == 1
+        assert "there is no timeline in" in capsys.readouterr().err
+    (tmp_path / "rank-0-1.json").write_text("[\n{},\n")
+    with pytest.raises(DataError, match="is no timeline of distopt"):
+        load(tmp_path)
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path, 0)
+    write(tmp_path, 1)
+    assert main(["timeline", "plot", str(tmp_path)]) == 0
+    assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("lead_ns", [-(10**12), 0, 7 * 10**9])
+def test_the_bounds_of_a_clock_hold_however_long_messages_take(lead_ns):
+    delays = iter([0.003, 0.001, 0.0002, 0.002] * 20)
+    arrived_there = 0
+
+    def exchange(mine: bytes) -> list[bytes]:  # with a first rank whose clock is `lead_ns` behind
+        nonlocal arrived_there
+        sent_there, told = time.monotonic_ns() - lead_ns, arrived_there
+        time.sleep(next(delays))
+        arrived_there = time.monotonic_ns() - lead_ns
+        time.sleep(0.0001)
+        return [struct.pack("=qq", sent_there, told), mine]
+
+    low, high = recorder._clock(exchange)
+    assert low <= lead_ns <= high
+
+
+def test_without_a_timeline_nothing_is_recorded(monkeypatch):
+    monkeypatch.delenv("DISTOPT_TIMELINE", raising=False)
+    off = Timeline()
+    off.open(0, ["a"], lambda _: pytest.fail("nothing is exchanged"))
+    off.phase("forward")
+    with off.span("update"):
+        pass
+    assert (off.is_on, off.phase_now) == (False, "")
+
+
+def test_a_full_disk_ends_the_timeline_with_one_notice(tmp_path, monkeypatch, caplog):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    monkeypatch.setenv("DISTOPT_TIMELINE", str(tmp_path))
+    made = Timeline()
+    made.open(0, ["a"], lambda _: [])
+    made._file.close()
+    with Path("/dev/full").open("wb", buffering=0) as made._file:
+        for second in range(1, 4):
+            made.add("update", 0.0, time.perf_counter() + second)
+    assert not made.is_on
+    assert caplog.text.count("the timeline cannot be written") == 1
+    made.phase("forward")
+    assert made.phase_now == ""
+
+
+def test_no_memory_for_records_is_one_notice(monkeypatch, caplog):
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    record = FlightRecord()
+    assert record.offer()["ring"] is None
+    assert record.offer()["ring"] is None
+    assert record.open_group("world", [0, 1], 0, [record.offer()] * 2) is None
+    assert record.write("a reason") == ""
+    assert caplog.text.count("there is no flight record") == 1
