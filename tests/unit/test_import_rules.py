@@ -69,8 +69,8 @@ def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
     assert said in report.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
 
 
-# The package itself is replaced by an empty one: its import acts, and says why. ctypes comes first: newer versions of its
-# libffi keep a file open.
+# The package itself is replaced by an empty one: its import acts, and says why. ctypes comes first: newer versions of
+# its libffi keep a file open.
 MODULES = """
 import ctypes, importlib, os, pkgutil, signal, sys, threading, types, distopt
 package = sys.modules["distopt.launch"] = types.ModuleType("distopt.launch")

@@ -1,4 +1,4 @@
-// What the kernels of CPU and GPU share. NVRTC compiles it too, so it includes nothing.
+// Constants and rules of the kernels on CPU and GPU. NVRTC compiles this file too, so it includes nothing.
 //
 // The *key* of x is the bit pattern of |x|, a non-negative int32 that orders as |x| does, with infinity and then NaN on
 // top; selection compares keys, so a NaN is never lost.
