@@ -45,7 +45,7 @@ def build() -> Path:
 
 
 def _compile_kernels_of_the_product() -> None:
-    """Those of float32, so that no test waits for the compiler while it is timed."""
+    """The kernels of float32, so that no test waits for the compiler while it is timed."""
     paths = [path for path in (ROOT / "distopt" / "kernels" / "cuda").iterdir() if path.is_file()]
     digest, stamp = _digest(paths), kernels() / "sources"
     if not stamp.exists() or stamp.read_text() != digest:

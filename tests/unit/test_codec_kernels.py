@@ -102,6 +102,16 @@ def test_threshold_lists_what_reaches_it(n, bound):
         assert same_bits(values, x[expected]), name
 
 
+def test_the_estimate_of_a_selection_samples_more_than_it_looks_for():
+    assert _core.selection_estimate(4095, 10) == (0, 0, 10), "it does not pay"
+    assert _core.selection_estimate(5000, 2501) == (0, 0, 2501)
+    for n, k in ((4096, 1), (100_003, 1000), (1 << 24, 1 << 18)):
+        strata, rank, capacity = _core.selection_estimate(n, k)
+        assert strata == min(n // 128, 2048)
+        assert k / n < rank / (8 * strata) <= 1
+        assert k < capacity <= 4 * k + n // 256
+
+
 def test_threshold_says_how_much_room_it_needs():
     x = np.arange(1, 5001, dtype=F32)
     assert threshold(x, 0.5, room=1000) == (5000, None)

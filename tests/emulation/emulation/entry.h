@@ -20,12 +20,12 @@ struct Launch {
 
 constexpr int wrong_count = -1, wrong_argument = -2;  // -2 - i: argument i
 
-// Whether the argument has the size of the parameter and, for a pointer, is an address and not a count, say.
+// Whether the argument has the size of the parameter and, for a pointer, is no small number.
 template <class P>
 bool take(const Launch& launch, std::size_t i, P& value) {
   if (launch.sizes[i] != sizeof(P)) return false;
   std::memcpy(static_cast<void*>(&value), launch.arguments[i], sizeof(P));
-  if constexpr (std::is_pointer_v<P>) return !value || reinterpret_cast<std::uintptr_t>(value) > 0xffffffff;
+  if constexpr (std::is_pointer_v<P>) return !value || reinterpret_cast<std::uintptr_t>(value) > 0xffff;
   return true;
 }
 
