@@ -69,7 +69,7 @@ def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
     assert said in report.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
 
 
-# The package itself is replaced by an empty one: its import acts, and says why. ctypes comes first: newer versions of its
+# The package itself is replaced by an empty one: its import acts, and says why. ctypes comes first: newer versions of
 # libffi keep a file open.
 MODULES = """
 import ctypes, importlib, os, pkgutil, signal, sys, threading, types, distopt
