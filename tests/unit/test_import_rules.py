@@ -70,7 +70,7 @@ def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
 
 
 # The package itself is replaced by an empty one: its import acts, and says why. ctypes comes first: newer versions of
-# its libffi keep a file open.
+# libffi keep a file open.
 MODULES = """
 import ctypes, importlib, os, pkgutil, signal, sys, threading, types, distopt
 package = sys.modules["distopt.launch"] = types.ModuleType("distopt.launch")
