@@ -124,9 +124,10 @@ class CommunicatorError(DistoptError, RuntimeError):
         cure: the remedy; the message is both.
         ranks: the ranks at fault, or in disagreement, if known.
         calls: the calls of these ranks, if they disagree.
+        on_failure: called with each error that is made; the message ends with the folder that it returns. See
+            `distopt.flight`.
     """
 
-    # Called with each error that is made; the message ends with the folder that it returns. See `distopt.flight`.
     on_failure: ClassVar[Callable[[CommunicatorError], str]] = staticmethod(lambda _: "")
 
     def __init__(

@@ -72,6 +72,7 @@ COMMANDS = {
     r"sbatch |srun |python examples/slurm/": "needs Slurm: make slurm runs these jobs",
     r"torchrun --nnodes|distopt run --nnodes": "needs two hosts: tests/ranks/test_run_hosts.py emulates them",
     r"python (script|examples/pytorch/mnist_ddp).py": "the same, in tests/torch",
+    r"distopt run .*--timeline|distopt timeline ": "trains MNIST: tests/ranks/test_timeline.py has others",
     r"distopt run .*--heal": "waits for a fault: tests/ranks/test_heal.py",
     r"((DISTOPT_DEVICE=cpu )?python|mpiexec .* python) examples/mnist_": "minutes: make mnist and make examples",
     r"python tests/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
