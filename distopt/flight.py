@@ -55,7 +55,7 @@ _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
 _GROUPS = 64
 _TEXT_BYTES = 1 << 20
 _LABELLED_BYTES = _TEXT_BYTES // 2  # texts beyond have no labels, whose number is not limited
-_STACK_SECONDS = 0.05  # for other processes to write their stacks
+_STACK_LOOKS, _LOOK_SECONDS = 20, 0.03  # the time that other processes have to write their stacks
 _ASKED_NS = 2_000_000_000  # for so long, SIGQUIT is a request of another rank
 
 _now = time.monotonic_ns
@@ -131,12 +131,14 @@ class Ring:
             self.places[key] = self.add_text({"label": key[2], "frames": [place]})
         return self.places[key]
 
-    def ask(self) -> None:
-        """Local. Have another process append its stacks to its file, which takes it a moment."""
-        with contextlib.suppress(OSError):  # it has ended
+    def ask(self) -> bool:
+        """Local. Have another process append its stacks to its file, which takes it a moment; False if it has ended."""
+        with contextlib.suppress(OSError):
             if os.path.samestat(self._path.stat(), self._file):
                 _WORD.pack_into(self.memory, _ASKED, _now())
                 os.kill(self.about[1], signal.SIGQUIT)
+                return True
+        return False
 
     def stacks(self) -> bytes:
         """Local. The stacks in the file; nothing if the process has ended."""
@@ -311,12 +313,16 @@ class FlightRecord:
             folder = str(_path(found[0][1]).parent) if found else ""
             found = [(ring, content) for ring, content in found if ring is own or not _path(content).exists()]
             _save(found, reason)  # at once, since a launcher may kill this process at any moment
-            for ring, content in found:
-                if ring is own:
-                    faulthandler.dump_traceback(ring.about[0])
-                elif content["answers"]:
-                    ring.ask()
-            time.sleep(_STACK_SECONDS if found else 0)
+            if own is not None:
+                faulthandler.dump_traceback(own.about[0])
+            asked = [ring for ring, content in found if ring is not own and content["answers"] and ring.ask()]
+            before: list[int] = []
+            for _ in range(_STACK_LOOKS if asked else 0):
+                sizes = [len(ring.stacks()) for ring in asked]
+                if all(sizes) and sizes == before:
+                    break
+                before = sizes
+                time.sleep(_LOOK_SECONDS)
             for ring, content in found:
                 if stacks := ring.stacks():
                     Path(folder, f"stacks-{content['rank']}.txt").write_bytes(stacks)
