@@ -231,8 +231,8 @@ class DistOpt:
             bucket_elements: bucket size in elements.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
-        On a GPU the host does not wait for the check of the gradients: the device leaves the update out if they are bad,
-        and the next step or `get_states` raises the error or logs the skipped update.
+        On a GPU the host does not wait for the check of the gradients: the device leaves the update out if they are
+        bad, and the next step or `get_states` raises the error or logs the skipped update.
 
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.

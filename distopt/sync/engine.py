@@ -120,8 +120,8 @@ class Engine:
             rule: the optimizer's, the same on all ranks.
             version: a number that changes when different parameters may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
-            defers: whether the verdict of gradients on a GPU may be a `Doubt`. The front then calls `settle` between the
-                end of the step and its update, which the `Doubt` gates, and hands that to `postpone`.
+            defers: whether the verdict of gradients on a GPU may be a `Doubt`. The front then calls `settle` between
+                the end of the step and its update, which the `Doubt` gates, and hands that to `postpone`.
 
         Raises:
             GradientError: as `settle`.

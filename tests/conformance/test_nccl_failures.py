@@ -107,7 +107,7 @@ def test_a_stall_is_noticed_while_python_stands_still(tmp_path: Path) -> None:
 
 
 def stall_in_a_connection(job: LocalJob) -> bool:
-    """The device waits for a peer, and so does a thread in NCCL, below which nothing is aborted: the error still comes."""
+    """The device waits for a peer, and a thread in NCCL too, so that nothing is aborted: the error still comes."""
     comm = connect(job, HASTY)
     wire = comm.empty(1 << 20)
     for _ in range(2 - job.topology.rank):

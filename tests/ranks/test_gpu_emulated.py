@@ -109,7 +109,7 @@ CODECS = {
     "warm-up": ErrorFeedback(TopK(0.05, warm_up_steps=2, momentum=0.5)),
     "threshold": ErrorFeedback(Threshold(0.02)),
 }
-# Of the host in a step with one bucket: warm-up has its count on the host, and threshold needs the lengths of the lists.
+# Of the host, in a step with one bucket: warm-up counts on the host, and threshold needs the lengths of the lists.
 MOST_WAITS = {"fp32": 0, "fp16": 0, "top-K": 0, "warm-up": 1, "threshold": 1}
 BAD = (1, 4)  # steps with a gradient that is not finite, each of another rank; the last one, too
 
