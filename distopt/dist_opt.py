@@ -21,7 +21,7 @@ from .comm import Communicator
 from .comm.base import Array
 from .comm.gpu import driver_version
 from .comm.world import current, offer
-from .compress import Codec, CommunicationStatistics
+from .compress import BadGradient, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError
 from .launch import Job
@@ -231,11 +231,14 @@ class DistOpt:
             bucket_elements: bucket size in elements.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
+        On a GPU the host does not wait for the check of the gradients: the device leaves the update out if they are
+        bad, and the next step or `get_states` raises the error or logs the skipped update.
+
         Raises:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
             UsageError: the parameters under `loss` are not those of the first step, or `clip` is not positive.
         """
-        self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip))
+        self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip, defers=self.opt.can_gate))
 
     def update_partially(self, loss: Tensor, partition_elements: int = DEFAULT_BUCKET_ELEMENTS) -> None:
         """Collective. Update the parameters by this rank's own gradients, then average one partition of them.
@@ -308,13 +311,18 @@ class DistOpt:
             for param, _ in pairs:
                 step.final(param)
             timeline.phase("")
-            verdict = step.finish()
-        if verdict is not None:
+            verdict = step.finish_deferred()
+        self._engine.settle(following=step)
+        if isinstance(verdict, BadGradient):
             loss.device.check()  # a wrong label is a better error than the NaN it causes
             self._engine.refuse(verdict)
             return None
-        with timeline.span("update"):
+        if verdict is None:
             self._update(layout)
+            return layout
+        with self.opt.gated(verdict.flag) as undo:
+            self._update(layout)
+        self._engine.postpone(step, verdict, undo, loss.device.check)
         return layout
 
     def _adopt(self, layout: Layout) -> None:
@@ -329,12 +337,13 @@ class DistOpt:
         ]
 
     def _update(self, layout: Layout) -> None:
-        if self.opt.clip_grad_norm is not None:
-            self.opt.clip_gradients([bucket.flat for bucket in layout.buckets])
-        update = self.opt.update
-        for param, grad in self._pairs:
-            update(param, grad)
-        self.opt.step()
+        with timeline.span("update"):
+            if self.opt.clip_grad_norm is not None:
+                self.opt.clip_gradients([bucket.flat for bucket in layout.buckets])
+            update = self.opt.update
+            for param, grad in self._pairs:
+                update(param, grad)
+            self.opt.step()
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
@@ -344,13 +353,16 @@ class DistOpt:
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to resume, including this rank's residuals.
 
-        Residuals differ between ranks: every rank saves its own.
+        Residuals differ between ranks: every rank saves its own. On a GPU it is collective if the gradients of the last
+        step were bad.
 
         Raises:
+            GradientError: they were; see `reduce_and_update`.
             UsageError: gradients of `no_sync` wait for an update.
         """
         self._accumulation.check_empty()
-        return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
+        others = self._engine.get_states()  # first: it may find that the last update has not been made
+        return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | others
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Resume from the result of `get_states` on the same rank of a job of the same size.

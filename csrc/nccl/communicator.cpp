@@ -25,6 +25,7 @@ Wire wire_of(DType dtype) {
   static constexpr Wire wires[] = {{DataType::float32},  {DataType::float64}, {DataType::float16}, {DataType::bfloat16},
                                    {DataType::int32},    {DataType::int64},   {DataType::int8},    {DataType::uint8},
                                    {DataType::uint8, 2}, {DataType::uint8}};
+  static_assert(static_cast<int>(DType::int16) == 8, "the table has the order of DType");
   return wires[static_cast<int>(dtype)];
 }
 
@@ -148,15 +149,15 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
   for (std::size_t i = 0; i < operations.size(); ++i)
     if (const auto mismatch = board_->post(first + i, operations[i].arguments)) fail_and_throw(mismatch->failure());
   collective->ready->record(caller);
-  collective->ready->hold_up(stream_.get());
-  const Call function = [operations, rank = rank_, stream = stream_.get()](nccl::Opened& in) {
-    return call_all(in, operations, rank, stream);
+  collective->ready->hold_up(stream_->get());
+  const Call function = [operations, rank = rank_, stream = stream_](nccl::Opened& in) {
+    return call_all(in, operations, rank, stream->get());
   };
   if (may_connect(operations))
     call_apart(collective->text.c_str(), opened(), function);
   else
     call(collective->text.c_str(), function);
-  collective->finished->record(stream_.get());
+  collective->finished->record(stream_->get());
   {
     const Lock lock(mutex_);
     outstanding_.push_back(collective);
@@ -289,6 +290,10 @@ void* NcclCommunicator::allocate(std::size_t bytes) {
 }
 
 void NcclCommunicator::release(void* memory) {
+  {
+    const Lock lock(mutex_);
+    if (!ending_.expired()) return;
+  }
   const InContext own(context_);  // where the last reference is dropped, another may be current
   // Kernels of the caller may still use it; nothing orders ncclMemFree behind them.
   static_cast<void>(cuda::driver().ctx_synchronize.status());

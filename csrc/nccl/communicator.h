@@ -73,7 +73,8 @@ class NcclCommunicator {
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
   void* allocate(std::size_t bytes);
-  // Waits for the device, which may still use it. Where a collective is being started, that thread frees it later.
+  // Waits for the device, which may still use it. Where a collective is being started, that thread frees it later. It
+  // is kept if the device may wait forever, because an abort waits for a thread in NCCL.
   void release(void* memory);
 
   // Local. Ends the communicator at once, with this error for all ranks of the host.
@@ -122,7 +123,7 @@ class NcclCommunicator {
   const Limits limits_;
   const double abort_seconds_;
   const Hooks hooks_;
-  Stream stream_;
+  const std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();  // threads that are left in NCCL use it
   EventPool events_;
 
   // One caller at a time; taken before mutex_. The next three are its own.
@@ -143,6 +144,7 @@ class NcclCommunicator {
   std::mutex mutex_;  // all below; not held during calls of NCCL, of the driver or of Python
   std::condition_variable changed_;
   std::shared_ptr<nccl::Opened> opened_;
+  std::weak_ptr<nccl::Opened> ending_;  // after a failure, as long as a thread is in NCCL
   std::deque<Work> outstanding_;
   std::vector<void*> released_;
   std::optional<CommunicatorError> failure_;

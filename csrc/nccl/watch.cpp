@@ -88,6 +88,7 @@ void NcclCommunicator::fail(const ErrorFields& failure) {
     if (failing_) return;
     failing_ = true;
     last = std::move(opened_);
+    ending_ = last;
   }
   CommunicatorError recorded = board_->peers().fail(failure);
   if (last) {

@@ -14,7 +14,7 @@ from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
 from .sparse import SparseCodec
-from .state import BadGradient, CodecState, Part
+from .state import BadGradient, CodecState, Doubt, Part, Verdict
 from .statistics import CommunicationStatistics, Statistics
 from .threshold import Threshold
 from .top_k import TopK
@@ -26,6 +26,7 @@ __all__ = [
     "Codec",
     "CodecState",
     "CommunicationStatistics",
+    "Doubt",
     "ErrorFeedback",
     "Fp16",
     "Fp32",
@@ -36,6 +37,7 @@ __all__ = [
     "Statistics",
     "Threshold",
     "TopK",
+    "Verdict",
     "codec_of",
     "create",
     "finish_all",

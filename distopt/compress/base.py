@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from functools import cached_property
-from operator import attrgetter
+from dataclasses import replace
+from functools import cached_property, reduce
+from operator import attrgetter, or_
 from time import perf_counter
 from typing import ClassVar, TypeAlias
 
@@ -24,11 +25,11 @@ from ..comm import Communicator, Work
 from ..comm.base import Array
 from ..errors import UsageError
 from ..timeline import timeline
-from .state import BadGradient, CodecState, Part
+from .state import BadGradient, CodecState, Doubt, Part, Verdict
 from .statistics import Statistics
 
 # The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
-Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
+Steps: TypeAlias = "Generator[Work, None, Verdict]"
 
 
 class Codec(ABC):
@@ -121,6 +122,7 @@ class Codec(ABC):
 
         Returns:
             The verdict, the same on all ranks: None, or whose gradient was unusable. The bucket holds no mean then.
+            Where `CodecState.defers`, it may be a `Doubt`.
         """
 
 
@@ -136,7 +138,7 @@ class PendingReduction:
     def __init__(self, codec: Codec, state: CodecState) -> None:
         """Collective. Run up to the first wait."""
         self.finished = False
-        self.verdict: BadGradient | None = None
+        self.verdict: Verdict = None
         self.state = state
         state.renewed.clear()  # by a step without update
         self._steps = codec.reduce(state)
@@ -192,10 +194,10 @@ def _failed(error: BaseException) -> Steps:
     raise error
 
 
-def finish_all(reductions: Sequence[PendingReduction]) -> list[BadGradient | None]:
+def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
     """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
 
-    If one verdict is bad, the states of all codecs stay as they were.
+    If one verdict is bad, the states of all codecs stay as they were. The flags of all `Doubt`s are one.
     """
     under_way = True
     while under_way:
@@ -204,8 +206,11 @@ def finish_all(reductions: Sequence[PendingReduction]) -> list[BadGradient | Non
             reduction.resume()
             under_way |= not reduction.finished
     verdicts = list(map(attrgetter("verdict"), reductions))
-    if not any(verdicts):
-        for reduction in reductions:
-            if reduction.state.renewed:
-                reduction.state.accept()
-    return verdicts
+    if any(isinstance(verdict, BadGradient) for verdict in verdicts):
+        return verdicts
+    doubts = [verdict for verdict in verdicts if isinstance(verdict, Doubt)]
+    flag = reduce(or_, [doubt.flag for doubt in doubts]) if doubts else None
+    for each in reductions:
+        if each.state.renewed:
+            each.state.accept(unless=flag)
+    return [replace(verdict, flag=flag) if isinstance(verdict, Doubt) else verdict for verdict in verdicts]

@@ -39,8 +39,13 @@ class Fp32(Codec):
         if marks:
             state.kernels.mark_beyond(bucket, state.memory["limit"], state.findings[FROM_BAD : FROM_BAD + 1])
         looks = state.check_finite and not marks
-        work = state.all_reduce(bucket, "mean", find_nonfinite=looks)
+        with state.comm.together():
+            work = state.all_reduce(bucket, "mean", find_nonfinite=looks)
+            header = state.send_header() if marks and state.may_doubt else None
         yield work
+        if header is not None:
+            yield header
+            return state.doubt(header, _fault(state))
         if looks and (found := work.nonfinite):
             rank, index = found
             return state.verdict([0] * rank + [bucket.size - index], _fault(state))

@@ -57,12 +57,12 @@ class _Half(Codec):
             work = state.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
-        header = state.read_header(sent)
-        if dynamic:
+        header = state.read_header(sent) if dynamic or not state.may_doubt else None
+        if dynamic and header is not None:
             _adapt(*dynamic, header.overflowed)
-        if header.verdict is None:
+        if header is None or header.verdict is None:
             state.kernels.decode16(bits, state.bucket, self.wire, 1 / scale)
-        return header.verdict
+        return state.doubt(sent) if header is None else header.verdict
 
     def _scale_state(self, state: CodecState) -> tuple[Array, Array] | None:
         """With a dynamic scale: the scale and the number of reductions since it last changed, old and new."""

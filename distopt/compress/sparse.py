@@ -87,13 +87,13 @@ class SparseCodec(Codec):
             payload = None if counts is None else self._send(state, counts, accumulation)
             under_way = [] if payload is None else [next(payload)]
         yield sent
-        header = state.read_header(sent)
+        header = None if payload is not None and state.may_doubt else state.read_header(sent)
         yield from under_way
-        if payload is None and header.verdict is None:
+        if payload is None and header is not None and header.verdict is None:
             payload = self._send(state, header.counts, accumulation)
         if payload is not None:
             yield from payload
-        return header.verdict
+        return state.doubt(sent) if header is None else header.verdict
 
     def _send(
         self, state: CodecState, counts: Sequence[int], accumulation: Accumulation

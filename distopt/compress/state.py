@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..comm import Communicator, Work
 from ..comm.base import Array, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, StateError
-from ..kernels import FINDINGS, array_module, kernels_of
+from ..kernels import FINDINGS, FROM_BAD, array_module, kernels_of
 from .statistics import Statistics
 
 States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
@@ -50,6 +53,22 @@ class BadGradient(NamedTuple):
         return GradientError(self.text, rank=self.rank, index=self.element)
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A verdict that is still on the device, where it can gate what follows; see `CodecState.defers`.
+
+    Attributes:
+        flag: bool [], on the device: whether the gradient of any rank was unusable.
+        read: local; gives the verdict, once the device has got to it.
+    """
+
+    flag: Array
+    read: Callable[[], BadGradient | None]
+
+
+Verdict: TypeAlias = "BadGradient | Doubt | None"
+
+
 class Header(NamedTuple):
     """The data that ranks exchange beside a lossy reduction.
 
@@ -86,7 +105,10 @@ class CodecState:
         statistics: totals of all reductions.
         pending: the `Work` that the reduction in progress waits for.
         renewed: names of arrays that replace others in the state, once the verdict on the step is known.
+        defers: whether a reduction may leave its verdict on the device, as a `Doubt`.
     """
+
+    defers = False
 
     def __init__(
         self,
@@ -113,6 +135,7 @@ class CodecState:
         self.findings: Array = None
         self.pending: Work | None = None
         self.renewed: set[str] = set()
+        self._accepted: set[str] = set()  # those of the last step
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" if it belongs to one parameter
         self._initial: dict[str, Array | None] = {}
         self._new: dict[str, Array] = {}  # spare arrays, which replace arrays of the state with these names
@@ -155,11 +178,28 @@ class CodecState:
         """Local. `renew` of the residual, if there is error feedback."""
         return (None, None) if self.residual is None else self.renew("residual")
 
-    def accept(self) -> None:
-        """Local. Make the renewed arrays current: all gradients of the step are good, also in other buckets."""
+    def accept(self, unless: Array | None = None) -> None:
+        """Local. Make the renewed arrays current: all gradients of the step are good, also in other buckets.
+
+        Args:
+            unless: bool [], on the device, if only that knows: where it is true, the arrays keep their values.
+        """
         for name in self.renewed:
+            if unless is not None:
+                self.kernels.copy_where(unless, self._state[name], self._new[name])
             self._state[name], self._new[name] = self._new[name], self._state[name]
-        self.renewed.clear()
+        self._accepted, self.renewed = self.renewed, set()
+
+    def take_back(self) -> None:
+        """Local. Undo `accept`, before the next reduction: the step is not taken after all."""
+        for name in self._accepted:
+            self._state[name], self._new[name] = self._new[name], self._state[name]
+        self._accepted = set()
+
+    @property
+    def may_doubt(self) -> bool:
+        """Local. Whether the verdict may be a `Doubt`: all that the step renews is on the device."""
+        return self.defers and not any(isinstance(self._new[name], np.ndarray) for name in self.renewed)
 
     def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of the state that the next steps depend on; they differ between ranks."""
@@ -269,11 +309,24 @@ class CodecState:
 
     def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
         """Local. The findings of all ranks, after the wait for `work` of `send_header`; `fault` is for errors."""
-        report = self.read(self._report, work)
+        return self._header(self.read(self._report, work), fault)
+
+    def _header(self, report: list[Any], fault: str) -> Header:
         counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
         self.statistics.overflowed += overflowed[self.topology.rank]
         self.statistics.underflowed += report[-1]
         return Header(counts, any(overflowed), self.verdict(from_bad, fault))
+
+    def doubt(self, work: Work, fault: str = "NaN or infinite") -> Doubt:
+        """Local. The verdict of `read_header`, left on the device."""
+        arrived = self.kernels.fetch(self._report)
+
+        def read() -> BadGradient | None:
+            report = arrived().tolist()
+            work.done()  # as in `read`
+            return self._header(report, fault).verdict
+
+        return Doubt(self._headers[FROM_BAD::_FIELDS].any(), read)
 
     def verdict(self, from_bad: Sequence[int], fault: str) -> BadGradient | None:
         """Local. The verdict on the gradients, given every rank's `FROM_BAD`."""

@@ -7,7 +7,7 @@ the first three.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
@@ -85,6 +85,12 @@ class Kernels(Protocol):
 
     def copy_into(self, target: Array, source: Array, /) -> None:
         """Overwrite `target`, by a NumPy array too."""
+
+    def copy_where(self, flag: Array, source: Array, target: Array) -> None:
+        """Overwrite `target`, of any type, by `source` if `flag`, bool [], is true; without a wait of the host."""
+
+    def fetch(self, array: Array) -> Callable[[], Array]:
+        """Start to copy a flat array of any type to the host; the result waits for the copy, and returns it."""
 
     def new_lists(self, capacity: int) -> Lists:
         """Room for selections."""

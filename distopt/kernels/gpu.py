@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -61,6 +61,26 @@ def copy_into(target: Array, source: Array) -> None:
         target.set(source)
     else:
         target[...] = source
+
+
+def copy_where(flag: Array, source: Array, target: Array) -> None:
+    """See `Kernels.copy_where`."""
+    cupy.copyto(target, source, where=flag)
+
+
+def fetch(array: Array) -> Callable[[], Array]:
+    """See `Kernels.fetch`; waits for the copy alone, not for what the stream holds behind it."""
+    out = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
+    array.get(out=out, blocking=False)
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record()
+
+    def arrived() -> Array:
+        if not event.done:
+            event.synchronize()
+        return out
+
+    return arrived
 
 
 def encode16(

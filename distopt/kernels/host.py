@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,16 @@ decode16, clear_at = _core.decode16, _core.clear_at
 def to_host(array: Array) -> Array:
     """See `Kernels.to_host`."""
     return array.copy()
+
+
+def copy_where(flag: Array, source: Array, target: Array) -> None:
+    """See `Kernels.copy_where`."""
+    np.copyto(target, source, where=flag)
+
+
+def fetch(array: Array) -> Callable[[], Array]:
+    """See `Kernels.fetch`."""
+    return lambda: array
 
 
 def new_lists(capacity: int) -> Lists:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checks import check_integer
 from ..comm.base import Array, Communicator
-from ..compress import Codec, CodecState, PendingReduction, finish_all
+from ..compress import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError
 from ..kernels import array_module
 
@@ -121,8 +121,9 @@ class Fusion:
         # Reversed, since `send` pops: the next step gets them in this order.
         for state in (buffer.state for buffer in reversed(sent)):
             self._free[state.kind, state.bucket.dtype.name, state.bucket.size].append(state)
-        for verdict in filter(None, verdicts):
-            raise verdict.error()
+        for verdict in verdicts:
+            if isinstance(verdict, BadGradient):
+                raise verdict.error()
 
     @staticmethod
     def _parts(arrays: Sequence[Array], state: CodecState) -> list[tuple[Array, Array]]:

@@ -12,20 +12,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from ..checks import check_integer
 from ..comm import Communicator
-from ..compress import BadGradient, Codec, CommunicationStatistics
+from ..compress import BadGradient, Codec, CommunicationStatistics, Doubt
 from ..compress.state import States
-from ..errors import StateError, UsageError
+from ..errors import DistoptError, StateError, UsageError
 from .agreement import Agreement
 from .bucket import BucketMemory, Parameter
 from .layout import Layout, check_names, unique_names
 from .partial import PartialStep, PartialUpdates, UpdateRule
-from .step import Step
+from .step import GradientCounter, Step
 from .uneven import Recipe, RollCall
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
@@ -36,6 +36,13 @@ DEFAULT_CHECK_EVERY = 100
 _OWN = {"steps", "partitions"}  # states that belong to no codec
 
 log = logging.getLogger("distopt")
+
+
+class _Unsettled(NamedTuple):
+    step: GradientCounter
+    doubt: Doubt
+    undo: Callable[[], None]
+    explain: Callable[[], None]
 
 
 class Engine:
@@ -68,6 +75,7 @@ class Engine:
         self._memory = BucketMemory(communicator)
         self._loaded: States = {}  # states of kinds of codec that have not been used yet
         self._roll_call: RollCall | None = None  # inside `join`
+        self._unsettled: _Unsettled | None = None  # the verdict of the last step
 
     @staticmethod
     def check_options(non_finite: str, check_every: Any = 0) -> None:
@@ -83,6 +91,7 @@ class Engine:
     @contextlib.contextmanager
     def by_hand(self, rule: UpdateRule) -> Iterator[None]:
         """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
+        self.settle()
         self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
             yield
@@ -97,6 +106,7 @@ class Engine:
         *,
         version: int = 0,
         clip: float | None = None,
+        defers: bool = False,
     ) -> Step:
         """Collective. Open a step in which gradients are averaged.
 
@@ -110,8 +120,11 @@ class Engine:
             rule: the optimizer's, the same on all ranks.
             version: a number that changes when different parameters may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
+            defers: whether the verdict of gradients on a GPU may be a `Doubt`. The front then calls `settle` between
+                the end of the step and its update, which the `Doubt` gates, and hands that to `postpone`.
 
         Raises:
+            GradientError: as `settle`.
             UsageError: `clip` is not positive, or `bucket_elements` is not an integer, or is negative.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
@@ -119,6 +132,8 @@ class Engine:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         if type(bucket_elements) is not int:
             bucket_elements = check_integer("bucket_elements", bucket_elements)
+        if not defers:
+            self.settle()
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
@@ -126,7 +141,7 @@ class Engine:
         layout = self.layout
         if layout is None or (layout.bucket_elements, layout.version) != (bucket_elements, version):
             layout = self.layout = self._fitting(bucket_elements, order(), rule, version)
-        return self._open(layout, recipe, rule, weight)
+        return self._open(layout, recipe, rule, weight, defers=defers and not self.is_joining)
 
     def _fitting(self, elements: int, params: Sequence[Parameter], rule: UpdateRule, version: int) -> Layout:
         """Collective. Buckets of that size for the parameters that train now."""
@@ -145,7 +160,7 @@ class Engine:
         small_first = self.communicator.overlaps
         return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.agreement.prefix)
 
-    def _open(self, layout: Layout, recipe: Recipe, rule: UpdateRule, weight: float) -> Step:
+    def _open(self, layout: Layout, recipe: Recipe, rule: UpdateRule, weight: float, *, defers: bool = False) -> Step:
         codec, agreement, statistics = recipe.codec, self.agreement, self.statistics
         states = layout.states.get(codec.kind)
         if states is None:
@@ -155,6 +170,8 @@ class Engine:
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
         states[0].calls = agreement.label(layout.buckets[0].label)
+        for state in states:
+            state.defers = defers and not isinstance(state.bucket, np.ndarray)
         return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
 
     def begin_partial(
@@ -176,6 +193,7 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
+        self.settle()
         agreement, statistics = self.agreement, self.statistics
         if type(partition_elements) is not int:
             partition_elements = check_integer("partition_elements", partition_elements)
@@ -195,6 +213,44 @@ class Engine:
         skipped, steps = self.statistics.skipped, self.statistics.steps
         log.warning("update skipped, step %d of %d skipped so far: %s", skipped, steps, error)
 
+    def postpone(
+        self, step: GradientCounter, doubt: Doubt, undo: Callable[[], None], explain: Callable[[], None]
+    ) -> None:
+        """Local. Leave the verdict of a finished step to `settle`. The update that it gates may start.
+
+        Args:
+            step: the step.
+            doubt: the verdict of its `finish_deferred`.
+            undo: called if it is bad: undoes what the front has counted as a step.
+            explain: called after that; raises an error that explains the bad gradient better, if there is one.
+        """
+        self._unsettled = _Unsettled(step, doubt, undo, explain)
+
+    def settle(self, following: GradientCounter | None = None) -> None:
+        """Collective if the gradients of the last step were bad, else local. Refuse them if so, see `refuse`.
+
+        A verdict that was left on the device has long been there at the end of the next step. Methods that need it call
+        this.
+
+        Args:
+            following: the step that has finished since. It is given up if an error is raised.
+
+        Raises:
+            GradientError: unless `non_finite` is "skip"; or an exception has ended the step on another rank.
+        """
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        try:
+            verdict = unsettled.step.settle(unsettled.doubt, unsettled.undo)
+            if verdict is not None:
+                unsettled.explain()
+                self.refuse(verdict)
+        except DistoptError:
+            if following is not None:
+                following.take_back()
+            raise
+
     @property
     def is_joining(self) -> bool:
         """Local. Whether this is inside `join`, where ranks may be out of data."""
@@ -206,6 +262,7 @@ class Engine:
         """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
+        self.settle()
         roll_call = self._roll_call = RollCall(self.communicator)
         try:
             yield
@@ -231,7 +288,11 @@ class Engine:
         Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
         updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a
         parameter.
+
+        Raises:
+            GradientError: as `settle`, which makes this collective after a bad gradient.
         """
+        self.settle()
         done, partial = self.statistics, self.partial
         flags = partial.pending, partial.slots_pending
         own = {"steps": np.array([done.steps, done.skipped, partial.next, *flags], np.int64)}
@@ -245,6 +306,7 @@ class Engine:
             StateError: see `check_states`; nothing was changed.
         """
         self._loaded = self.check_states(states)
+        self._unsettled = None
         if self.layout is not None:
             self.layout.set_states(self._loaded)
         self.statistics.steps, self.statistics.skipped, partition, *flags = map(int, states["steps"])

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
-from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, PendingReduction, finish_all
+from ..compress import (
+    BadGradient,
+    Codec,
+    CodecState,
+    CommunicationStatistics,
+    Doubt,
+    PendingReduction,
+    Verdict,
+    finish_all,
+)
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 from .agreement import Agreement
 from .bucket import Bucket, Parameter
@@ -65,7 +74,7 @@ class GradientCounter(ABC):
         """Collective. Start all that can start: a bucket is full."""
 
     @abstractmethod
-    def _end(self) -> BadGradient | None:
+    def _end(self) -> Verdict:
         """Collective. Wait for the end of all that has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
@@ -99,13 +108,40 @@ class GradientCounter(ABC):
             UsageError: see `unused`.
             GradientError: an exception has ended the step on another rank.
         """
+        verdict = self.finish_deferred(unused)
+        assert not isinstance(verdict, Doubt), "the step has been begun with `defers`"
+        return verdict
+
+    def finish_deferred(self, unused: Literal["raise", "zero"] = "raise") -> Verdict:
+        """Collective. As `finish`; a `Doubt` is to be settled by `settle`, at a point that is the same on all ranks."""
         if self._awaited:
             self._complete(unused)
             self._start_full()
         verdict = self._end()
-        if verdict is not None:
+        if isinstance(verdict, BadGradient):
             self._refuse()
         self._ended = True
+        return verdict
+
+    def take_back(self) -> None:
+        """Local. Give this step up, after `finish_deferred` and without an update."""
+        for reduction in self._started:
+            reduction.state.take_back()
+
+    def settle(self, doubt: Doubt, undo: Callable[[], None]) -> BadGradient | None:
+        """Collective if a gradient was bad. Wait for a verdict of `finish_deferred` that was left on the device.
+
+        Args:
+            doubt: that verdict.
+            undo: called after a bad one; it undoes what the caller has counted since.
+
+        Raises:
+            GradientError: an exception has ended the step on another rank.
+        """
+        verdict = doubt.read()
+        if verdict is not None:
+            undo()
+            self._refuse()
         return verdict
 
     def _complete(self, unused: Literal["raise", "zero"]) -> None:
@@ -142,9 +178,11 @@ class GradientCounter(ABC):
                         grad.fill(np.nan)
                 self._missing = [0] * len(self._missing)
                 self._start_full()
-                if self._end() is not None:
+                verdict = self._end()
+                if isinstance(verdict, BadGradient):
                     self._refuse(reason)
-                return
+                if not isinstance(verdict, Doubt):  # which the other ranks do not read now
+                    return
         except GradientError:  # another rank has left, too
             return
         except BaseException as second:
@@ -219,12 +257,24 @@ class Step(GradientCounter):
             self._started.append(self._codec.start(self._states[index]))
             self._calling = False
 
-    def _end(self) -> BadGradient | None:
+    def _end(self) -> Verdict:
         """Collective. Wait until all gradients are the means over the ranks."""
+        doubts: list[tuple[Bucket, Doubt]] = []
         for bucket, verdict in zip(self.layout.buckets, finish_all(self._started), strict=True):
-            if verdict is not None:
+            if isinstance(verdict, BadGradient):
                 return self._named(bucket, verdict.rank, verdict.element)
+            if verdict is not None:
+                doubts.append((bucket, verdict))
         if self._weight != 1:
             for bucket in self.layout.buckets:
                 bucket.flat *= self._weight
-        return None
+        return self._joined(doubts) if doubts else None
+
+    def _joined(self, doubts: Sequence[tuple[Bucket, Doubt]]) -> Doubt:
+        """One verdict for all buckets: the first bad one."""
+
+        def read() -> BadGradient | None:
+            found = [(bucket, doubt.read()) for bucket, doubt in doubts]  # all, for the sake of the statistics
+            return next((self._named(bucket, bad.rank, bad.element) for bucket, bad in found if bad), None)
+
+        return Doubt(doubts[0][1].flag, read)

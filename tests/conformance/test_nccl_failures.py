@@ -4,12 +4,14 @@ import ctypes
 import os
 import re
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from distopt.errors import CommunicatorError, UsageError
+from distopt.errors import CommunicatorError, MismatchError, UsageError
 from distopt.settings import Settings
 from tests.emulation import build
 
@@ -104,6 +106,25 @@ def test_a_stall_is_noticed_while_python_stands_still(tmp_path: Path) -> None:
     assert run_ranks_ok(hold_the_gil, 2, str(tmp_path / "calls")) == [True, True]
 
 
+def stall_in_a_connection(job: LocalJob) -> bool:
+    """The device waits for a peer, and a thread in NCCL too, so that nothing is aborted: the error still comes."""
+    comm = connect(job, HASTY)
+    wire = comm.empty(1 << 20)
+    for _ in range(2 - job.topology.rank):
+        comm.all_reduce(comm.xp.zeros(3)).wait()
+    if job.topology.rank == 0:
+        with pytest.raises(TimeoutError, match=r"no (answer|result) within 3 s"):
+            comm.all_reduce(comm.xp.zeros(5))
+        del wire
+        comm.close()
+    job.all_gather(b"")
+    return True
+
+
+def test_a_stall_on_the_device_and_in_a_connection_is_told() -> None:
+    assert run_ranks_ok(stall_in_a_connection, 2) == [True, True]
+
+
 def run_ahead(job: LocalJob) -> int:
     comm, works = connect(job, HASTY, CONNECTED="1"), []
     job.all_gather(b"")
@@ -158,6 +179,41 @@ def test_an_error_of_one_rank_ends_the_wait_of_all(function: str) -> None:
     for outcome in run_ranks(meet_error, 2, function):
         assert outcome.error == "CommunicatorError", outcome.trace
         assert re.search(r"rank 1 \(host .*: NCCL failed in .*: internal error", outcome.text)
+
+
+def leave_a_step(job: LocalJob) -> str:
+    """Rank 1 leaves a step by an exception; where the verdict stays on the device, rank 0 learns it in the next one."""
+    os.environ["DISTOPT_DEVICE"] = "cuda"
+    comm = connect(job)
+    from distopt import dist_opt, opt
+    from tests.ranks import small_net
+
+    optimizer = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=comm)
+    net = small_net.build(optimizer)
+    batches = [small_net.batch(n, job.topology.rank, optimizer.device) for n in range(3)]
+    net(*batches[0], optimizer)
+    before = small_net.parameters(net)
+
+    def end_early(*_: object, **__: object) -> Iterator[object]:
+        yield from ()
+        raise ValueError("the test wants it")
+
+    if job.topology.rank == 1:
+        dist_opt.autograd.backward = end_early
+        with pytest.raises(ValueError, match="the test wants it"):
+            net(*batches[1], optimizer)
+        job.all_gather(b"")
+        return ""
+    net(*batches[1], optimizer)
+    np.testing.assert_array_equal(small_net.parameters(net), before)
+    with pytest.raises(MismatchError) as info:
+        net(*batches[2], optimizer)
+    job.all_gather(b"")
+    return str(info.value)
+
+
+def test_a_step_that_an_exception_has_ended_is_told_in_the_next_one() -> None:
+    assert "rank 1 left step 1: ValueError" in run_ranks_ok(leave_a_step, 2)[0]
 
 
 def abort(job: LocalJob) -> str:

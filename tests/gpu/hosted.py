@@ -39,7 +39,8 @@ class Hosted:
 
         def call(*args: Any, **options: Any) -> Any:
             given = [to_device(value) for value in args]
-            result = to_host(function(*given, **options))
+            on_device = {key: to_device(value) for key, value in options.items()}
+            result = to_host(function(*given, **on_device))
             copy_back(list(args), given)
             return result
 

@@ -34,8 +34,11 @@ def array(shape, dtype, seed):
     return np.random.default_rng([seed, np.prod(shape, dtype=int)]).standard_normal(shape).astype(dtype)
 
 
-def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9):
-    """Parameter and state after some steps; the gradients reach down to `smallest`, and must not change."""
+def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9, gates=(None,)):
+    """Parameter and state after some steps; the gradients reach down to `smallest`, and must not change.
+
+    Each step is done with every one of `gates`, of which one lets it through.
+    """
     param = array(shape, dtype, 0)
     n_states = {"sgd": int("momentum" in settings), "adam": 2}.get(name, 1)
     states = [np.zeros_like(param) for _ in range(n_states)]
@@ -44,9 +47,24 @@ def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9):
         grad = array(shape, dtype, 1 + step) * scale
         kept = grad.copy()
         slots, counted = states or [None], [step + 1] * (name == "adam")
-        kernels.update(name, param, grad, slots, *counted, *(VALUES[name] | settings).values())
+        for gate in gates:
+            gated = {} if gate is None else {"gate": gate}
+            rule = *counted, *(VALUES[name] | settings).values()
+            kernels.update(name, param, grad * np.nan if gate else grad, slots, *rule, **gated)
         np.testing.assert_array_equal(grad, kept)
     return [param, *states]
+
+
+GATES = (np.array(True), np.array(False), np.array(True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_gate_leaves_an_update_out(name, settings, dtype, shape):
+    expected = run(cpu, name, settings, shape, dtype)
+    for a, b in zip(run(cpu, name, settings, shape, dtype, gates=GATES), expected, strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

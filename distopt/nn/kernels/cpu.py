@@ -323,8 +323,12 @@ def channel_sums(x: Array) -> Array:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
+def update(
+    rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float, gate: Array | None = None
+) -> None:
     """Update `param` and `slots` in place by one of these rules, described in `optim.rules`; `grad` does not change.
+
+    Nothing changes if `gate`, bool [], is true.
 
     | rule | slots, of the shape of `param` | values |
     | --- | --- | --- |
@@ -333,4 +337,5 @@ def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], 
     | "rmsprop" | running mean square | lr, rho, epsilon, weight_decay |
     | "adagrad" | sum of squares | lr, epsilon, weight_decay |
     """
-    getattr(_core, rule)(param, grad, *slots, *values)
+    if gate is None or not gate:
+        getattr(_core, rule)(param, grad, *slots, *values)

@@ -226,10 +226,13 @@ def channel_sums(x: Array) -> Array:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
-    """See `cpu.update`."""
+def update(
+    rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float, gate: Array | None = None
+) -> None:
+    """See `cpu.update`; the gate is read on the device."""
     arrays = [checked_or_none(array, param.shape, param.dtype) for array in (param, grad, *slots)]
-    launch_each(f"{rule}<{c_type(param)}>", param.size, *arrays, param.size, *_COEFFICIENTS[rule](*values))
+    gate = checked_or_none(gate, (), np.bool_)
+    launch_each(f"{rule}<{c_type(param)}>", param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
 
 
 def _adam_coefficients(

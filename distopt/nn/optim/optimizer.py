@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +24,12 @@ from ..singa.views import CurrentValue
 from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler
+
+
+def passes_gate(apply: Callable[..., None]) -> Callable[..., None]:
+    """Local. Mark an `_apply` that hands `Optimizer._gate` to the kernels, which then do all of its work."""
+    apply.passes_gate = True  # type: ignore[attr-defined]
+    return apply
 
 
 class Optimizer:
@@ -60,6 +66,7 @@ class Optimizer:
     lr_value = CurrentValue("lr")
     grad_norm: float | None = None
     _clip_grad_norm: float | None = None
+    _gate: Array | None = None
 
     def __init__(
         self, lr: float | DecayScheduler, dtype: DTypeLike = float32, *, clip_grad_norm: float | None = None
@@ -118,6 +125,29 @@ class Optimizer:
         divide each loss by n. `DistOpt.no_sync` has the same effect on every rank; the name is PyTorch's.
         """
         return self._accumulation.collecting()
+
+    @property
+    def can_gate(self) -> bool:
+        """Local. Whether `gated` can keep this optimizer from updating: a user's own rule, it cannot."""
+        kind = type(self)
+        own = (kind.apply, kind.update, kind.step) == (Optimizer.apply, Optimizer.update, Optimizer.step)
+        return own and getattr(kind._apply, "passes_gate", False) and self._clip_grad_norm is None
+
+    @contextmanager
+    def gated(self, flag: Array) -> Iterator[Callable[[], None]]:
+        """Local. Updates inside change nothing if `flag` is true, without a wait of the host; only if `can_gate`.
+
+        Args:
+            flag: bool [], on the device of the parameters.
+
+        Yields:
+            A function that, if the flag was true, takes back the count of the step inside.
+        """
+        self._gate, before = flag, self._steps
+        try:
+            yield lambda: self._go_to(before)
+        finally:
+            self._gate = None
 
     @property
     def clip_grad_norm(self) -> float | None:

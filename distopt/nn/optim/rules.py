@@ -15,7 +15,7 @@ from ..core.array import Array, float32
 from ..kernels import kernels_of
 from ..singa.views import CurrentValue, SlotView
 from .hyperparameters import Hyperparameter
-from .optimizer import Optimizer
+from .optimizer import Optimizer, passes_gate
 from .schedules import Constant, DecayScheduler
 
 __all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
@@ -65,10 +65,11 @@ class SGD(Optimizer):
         """Local. See `Optimizer.constants`."""
         return super().constants() | {"nesterov": self.nesterov}
 
+    @passes_gate
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
         rule = values["lr"], values["momentum"], values["dampening"], values["weight_decay"], self.nesterov
-        kernels_of(param).update("sgd", param, grad, [slots.get("momentum")], *rule)
+        kernels_of(param).update("sgd", param, grad, [slots.get("momentum")], *rule, gate=self._gate)
 
 
 class Adam(Optimizer):
@@ -102,13 +103,14 @@ class Adam(Optimizer):
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
+    @passes_gate
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values, weight_decay = self.values, self.values["weight_decay"]
         if self._decoupled:
             param *= 1 - values["lr"] * weight_decay
             weight_decay = 0.0
         rule = self._steps + 1, values["lr"], values["beta_1"], values["beta_2"], values["epsilon"], weight_decay
-        kernels_of(param).update("adam", param, grad, [slots["m"], slots["v"]], *rule)
+        kernels_of(param).update("adam", param, grad, [slots["m"], slots["v"]], *rule, gate=self._gate)
 
 
 class AdamW(Adam):
@@ -121,6 +123,7 @@ class AdamW(Adam):
     """
 
     _decoupled = True
+    can_gate = False  # the kernel does not apply the decay
 
     def __init__(
         self,
@@ -165,10 +168,11 @@ class RMSProp(Optimizer):
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.rho, self.epsilon, self.weight_decay = rho, epsilon, weight_decay
 
+    @passes_gate
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
         rule = values["lr"], values["rho"], values["epsilon"], values["weight_decay"]
-        kernels_of(param).update("rmsprop", param, grad, [slots["running"]], *rule)
+        kernels_of(param).update("rmsprop", param, grad, [slots["running"]], *rule, gate=self._gate)
 
 
 class AdaGrad(Optimizer):
@@ -197,7 +201,8 @@ class AdaGrad(Optimizer):
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.epsilon, self.weight_decay = epsilon, weight_decay
 
+    @passes_gate
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
         rule = values["lr"], values["epsilon"], values["weight_decay"]
-        kernels_of(param).update("adagrad", param, grad, [slots["history"]], *rule)
+        kernels_of(param).update("adagrad", param, grad, [slots["history"]], *rule, gate=self._gate)

@@ -78,6 +78,8 @@ class ndarray:  # noqa: N801
     # -- to the host and back ----------------------------------------------------------------------------------------
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray[Any, Any]:
         """A copy in host memory. Not blocking, it is complete only when the stream is."""
+        if blocking:
+            cuda.host_waits.append("get")
         if out is None:
             cuda.drain(stream)
             return np.array(self._host, order=order)  # type: ignore[call-overload, no-any-return]
@@ -106,14 +108,17 @@ class ndarray:  # noqa: N801
             cuda.drain(stream)
 
     def item(self) -> Any:
+        cuda.host_waits.append("item")
         cuda.drain()
         return self._host.item()
 
     def tolist(self) -> Any:
+        cuda.host_waits.append("tolist")
         cuda.drain()
         return self._host.tolist()
 
     def tobytes(self) -> bytes:
+        cuda.host_waits.append("tobytes")
         cuda.drain()
         return self._host.tobytes()
 

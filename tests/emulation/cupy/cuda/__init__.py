@@ -31,6 +31,7 @@ __all__ = [
 
 _local = threading.local()
 _pinned: dict[int, int] = {}  # size in bytes, by address
+host_waits: list[str] = []  # what the host waited for: not CuPy's, for tests
 
 
 class Device:
@@ -62,6 +63,7 @@ class Device:
         return self
 
     def synchronize(self) -> None:
+        host_waits.append("device")
         _emulated.device_synchronize()
 
     compute_capability = "90"
@@ -236,6 +238,7 @@ class _BaseStream:
         return self
 
     def synchronize(self) -> None:
+        host_waits.append("stream")
         _emulated.stream_synchronize(self.ptr)
 
     def record(self, event: Event | None = None) -> Event:
@@ -289,6 +292,7 @@ class Event:
         _emulated.event_record(self.ptr, (stream or get_current_stream()).ptr)
 
     def synchronize(self) -> None:
+        host_waits.append("event")
         _emulated.event_synchronize(self.ptr)
 
     @property
