@@ -3,8 +3,8 @@
 
 // `gate` and `buffer` may be null. Nothing changes if the gate is set.
 template <class T>
-__global__ void sgd(const bool* gate, T* param, const T* grad, T* buffer, size_t count, T rate, T momentum, T share, T decay,
-                    bool nesterov) {
+__global__ void sgd(const bool* gate, T* param, const T* grad, T* buffer, size_t count, T rate, T momentum, T share,
+                    T decay, bool nesterov) {
   if (gate && *gate) return;
   for_each(count, [&](size_t i) {
     T g = grad[i] + decay * param[i];
@@ -19,8 +19,8 @@ __global__ void sgd(const bool* gate, T* param, const T* grad, T* buffer, size_t
 
 // `root_correction` is the square root of the bias correction of v; the rate is corrected for m.
 template <class T>
-__global__ void adam(const bool* gate, T* param, const T* grad, T* m, T* v, size_t count, T rate, T root_correction, T kept1, T share1,
-                     T kept2, T share2, T epsilon, T decay) {
+__global__ void adam(const bool* gate, T* param, const T* grad, T* m, T* v, size_t count, T rate, T root_correction,
+                     T kept1, T share1, T kept2, T share2, T epsilon, T decay) {
   if (gate && *gate) return;
   for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
@@ -31,8 +31,8 @@ __global__ void adam(const bool* gate, T* param, const T* grad, T* m, T* v, size
 }
 
 template <class T>
-__global__ void rmsprop(const bool* gate, T* param, const T* grad, T* running, size_t count, T rate, T kept, T share, T epsilon,
-                        T decay) {
+__global__ void rmsprop(const bool* gate, T* param, const T* grad, T* running, size_t count, T rate, T kept, T share,
+                        T epsilon, T decay) {
   if (gate && *gate) return;
   for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
@@ -42,7 +42,8 @@ __global__ void rmsprop(const bool* gate, T* param, const T* grad, T* running, s
 }
 
 template <class T>
-__global__ void adagrad(const bool* gate, T* param, const T* grad, T* history, size_t count, T rate, T epsilon, T decay) {
+__global__ void adagrad(const bool* gate, T* param, const T* grad, T* history, size_t count, T rate, T epsilon,
+                        T decay) {
   if (gate && *gate) return;
   for_each(count, [&](size_t i) {
     const T g = grad[i] + decay * param[i];
