@@ -1,10 +1,10 @@
-"""The cost of the flight record for a small collective, and of the timeline for a training step.
+"""The cost of the flight record and of the timeline, for a small collective and for a training step.
 
 An operation of a communicator whose transport does nothing is called with and without a record, and the timeline gets
-bars that it writes to a file. Then pairs of jobs train the reference CNN one after the other, with and without what is
-measured; ratios of the lower deciles of their steps, which the load of other processes hardly touches.
+bars that it writes to a file. Then a job trains the reference CNN, and its steps take turns: without recorders, with
+the flight record, with both. Other processes disturb all three alike. Printed are ratios of lower deciles and medians.
 
-    python -m benchmarks recorder --pairs 5
+    python -m benchmarks recorder --steps 600
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from distopt import opt
 from distopt.cli.values import at_least
 from distopt.comm.native import NativeCommunicator
 from distopt.comm.shm import ShmCommunicator
 from distopt.flight import FlightRecord
-from distopt.timeline import Timeline
+from distopt.timeline import Timeline, timeline
 
-CALLS, REPEATS = 2000, 25
-KINDS = {
-    "nothing against nothing": ({"DISTOPT_FLIGHT_RECORDS": "0"}, {"DISTOPT_FLIGHT_RECORDS": "0"}),
-    "flight record": ({}, {"DISTOPT_FLIGHT_RECORDS": "0"}),
-    "timeline and flight record": ({"DISTOPT_TIMELINE": "build/recorder"}, {"DISTOPT_FLIGHT_RECORDS": "0"}),
-}
+CALLS, REPEATS, WARM_UP_STEPS = 2000, 25, 30
+KINDS = ("no recorder", "flight record", "flight record and timeline")
 
 
 def seconds_a_call(communicator: NativeCommunicator) -> float:
@@ -58,37 +55,36 @@ def seconds_a_bar() -> float:
     return min(took)
 
 
-def seconds_a_step(options: argparse.Namespace, env: dict[str, str]) -> float:
-    words = ["-m", "benchmarks.recorder", str(options.steps), str(options.batch_size)]
-    launcher = ["-m", "distopt", "run", "--nproc-per-node", str(options.np)]
-    done = subprocess.run(
-        [sys.executable, *launcher, *words], env={**os.environ, **env}, capture_output=True, text=True, check=True
-    )
-    return float(done.stdout)
-
-
 def train(steps: int, batch_size: int) -> None:
-    """As a rank: print the lower decile of the time of a step."""
-    from distopt import opt
-
+    """As a rank. Print the ratios."""
     from .models import CNN, compiled, sgd
 
     optimizer = opt.DistOpt(sgd())
     net, x, y = compiled(optimizer, batch_size, net=CNN())
-    took = []
-    for _ in range(steps):
+    record = optimizer.communicator.flight
+    took: list[list[float]] = [[] for _ in KINDS]
+    for step in range(WARM_UP_STEPS + steps):
+        kind = step % len(KINDS)
+        optimizer.communicator.flight = None if kind == 0 else record
+        timeline.is_on = kind == len(KINDS) - 1
         began = perf_counter()
         net(x, y)
-        took.append(perf_counter() - began)
+        if step >= WARM_UP_STEPS:
+            took[kind].append(perf_counter() - began)
+    timeline.is_on = True
     if optimizer.global_rank == 0:
-        print(sorted(took[steps // 5 :])[len(took) // 10])
+        decile, middle = [
+            [rule(each) for each in took] for rule in (lambda each: sorted(each)[len(each) // 10], median)
+        ]
+        for kind, name in enumerate(KINDS):
+            ratios = f"{decile[kind] / decile[0]:.3f} (lower deciles), {middle[kind] / middle[0]:.3f} (medians)"
+            print(f"{name}: {middle[kind] * 1e3:.2f} ms a step, {ratios}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--batch-size", type=at_least(1), default=64)
-    parser.add_argument("--steps", type=at_least(5), default=150, help="of a job (150)")
-    parser.add_argument("--pairs", type=at_least(0), default=5, help="of jobs (5)")
+    parser.add_argument("--steps", type=at_least(30), default=600, help="of all kinds together (600)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -98,10 +94,11 @@ def run(options: argparse.Namespace) -> None:
     record = FlightRecord()
     communicator.flight = record.open_group("world", [0, 1], 0, [record.offer()])
     print(f"an operation noted: {(seconds_a_call(communicator) - without) * 1e6:.2f} us")
-    print(f"a bar of the timeline: {seconds_a_bar() * 1e6:.2f} us")
-    for name, (env, other) in KINDS.items() if options.pairs else ():
-        ratios = [seconds_a_step(options, env) / seconds_a_step(options, other) for _ in range(options.pairs)]
-        print(f"{name}: {median(ratios):.3f} of a step (median of {min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+    print(f"a bar of the timeline: {seconds_a_bar() * 1e6:.2f} us", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "distopt", "run", "--nproc-per-node", str(options.np), "--timeline", folder]
+        words = ["-m", "benchmarks.recorder", str(options.steps), str(options.batch_size)]
+        subprocess.run([sys.executable, *launcher, *words], check=True)
 
 
 if __name__ == "__main__":

@@ -184,8 +184,8 @@ def findings(ranks: dict[int, Rank], summary: Summary) -> list[str]:
     if len(ranks) > 1 and share > 0.5 and late > max(_MUCH * step, ranks[slow].error / 1e3):
         excess = {part: summary.ms[slow][part] - median(ms[part] for ms in summary.ms.values()) for part in _PARTS}
         part = max(set(_PARTS) - {"wait"}, key=excess.__getitem__)
-        cure = f"Its {part} takes {excess[part]:.2f} ms more than that of others: make that shorter, of {step:.2f} ms."
-        return [f"{found} The others wait for it.", f"{cure} `other` is between the phases, as loading data is."]
+        cure = f"Its {part} takes {excess[part]:.2f} ms more than that of others, of {step:.2f} ms: shorten that."
+        return [f"{found} The others wait for it.", f"{cure} Data are loaded in `other`, between the phases."]
     cure = f"The largest part is {max(_PARTS, key=means.__getitem__)}; waiting costs little."
     if wait > _MUCH * step:
         cure = f"All ranks wait, for {wait / step:.0%} of a step: send less by a codec, or earlier in smaller buckets."
