@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distopt import launch, opt, singa_wrap, tensor
-from distopt.compress import ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from tests.emulation import activate, build
 from tests.ranks import small_net
@@ -19,7 +19,7 @@ from tests.users_rules import ByApply
 
 STEPS = 6
 # NCCL adds 16-bit numbers in 16 bits; our own transports widen them.
-TOLERANCE = {"all_reduce_half": 5e-3, "fp16": 3e-4, "fp16 scaled": 3e-4, "bf16": 3e-3}
+TOLERANCE = {"all_reduce_half": 5e-3, "fp16": 3e-4, "fp16 scaled": 3e-4, "dynamic": 3e-4, "bf16": 3e-3}
 
 
 def every_strategy(optimizer) -> dict[str, np.ndarray]:
@@ -105,12 +105,14 @@ def wrong_label(optimizer) -> dict[str, np.ndarray]:
 CODECS = {
     "fp32": Fp32(),
     "fp16": Fp16(),
+    "bf16": BFloat16(),
+    "dynamic": Fp16(scale="dynamic"),
     "top-K": ErrorFeedback(TopK(0.05)),
     "warm-up": ErrorFeedback(TopK(0.05, warm_up_steps=2, momentum=0.5)),
     "threshold": ErrorFeedback(Threshold(0.02)),
 }
-# Of the host, in a step with one bucket: warm-up counts on the host, and threshold needs the lengths of the lists.
-MOST_WAITS = {"fp32": 0, "fp16": 0, "top-K": 0, "warm-up": 1, "threshold": 1}
+# Of the host, in a step with one bucket: dynamic scales and warm-up counts are its own; lists have lengths.
+MOST_WAITS = {"fp32": 0, "fp16": 0, "bf16": 0, "dynamic": 1, "top-K": 0, "warm-up": 1, "threshold": 1}
 BAD = (1, 4)  # steps with a gradient that is not finite, each of another rank; the last one, too
 
 

@@ -37,7 +37,7 @@ def array(shape, dtype, seed):
 def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9, gates=(None,)):
     """Parameter and state after some steps; the gradients reach down to `smallest`, and must not change.
 
-    Each step is done with every one of `gates`, of which one lets it through.
+    Each step is done once for every gate; one of them lets it through.
     """
     param = array(shape, dtype, 0)
     n_states = {"sgd": int("momentum" in settings), "adam": 2}.get(name, 1)
