@@ -17,7 +17,7 @@
 
 namespace fake {
 
-constexpr std::size_t mailbox_bytes = 1 << 18;
+constexpr std::size_t mailbox_bytes = 1 << 16;
 
 enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast };
 
