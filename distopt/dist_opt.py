@@ -312,7 +312,8 @@ class DistOpt:
                 step.final(param)
             timeline.phase("")
             verdict = step.finish_deferred()
-        self._engine.settle(following=step)
+        if self._engine.unsettled is not None:
+            self._engine.settle(following=step)
         if isinstance(verdict, BadGradient):
             loss.device.check()  # a wrong label is a better error than the NaN it causes
             self._engine.refuse(verdict)

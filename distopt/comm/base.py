@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -136,6 +136,9 @@ class Communicator(ABC):
     overlaps: ClassVar[bool] = False
     # Whether messages move while this rank computes; if so, their `done` need not be asked.
     moves_messages: ClassVar[bool] = False
+    # Local. A context: collectives that are started inside may travel as one, where the transport gains by it. Wait for
+    # none of them inside. Each has its own work, and may be waited for alone afterwards.
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
     # Whether `close` was called here.
     closed: bool = False
     # Where operations are noted; see `record`.
@@ -311,14 +314,6 @@ class Communicator(ABC):
                 f"rank {rank} is not another rank of a world of {self.topology.world_size}; messages go to another rank"
             )
         return rank
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Local. Collectives that are started inside may travel as one, where the transport gains by it.
-
-        Wait for none of them inside. Each has its own work, and may be waited for alone afterwards.
-        """
-        yield
 
     @abstractmethod
     def barrier(self) -> None:

@@ -61,6 +61,7 @@ class Engine:
         statistics: numbers of steps, and their cost.
         partial: partial updates.
         layout: the buckets in use.
+        unsettled: the verdict of the last step, if it was left on the device; see `settle`.
     """
 
     def __init__(self, communicator: Communicator, non_finite: NonFinite = "raise", check_every: int = 0) -> None:
@@ -75,7 +76,7 @@ class Engine:
         self._memory = BucketMemory(communicator)
         self._loaded: States = {}  # states of kinds of codec that have not been used yet
         self._roll_call: RollCall | None = None  # inside `join`
-        self._unsettled: _Unsettled | None = None  # the verdict of the last step
+        self.unsettled: _Unsettled | None = None
 
     @staticmethod
     def check_options(non_finite: str, check_every: Any = 0) -> None:
@@ -224,7 +225,7 @@ class Engine:
             undo: called if it is bad: undoes what the front has counted as a step.
             explain: called after that; raises an error that explains the bad gradient better, if there is one.
         """
-        self._unsettled = _Unsettled(step, doubt, undo, explain)
+        self.unsettled = _Unsettled(step, doubt, undo, explain)
 
     def settle(self, following: GradientCounter | None = None) -> None:
         """Collective if the gradients of the last step were bad, else local. Refuse them if so, see `refuse`.
@@ -238,7 +239,7 @@ class Engine:
         Raises:
             GradientError: unless `non_finite` is "skip"; or an exception has ended the step on another rank.
         """
-        unsettled, self._unsettled = self._unsettled, None
+        unsettled, self.unsettled = self.unsettled, None
         if unsettled is None:
             return
         try:
@@ -306,7 +307,7 @@ class Engine:
             StateError: see `check_states`; nothing was changed.
         """
         self._loaded = self.check_states(states)
-        self._unsettled = None
+        self.unsettled = None
         if self.layout is not None:
             self.layout.set_states(self._loaded)
         self.statistics.steps, self.statistics.skipped, partition, *flags = map(int, states["steps"])

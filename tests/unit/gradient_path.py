@@ -25,12 +25,11 @@ def visits(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
         if not path.is_relative_to(PACKAGE) or path.is_relative_to(PACKAGE / "nn"):
             continue
         name = path.relative_to(PACKAGE).as_posix()
-        if name in RECORDERS:
+        if name in RECORDERS or function.startswith("<"):  # comprehensions, which newer Pythons do not call
             continue
         if not way or way[-1][0] != name:
             way.append((name, []))
-        if not function.startswith("<"):  # comprehensions, which newer Pythons do not call
-            way[-1][1].append(function)
+        way[-1][1].append(function)
     return way
 
 
