@@ -1,4 +1,5 @@
-// A cuBLAS for host memory, as far as distopt/nn/kernels/gpu_base.py uses it. Products run when their stream gets there.
+// A cuBLAS for host memory, as far as distopt/nn/kernels/gpu_base.py uses it. Products run when their stream gets
+// there.
 //
 // FAKE_CUBLAS_RECORD=path: every product becomes a line of that file.
 #include <dlfcn.h>
