@@ -6,6 +6,7 @@ The room may import every other one, and none imports it.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     try:
         args = parser.parse_args(words)
         code: int = args.run(args)
+        sys.stdout.flush()
     except SystemExit as left:  # argparse, after --help or an error
         return left.code if isinstance(left.code, int) else 1
     except DistoptError as error:
@@ -50,8 +52,8 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"{parser.prog}: interrupted\n")
         return 130
-    except BrokenPipeError:  # the reader, e.g. `head`, has exited
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader, e.g. `head`, has exited; Python flushes stdout again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
