@@ -89,7 +89,7 @@ class Outcome:
             the job continues.
         hangs: processes were still there when all had to be gone.
         unnamed: the output does not name the rank, which it had to but for what `explanation` says.
-        left: files that remain in shared memory and in the folder for temporary files.
+        left: files that remain in shared memory and in the folder for temporary files, except flight records.
         ends_well: every program has ended with code 0, which it must not.
         others: what else did not hold.
         output: all that the job has written.
@@ -243,7 +243,13 @@ def run(trial: Trial, net: TwoHosts | None = None) -> Outcome:
 
 
 def is_alien(trial: Trial, path: Path) -> bool:
-    """Whether a file is the MPI library's own, which only a process could remove that the fault has ended."""
+    """Whether a file may remain.
+
+    Flight records are written for the user. Files of the MPI library could only be removed by a process that the fault
+    has ended.
+    """
+    if path.name.startswith("distopt-flight-"):
+        return True
     backend = BACKENDS[trial.backend]
     # Ranks that have not come out of MPI_Init, which mpiexec ends by SIGKILL: those of the other host, or all others.
     if trial.place == LAUNCH or (trial.place == START and backend.by_mpiexec and backend.hosts == 2):
