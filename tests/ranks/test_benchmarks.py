@@ -31,7 +31,7 @@ SHORT = {
     "slow-link": "--rates 100mbit --ranks 1 --only ddp,diloco-sparse --seconds 1 --data {digits} --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
-    "recorder": "--steps 9 --batch-size 2",
+    "recorder": "--steps 30 --batch-size 2",
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
     "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
