@@ -27,7 +27,8 @@ def compiler(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     made = {}
     for variable, name, command in (
-        ("CMAKE_CXX_COMPILER", "c++", f"c++ -target {TARGET}"),
+        # Debian's Python has one of its headers there.
+        ("CMAKE_CXX_COMPILER", "c++", f"c++ -target {TARGET} -idirafter /usr/include"),
         ("CMAKE_AR", "ar", "ar"),
         ("CMAKE_RANLIB", "ranlib", "ranlib"),
     ):
