@@ -87,11 +87,12 @@ class PendingWork(WaitedWork):
         """Local. Start the operation if possible; whether it has started."""
         start, self._start = self._start, None
         if start is not None:
-            self._began = time.perf_counter()
+            if timeline.is_on:
+                self._began = time.perf_counter()
             with contextlib.suppress(Exception):  # `action` meets the same error, and its waiter sees it
                 self._under_way = start()
-                flight = self._queue.flight
-                self._operation = flight.last if flight is not None else 0
+                if timeline.is_on and self._queue.flight is not None:
+                    self._operation = self._queue.flight.last
         return self._under_way is not None
 
     def done(self) -> bool:
@@ -103,7 +104,7 @@ class PendingWork(WaitedWork):
 
     def carry_out(self) -> None:
         """Wait for the started operation, or run the action. Keep an error for `wait`."""
-        began = time.perf_counter()
+        began = time.perf_counter() if timeline.is_on else 0.0
         try:
             if self._under_way is not None:
                 self._under_way.wait(self._seconds)
@@ -116,7 +117,7 @@ class PendingWork(WaitedWork):
         except BaseException as error:
             self._error = error
         self._action = self._under_way = None  # frees the tensors that they refer to
-        if timeline.is_on:
+        if began:
             name = f"bucket {self.place}" if self.place >= 0 else f"operation {self._number % _WIRES}"
             flight, now = self._queue.flight, time.perf_counter()
             timeline.add("wait", began, now, bucket=name)
