@@ -53,15 +53,18 @@ def test_the_analysis_of_pytorch_names_a_mismatch_and_a_stall(tmp_path, how, fou
     ended = start(how, tmp_path / "flight").end()
     assert ended.code == 1
     named_once(ended, tmp_path / "flight")
+    last: list[str] = []
     for record in records_in(tmp_path / "flight"):
         assert len(record["entries"]) == RECORDS
         numbers = [entry["collective_seq_id"] for entry in record["entries"]]
         assert numbers == list(range(numbers[0], numbers[0] + RECORDS))
         assert all(entry["state"] == "completed" for entry in record["entries"][:-2])
-        assert record["entries"][-1]["state"] == ("completed" if (how, record["rank"]) == ("stall", 1) else "started")
+        last.append(record["entries"][-1]["state"])
         (place,) = record["entries"][0]["frames"]
         assert (place["name"], place["filename"]) == ("fail", SCRIPT)
         assert "world.all_reduce" in Path(SCRIPT).read_text().splitlines()[place["line"] - 1]
+    # A rank may be ended, with its record written by another one, before it has come to the operation that failed.
+    assert last == ["started", "completed", "started"] if how == "stall" else last.count("started") >= 2
     assert re.search(found, analysed(tmp_path / "flight"))
 
 
