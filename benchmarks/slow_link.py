@@ -36,6 +36,7 @@ ROWS = {
     "DistOpt top-K 1 %": ("top-k", "distopt"),
     "DistOpt PowerSGD": ("power-sgd", "distopt"),
     "DiLoCo": ("diloco", "distopt"),
+    "DiLoCo every 15 steps, fp16": ("diloco-half", "distopt"),
     "DiLoCo, top-K 5 %": ("diloco-sparse", "distopt"),
 }
 

@@ -72,13 +72,13 @@ def by_dist_opt(codec: str, **options: Any) -> Way:
     return prepare
 
 
-def by_diloco(**options: Any) -> Way:
-    """Train each rank by SGD alone, and average the changes every 30 steps."""
+def by_diloco(sync_every: int = 30, **options: Any) -> Way:
+    """Train each rank by SGD alone, and average the changes every `sync_every` steps."""
 
     def prepare(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         inner = sgd(model)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
-        distopt.torch.DiLoCo(model, inner, outer, sync_every=30, **options)
+        distopt.torch.DiLoCo(model, inner, outer, sync_every=sync_every, **options)
         return model, inner
 
     return prepare
@@ -103,6 +103,7 @@ WAYS: dict[str, Way] = {
     "top-k": by_dist_opt("top-k", **TOP_K),
     "power-sgd": by_dist_opt("power-sgd", **POWER_SGD),
     "diloco": by_diloco(),
+    "diloco-half": by_diloco(sync_every=15, codec="fp16"),
     "diloco-sparse": by_diloco(codec=compress.create("top-k", ratio=0.05, error_feedback=True)),
 }
 
