@@ -34,23 +34,6 @@ struct NcclWork {
   NcclCommunicator::Work collective;
 };
 
-// Memory that NCCL has registered. It keeps the communicator alive.
-class NcclMemory {
- public:
-  NcclMemory(Shared communicator, void* address) : communicator_(std::move(communicator)), address_(address) {}
-  ~NcclMemory() {
-    const nb::gil_scoped_release release;  // waits for the device
-    communicator_->release(address_);
-  }
-  NcclMemory(const NcclMemory&) = delete;
-  NcclMemory& operator=(const NcclMemory&) = delete;
-  Address address() const { return reinterpret_cast<Address>(address_); }
-
- private:
-  Shared communicator_;
-  void* address_;
-};
-
 // `count` is as in Arguments; `dtype` and `op` are codes.
 NcclOperation operation(const std::string& kind, Address input, Address output, std::size_t count, int dtype, int op,
                         int root, const char* label) {
@@ -82,11 +65,6 @@ NcclWork start(Shared communicator, const nb::list& operations, Address stream) 
   const nb::gil_scoped_release release;
   auto collective = communicator->start(given, stream_of(stream));
   return {std::move(communicator), std::move(collective)};
-}
-
-std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
-  void* memory = communicator->allocate(bytes);
-  return memory == nullptr ? nullptr : std::make_shared<NcclMemory>(std::move(communicator), memory);
 }
 
 bool holds_gil() {
@@ -152,8 +130,6 @@ void bind_work(nb::module_& m) {
           },
           nb::arg("fd"), nb::arg("rank"), nb::arg("processes"));
   nb::class_<NcclOperation>(m, "NcclOperation", "A collective of NCCL to be started.");
-  nb::class_<NcclMemory>(m, "NcclMemory", "Memory that NCCL has registered.")
-      .def_prop_ro("address", &NcclMemory::address);
 }
 
 }  // namespace
@@ -168,8 +144,6 @@ void bind_nccl(nb::module_& m) {
       .def("start", &start, nb::arg("operations"), nb::arg("stream"),
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
-      .def("allocate", &allocate, WithoutGil(), nb::sig("def allocate(self, n_bytes: int) -> NcclMemory | None"),
-           "Memory that NCCL has registered, or None where it cannot.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
       .def("close", &NcclCommunicator::close, WithoutGil());
 

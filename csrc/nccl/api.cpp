@@ -10,9 +10,9 @@
 namespace distopt::nccl {
 namespace {
 
-void* find(void* library, const char* symbol, bool required, const std::string& path) {
+void* find(void* library, const char* symbol, const std::string& path) {
   void* found = ::dlsym(library, symbol);
-  if (found == nullptr && required)
+  if (found == nullptr)
     throw std::runtime_error(path + " has no " + symbol + ", so it is not NCCL of version " + dotted(oldest_version) +
                              " or later");
   return found;
@@ -24,21 +24,17 @@ std::unique_ptr<NcclApi> load_new(const std::string& path) {
   if (library == nullptr) throw std::runtime_error(::dlerror());
   auto api = std::make_unique<NcclApi>();
   api->path = path;
-#define DISTOPT_NCCL_LOAD_REQUIRED(field, symbol, result, parameters) \
-  api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, true, path));
-#define DISTOPT_NCCL_LOAD_OPTIONAL(field, symbol, result, parameters) \
-  api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, false, path));
+#define DISTOPT_NCCL_LOAD(field, symbol, result, parameters) \
+  api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, path));
   // The version first: an old library would fail with the name of an unrelated function.
-  DISTOPT_NCCL_LOAD_REQUIRED(get_version, ncclGetVersion, Result, (int*))
+  DISTOPT_NCCL_LOAD(get_version, ncclGetVersion, Result, (int*))
   if (const Result result = api->get_version(&api->version); result != Result::success)
     throw std::runtime_error(path + ": ncclGetVersion failed with " + std::to_string(static_cast<int>(result)));
   if (api->version < oldest_version)
     throw std::runtime_error(path + " is NCCL " + dotted(api->version) + "; " + dotted(oldest_version) +
                              " is the oldest that works");
-  DISTOPT_NCCL_REQUIRED(DISTOPT_NCCL_LOAD_REQUIRED)
-  DISTOPT_NCCL_OPTIONAL(DISTOPT_NCCL_LOAD_OPTIONAL)
-#undef DISTOPT_NCCL_LOAD_REQUIRED
-#undef DISTOPT_NCCL_LOAD_OPTIONAL
+  DISTOPT_NCCL(DISTOPT_NCCL_LOAD)
+#undef DISTOPT_NCCL_LOAD
   return api;
 }
 

@@ -46,7 +46,7 @@ struct Config {
 };
 
 // X(field, symbol, result, parameters)
-#define DISTOPT_NCCL_REQUIRED(X)                                                                                 \
+#define DISTOPT_NCCL(X)                                                                                          \
   X(get_version, ncclGetVersion, Result, (int*))                                                                 \
   X(get_unique_id, ncclGetUniqueId, Result, (UniqueId*))                                                         \
   X(get_error_string, ncclGetErrorString, const char*, (Result))                                                 \
@@ -66,17 +66,9 @@ struct Config {
   X(group_start, ncclGroupStart, Result, ())                                                                     \
   X(group_end, ncclGroupEnd, Result, ())
 
-// Since 2.19; null where the library is older.
-#define DISTOPT_NCCL_OPTIONAL(X)                                                  \
-  X(mem_alloc, ncclMemAlloc, Result, (void**, std::size_t))                       \
-  X(mem_free, ncclMemFree, Result, (void*))                                       \
-  X(comm_register, ncclCommRegister, Result, (Comm*, void*, std::size_t, void**)) \
-  X(comm_deregister, ncclCommDeregister, Result, (Comm*, void*))
-
 struct NcclApi {
 #define DISTOPT_NCCL_FIELD(field, symbol, result, parameters) result(*field) parameters = nullptr;
-  DISTOPT_NCCL_REQUIRED(DISTOPT_NCCL_FIELD)
-  DISTOPT_NCCL_OPTIONAL(DISTOPT_NCCL_FIELD)
+  DISTOPT_NCCL(DISTOPT_NCCL_FIELD)
 #undef DISTOPT_NCCL_FIELD
   int version = 0;
   std::string path;

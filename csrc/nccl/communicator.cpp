@@ -1,6 +1,5 @@
 #include "nccl/communicator.h"
 
-#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -140,7 +139,6 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
   const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
   wait_for_room();
-  free_released();
   const std::uint64_t first = sequence_ + 1;
   sequence_ += operations.size();
   std::string text = describe(operations[0].arguments, first);
@@ -167,7 +165,7 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
 }
 
 // NCCL connects ranks when an algorithm is first chosen, which depends on operation, type and count; messages connect
-// with each peer, and registered memory is shown to them, once.
+// with each peer.
 bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations) {
   std::string key;
   const auto add = [&key](auto value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
@@ -176,8 +174,6 @@ bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations)
     if (received.empty()) add(arguments.count);
     for (const ByteSpan& part : arguments.parts) add(part.bytes != 0);
     for (const ByteSpan& part : received) add(part.bytes != 0);
-    for (const char* at : {arguments.input, static_cast<const char*>(arguments.output)})
-      if (std::any_of(memory_.begin(), memory_.end(), [at](const Memory& memory) { return memory.holds(at); })) add(at);
   }
   if (connected_.size() >= most_connected) connected_.clear();
   return connected_.insert(std::move(key)).second;
@@ -268,58 +264,6 @@ void NcclCommunicator::wait(const NcclCollective& collective, double timeout_sec
       looked = Clock::now();
       hooks_.check_signals();
     }
-  }
-}
-
-// -- memory -----------------------------------------------------------------------------------------------------------
-
-void* NcclCommunicator::allocate(std::size_t bytes) {
-  if (api_.mem_alloc == nullptr || api_.mem_free == nullptr) return nullptr;
-  const Lock turn(turn_);
-  const std::shared_ptr<nccl::Opened> in = opened();
-  const InContext own(context_);
-  free_released();
-  void* memory = nullptr;
-  if (api_.mem_alloc(&memory, bytes) != Result::success) return nullptr;
-  void* registration = nullptr;
-  if (api_.comm_register != nullptr && api_.comm_deregister != nullptr &&
-      api_.comm_register(in->comm, memory, bytes, &registration) != Result::success)
-    registration = nullptr;  // the memory is as good as any other then
-  memory_.push_back({memory, bytes, registration});
-  return memory;
-}
-
-void NcclCommunicator::release(void* memory) {
-  {
-    const Lock lock(mutex_);
-    if (!ending_.expired()) return;
-  }
-  const InContext own(context_);  // where the last reference is dropped, another may be current
-  // Kernels of the caller may still use it; nothing orders ncclMemFree behind them.
-  static_cast<void>(cuda::driver().ctx_synchronize.status());
-  {
-    const Lock lock(mutex_);
-    released_.push_back(memory);
-  }
-  // The turn may be this thread's: a signal's handler, which runs in start(), may have dropped the last reference.
-  if (const Lock turn(turn_, std::try_to_lock); turn) free_released();
-}
-
-void NcclCommunicator::free_released() {
-  std::shared_ptr<nccl::Opened> in;
-  std::vector<void*> released;
-  {
-    const Lock lock(mutex_);
-    in = opened_;
-    released.swap(released_);
-  }
-  for (void* memory : released) {
-    const auto found =
-        std::find_if(memory_.begin(), memory_.end(), [&](auto& entry) { return entry.address == memory; });
-    if (found == memory_.end()) continue;
-    if (in && found->registration != nullptr) static_cast<void>(api_.comm_deregister(in->comm, found->registration));
-    memory_.erase(found);
-    static_cast<void>(api_.mem_free(memory));
   }
 }
 

@@ -71,12 +71,6 @@ class NcclCommunicator {
   // Waits on the host. Throws CommunicatorError.
   void wait(const NcclCollective& collective, double timeout_seconds);
 
-  // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
-  void* allocate(std::size_t bytes);
-  // Waits for the device, which may still use it. Where a collective is being started, that thread frees it later. It
-  // is kept if the device may wait forever, because an abort waits for a thread in NCCL.
-  void release(void* memory);
-
   // Local. Ends the communicator at once, with this error for all ranks of the host.
   void abort(const std::string& text);
   // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
@@ -93,7 +87,6 @@ class NcclCommunicator {
   // Whether the connections that these operations need may not have been made yet.
   bool may_connect(const std::vector<NcclOperation>& operations);
   void wait_for_room();
-  void free_released();
   // The communicator of NCCL. Throws CommunicatorError if it has failed or is closed.
   std::shared_ptr<nccl::Opened> opened();
   void check_failure();
@@ -126,27 +119,15 @@ class NcclCommunicator {
   const std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();  // threads that are left in NCCL use it
   EventPool events_;
 
-  // One caller at a time; taken before mutex_. The next three are its own.
+  // One caller at a time; taken before mutex_. The next two are its own.
   std::mutex turn_;
   std::uint64_t sequence_ = 0;
   std::set<std::string> connected_;  // operations that have been called before
-  struct Memory {
-    void* address;
-    std::size_t bytes;
-    void* registration;  // null where NCCL has not registered it
-
-    bool holds(const char* at) const {
-      return at >= static_cast<char*>(address) && at < static_cast<char*>(address) + bytes;
-    }
-  };
-  std::vector<Memory> memory_;
 
   std::mutex mutex_;  // all below; not held during calls of NCCL, of the driver or of Python
   std::condition_variable changed_;
   std::shared_ptr<nccl::Opened> opened_;
-  std::weak_ptr<nccl::Opened> ending_;  // after a failure, as long as a thread is in NCCL
   std::deque<Work> outstanding_;
-  std::vector<void*> released_;
   std::optional<CommunicatorError> failure_;
   bool failing_ = false, closed_ = false, stop_ = false;
 

@@ -33,7 +33,6 @@ struct Function {
   X(driver_get_version, cuDriverGetVersion, (int*))                                     \
   X(ctx_get_current, cuCtxGetCurrent, (Context**))                                      \
   X(ctx_set_current, cuCtxSetCurrent, (Context*))                                       \
-  X(ctx_synchronize, cuCtxSynchronize, ())                                              \
   X(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int*, int*))           \
   X(stream_create_with_priority, cuStreamCreateWithPriority, (Stream**, unsigned, int)) \
   X(stream_destroy, cuStreamDestroy_v2, (Stream*))                                      \

@@ -88,7 +88,6 @@ void NcclCommunicator::fail(const ErrorFields& failure) {
     if (failing_) return;
     failing_ = true;
     last = std::move(opened_);
-    ending_ = last;
   }
   CommunicatorError recorded = board_->peers().fail(failure);
   if (last) {
@@ -129,7 +128,6 @@ void NcclCommunicator::close() {
     if (closed_) return;
   }
   const bool orderly = drained(close_seconds);
-  free_released();
   std::shared_ptr<nccl::Opened> last;
   {
     const Lock lock(mutex_);
@@ -137,12 +135,7 @@ void NcclCommunicator::close() {
     last = std::move(opened_);
     outstanding_.clear();
   }
-  if (last && orderly) {
-    for (Memory& memory : memory_)
-      if (memory.registration != nullptr)
-        static_cast<void>(api_.comm_deregister(last->comm, std::exchange(memory.registration, nullptr)));
-    last->orderly = true;
-  }
+  if (last) last->orderly = orderly;
   last.reset();
   stop_watching();
   board_->close();

@@ -29,8 +29,6 @@ Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"
 
 _log = logging.getLogger("distopt")
 
-# Registered memory comes in pages of 2 MiB or more; less is not worth one.
-_REGISTERED_BYTES = 1 << 20
 _ABORT_SECONDS = 10.0  # then the wait for ncclCommAbort raises an error
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
@@ -173,21 +171,14 @@ class NcclCommunicator(Communicator):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        """Local here. Memory on this rank's GPU, registered with NCCL if possible."""
-        kind = storage_of(dtype)
-        n_bytes = count * kind.itemsize
+        """Local here. Memory on this rank's GPU, as any array of CuPy's."""
         try:
-            memory = self._core.allocate(n_bytes) if n_bytes >= _REGISTERED_BYTES else None
-            if memory is None:
-                return self.xp.empty(count, kind)
+            return self.xp.empty(count, storage_of(dtype))
         except MemoryError as error:
             raise WireMemoryError(
                 f"rank {self.topology.rank} ({self.topology.host}): {count} elements of {dtype} do not fit on GPU "
                 f"{self.device_id}; use a smaller model or batch"
             ) from error
-        cuda = self.xp.cuda
-        pointer = cuda.MemoryPointer(cuda.UnownedMemory(memory.address, n_bytes, memory, self.device_id), 0)
-        return self.xp.ndarray(count, kind, pointer)
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def can_reduce(self, op: str, dtype: str) -> bool:

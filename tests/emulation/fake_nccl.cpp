@@ -65,7 +65,6 @@ struct Comm {
   std::set<std::string> connected;  // arguments
   std::atomic<int> inside{0};       // threads
   bool finalized = false;
-  int registered = 0;
 };
 }  // namespace distopt::nccl
 
@@ -319,7 +318,7 @@ EXPORT Result ncclCommGetAsyncError(Comm* comm, Result* result) {
 
 EXPORT Result ncclCommFinalize(Comm* comm) {
   const Inside inside(comm);
-  record(comm, "ncclCommFinalize registered=%d", comm->registered);
+  record(comm, "ncclCommFinalize");
   if (const Result result = told("ncclCommFinalize"); result != Result::success) return result;
   wait_until([&] { return comm->channel->unfinished == 0; });
   comm->finalized = true;
@@ -399,33 +398,4 @@ EXPORT Result ncclGroupStart() {
 EXPORT Result ncclGroupEnd() {
   if (depth == 0) return Result::invalid_usage;
   return --depth == 0 ? run_group() : Result::success;
-}
-
-EXPORT Result ncclMemAlloc(void** memory, std::size_t bytes) {
-  if (const Result result = told("ncclMemAlloc"); result != Result::success) return result;
-  *memory = std::malloc(bytes);
-  if (*memory == nullptr) return Result::unhandled_cuda_error;
-  std::memset(*memory, 0xff, bytes);
-  return Result::success;
-}
-
-EXPORT Result ncclMemFree(void* memory) {
-  std::free(memory);
-  return Result::success;
-}
-
-EXPORT Result ncclCommRegister(Comm* comm, void* memory, std::size_t bytes, void** handle) {
-  const Inside inside(comm);
-  record(comm, "ncclCommRegister bytes=%zu", bytes);
-  if (const Result result = told("ncclCommRegister"); result != Result::success) return result;
-  ++comm->registered;
-  *handle = memory;
-  return Result::success;
-}
-
-EXPORT Result ncclCommDeregister(Comm* comm, void*) {
-  const Inside inside(comm);
-  --comm->registered;
-  record(comm, "ncclCommDeregister left=%d", comm->registered);
-  return Result::success;
 }

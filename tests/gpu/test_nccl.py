@@ -75,21 +75,3 @@ def order_streams(job: LocalJob) -> None:
 
 def test_results_are_joined_to_streams_by_events(stack: GpuStack) -> None:
     run_ranks_ok(order_streams, 1)
-
-
-def registered(job: LocalJob) -> bool:
-    from distopt.comm.nccl import NcclCommunicator
-
-    comm = NcclCommunicator.create(job)
-    wire = comm.empty(1 << 22)
-    wire[...] = comm.xp.arange(1 << 22, dtype=np.float32)
-    view = wire[5:]
-    comm.all_reduce(wire).wait()
-    comm.close()
-    del wire
-    np.testing.assert_array_equal(view.get(), np.arange(5, 1 << 22, dtype=np.float32))  # outlives the communicator
-    return isinstance(view.data.mem, comm.xp.cuda.UnownedMemory)
-
-
-def test_registered_memory(stack: GpuStack) -> None:
-    assert run_ranks_ok(registered, 1) in ([True], [False])  # False: the driver has no such memory

@@ -61,7 +61,6 @@ EXPORT Status cuCtxSetCurrent(Context* context) {
   }
   return status_of(cudaSetDevice(static_cast<int>(reinterpret_cast<std::intptr_t>(context) - 1)));
 }
-EXPORT Status cuCtxSynchronize() { return in_context(cudaDeviceSynchronize); }
 EXPORT Status cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   return in_context([=] { return cudaDeviceGetStreamPriorityRange(least, greatest); });
 }

@@ -9,10 +9,7 @@ namespace {
 
 #define COMPARE(field, symbol, result, parameters) \
   static_assert(CalledAlike<decltype(NcclApi::field), decltype(&::symbol)>::value, #symbol " is declared otherwise");
-DISTOPT_NCCL_REQUIRED(COMPARE)
-#if NCCL_VERSION_CODE >= 21900
-DISTOPT_NCCL_OPTIONAL(COMPARE)
-#endif
+DISTOPT_NCCL(COMPARE)
 
 EQUAL(Result::success, ::ncclSuccess);
 EQUAL(Result::remote_error, ::ncclRemoteError);
