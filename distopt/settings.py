@@ -9,7 +9,6 @@
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
-| `DISTOPT_CUBLAS_LIBRARY` | | path of the libcublas.so to load instead of CuPy's |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
 | `DISTOPT_TIMELINE` | | folder for the timeline of each rank (default: no timelines) |
@@ -37,7 +36,6 @@ class Settings:
     device: str = "auto"
     convolution: str = "auto"
     nccl_library: str | None = None
-    cublas_library: str | None = None
     flight_records: int = 256
     flight_folder: str | None = None
     timeline: str | None = None
@@ -60,7 +58,6 @@ class Settings:
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
-            cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             timeline=env.get("DISTOPT_TIMELINE") or None,

@@ -28,4 +28,3 @@ def activate() -> None:
     importlib.import_module("_emulation")
     os.environ["CUPY_CACHE_DIR"] = str(build.kernels())
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)
-    os.environ["DISTOPT_CUBLAS_LIBRARY"] = str(build.CUBLAS)

@@ -16,7 +16,7 @@ ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "emulation"
 CUDA = FOLDER / "libcuda.so.1"
 NCCL = FOLDER / "libnccl.so.2"
-CUBLAS = FOLDER / "libcublas.so"
+CUBLAS = FOLDER / "libcublas.so.13"
 SOURCES = {
     CUDA: [f"emulation/{name}.cpp" for name in ("blocks", "runtime", "devices", "memory", "graphs", "driver")],
     NCCL: ["fake_nccl.cpp"],

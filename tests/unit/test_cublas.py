@@ -42,21 +42,16 @@ def test_tf32_is_used_on_request_alone(tmp_path: Path, setting: dict[str, str], 
     assert (tmp_path / "record").read_text().splitlines() == [f"2 4 3 mode {mode}", f"3 4 5 mode {mode}"]
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [("/nowhere/libcublas.so", "cannot open shared object"), ("NCCL", "undefined symbol: cublas")],
-)
-def test_a_library_that_is_none_is_an_error_with_a_cure(library: str, message: str) -> None:
-    library = str(build.NCCL) if library == "NCCL" else library
+def test_a_cupy_without_that_cublas_is_an_error_with_a_cure() -> None:
     ended = run(
-        f"""
-        os.environ["DISTOPT_CUBLAS_LIBRARY"] = {library!r}
+        """
+        cupy.cuda.Device.cublas_handle = 0
         product(cupy.ones((2, 3)), cupy.ones((3, 4)))
         """
     )
-    assert "MissingDependencyError: products need cuBLAS" in ended.stderr
-    assert message in ended.stderr
-    assert "DISTOPT_CUBLAS_LIBRARY" in ended.stderr.splitlines()[-1]
+    line = ended.stderr.splitlines()[-1]
+    assert "MissingDependencyError: products need the cuBLAS of CuPy's CUDA (libcublas.so.13: cannot open" in line
+    assert "cuda13" in line
 
 
 def test_errors_of_cublas_are_named() -> None:

@@ -15,7 +15,6 @@ import cupy
 
 from ...errors import MissingDependencyError, pip_install
 from ...kernels.cuda import c_type
-from ...settings import Settings
 
 Array: TypeAlias = Any  # cupy.ndarray
 
@@ -169,16 +168,13 @@ _handles: dict[int, _Cublas] = {}  # by device
 
 
 def _open_cublas(device: int) -> _Cublas:
-    named, major = Settings.from_env().cublas_library, cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if named is None:
-        # CuPy loads the library for its own handle; to load this name then gives the same library.
-        cupy.cuda.Device(device).cublas_handle  # noqa: B018
-        named = f"libcublas.so.{major}"
+    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    # CuPy loads the library for its own handle; to load this name then gives the same library.
+    cupy.cuda.Device(device).cublas_handle  # noqa: B018
     try:
-        _handles[device] = _Cublas(named)
-    except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: the library has no such function
+        _handles[device] = _Cublas(f"libcublas.so.{major}")
+    except (OSError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"products need cuBLAS of CUDA 12 or 13 ({error}); {pip_install(f'cuda{major}')}, or set "
-            "DISTOPT_CUBLAS_LIBRARY to the path of a libcublas.so"
+            f"products need the cuBLAS of CuPy's CUDA ({error}); {pip_install(f'cuda{major}')}"
         ) from None
     return _handles[device]

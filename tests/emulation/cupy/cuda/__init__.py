@@ -11,6 +11,8 @@ from typing import Any
 import _emulation as _emulated
 import numpy as np
 
+from tests.emulation import build
+
 from . import nvrtc, runtime
 
 __all__ = [
@@ -71,6 +73,12 @@ class Device:
     @property
     def attributes(self) -> dict[str, int]:
         return {"MultiProcessorCount": 1}  # so that loops over a grid go round
+
+    @property
+    def cublas_handle(self) -> int:
+        """Only loads the library, as CuPy does for its own handle."""
+        handle: int = ctypes.CDLL(str(build.CUBLAS))._handle
+        return handle
 
     @property
     def pci_bus_id(self) -> str:
