@@ -26,7 +26,8 @@ import numpy as np
 from distopt import device, launch, opt
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
-from distopt.nn.devices.discovery import find_cudnn, find_cupy
+from distopt.kernels.discovery import find_cupy
+from distopt.nn.devices.discovery import find_cudnn
 
 from .models import compiled, resnet, sgd
 from .output import put, table

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .checks import check_integer, explain_absent
+from .kernels.discovery import find_cupy
 from .nn.devices.device import Device, get_default_device
-from .nn.devices.discovery import find_cupy, find_gpu, gpu_is_usable
+from .nn.devices.discovery import find_gpu, gpu_is_usable
 from .nn.notices import tell_once
 from .nn.staging import Staging
 

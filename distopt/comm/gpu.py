@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from .. import _core
 from ..errors import LaunchError, MissingDependencyError, pip_install
+from ..kernels.discovery import find_cupy
 from ..launch.job.base import Job
 from ..settings import Settings
 
@@ -50,23 +50,11 @@ def gpu_stack() -> GpuStack:
     Raises:
         MissingDependencyError: something is missing; the message says what, and how to install it.
     """
-    try:
-        driver = _core.cuda_driver_version()
-    except RuntimeError as error:
-        raise MissingDependencyError(f"no driver of NVIDIA ({error}); install one for CUDA 12 or later") from error
-    major = 12 if driver < 13000 else 13
-    try:
-        cupy = import_module("cupy")
-    except ImportError as error:
-        raise MissingDependencyError(f"CuPy cannot be used ({error}); {pip_install(f'cuda{major}')}") from error
-    runtime = cupy.cuda.runtime
-    try:
-        runtime.getDeviceCount()
-    except RuntimeError as error:
-        newer = runtime.runtimeGetVersion() // 1000 > driver // 1000
-        cure = pip_install(f"cuda{major}") if newer else "see what nvidia-smi says, and check CUDA_VISIBLE_DEVICES"
-        raise MissingDependencyError(f"no GPU answers ({error}); {cure}") from error
-    path = find_nccl(runtime.runtimeGetVersion() // 1000)
+    cupy, missing = find_cupy()
+    if cupy is None:
+        raise MissingDependencyError(missing)
+    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    path = find_nccl(major)
     try:
         version = _core.nccl_version(path)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import pytest
 
 def require_gpu() -> None:
     """Skip the module that calls it where nothing can be computed on a GPU, with the reason."""
-    from distopt.nn.devices.discovery import find_cupy
+    from distopt.kernels.discovery import find_cupy
 
     cupy, missing = find_cupy()
     if cupy is None:

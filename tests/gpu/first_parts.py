@@ -18,7 +18,7 @@ def lacks() -> dict[str, str]:
     """Why needs are not met here: of a GPU, and of an NCCL that lets two ranks share it; and the GPU's name."""
     from distopt.comm.gpu import dotted_version, gpu_stack
     from distopt.errors import MissingDependencyError
-    from distopt.nn.devices.discovery import find_cupy
+    from distopt.kernels.discovery import find_cupy
 
     cupy, missing = find_cupy()
     facts = {"GPU": missing, "name": "", "NCCL 2.30": missing}

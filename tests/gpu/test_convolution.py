@@ -43,7 +43,7 @@ def fresh(road, monkeypatch):
     """As in a process that has not convolved yet."""
     monkeypatch.setenv("DISTOPT_CONVOLUTION", road)
     monkeypatch.setattr(gpu_cudnn, "_thread", gpu_cudnn._Thread())
-    gpu_cudnn._tell_once.cache_clear()
+    monkeypatch.setattr("distopt.nn.notices._told", set())
 
 
 @pytest.fixture

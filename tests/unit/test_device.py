@@ -19,14 +19,11 @@ def untold(monkeypatch):
 
 
 def fake_cupy(monkeypatch, count):
-    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent, 0: NVRTC is."""
-
-    class CUDARuntimeError(RuntimeError):
-        pass
+    """A module in the place of CuPy that sees `count` GPUs; None: the driver is too old, 0: NVRTC is absent."""
 
     def device_count():
         if count is None:
-            raise CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
+            raise RuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
         return count
 
     def compiler_version():
@@ -36,7 +33,7 @@ def fake_cupy(monkeypatch, count):
 
     used = []
     cupy = types.ModuleType("cupy")
-    runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=CUDARuntimeError)
+    runtime = types.SimpleNamespace(getDeviceCount=device_count, runtimeGetVersion=lambda: 13000)
     cupy.cuda = types.SimpleNamespace(
         runtime=runtime,
         nvrtc=types.SimpleNamespace(getVersion=compiler_version),
@@ -45,9 +42,13 @@ def fake_cupy(monkeypatch, count):
     cupy.random = np.random
     cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr("distopt.dist_opt.driver_version", lambda: 13000)
+    monkeypatch.setattr("distopt._core.cuda_driver_version", lambda: 12080 if count is None else 13000)
     monkeypatch.setattr("distopt.nn.devices.device._gpus", {})
     return used
+
+
+def _no_driver():
+    raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
 
 def test_the_cpu_is_one_device():
@@ -87,7 +88,7 @@ def test_seed_starts_the_generator_anew():
 @pytest.mark.parametrize(
     ("count", "missing"),
     [
-        (None, "install NVIDIA's driver"),
+        (None, "no GPU answers (cudaErrorInsufficientDriver: driver version is insufficient); pip install "),
         (0, "CuPy finds no NVRTC to compile kernels (CuPy failed to load libnvrtc.so.13); pip install "),
         ("no cupy", "pip install --upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 "),
     ],
@@ -135,7 +136,7 @@ def test_a_gpu_that_others_hold_is_left_to_them_with_one_notice(monkeypatch, cap
 
 
 def test_without_a_driver_an_optimizer_takes_the_cpu_in_silence(monkeypatch, caplog, untold):
-    monkeypatch.setattr("distopt.dist_opt.driver_version", lambda: 0)
+    monkeypatch.setattr("distopt._core.cuda_driver_version", _no_driver)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with caplog.at_level(logging.WARNING, "distopt"):
         assert opt.DistOpt(opt.SGD()).device is device.get_default_device()

@@ -104,7 +104,7 @@ class Cupy(types.ModuleType):
             return 2
 
         runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000, getDeviceCount=count)
-        self.cuda = types.SimpleNamespace(runtime=runtime)
+        self.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)))
 
 
 INSTALL = r"pip install --upgrade 'cupy-cuda13x\[ctk\]' "

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...checks import check_integer
 from ...errors import MissingDependencyError, UsageError, pip_install
+from ...kernels.discovery import find_cupy
 from ...settings import Settings
 from .device import Device, gpu
 
@@ -45,23 +46,6 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
     if wish == "cuda":
         raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
     return None, missing
-
-
-def find_cupy() -> tuple[Any, str]:
-    """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
-    try:
-        import cupy
-    except ImportError as error:
-        return None, f"CuPy cannot be imported ({error}); {_INSTALL}"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return None, f"no GPU answers ({error}); install NVIDIA's driver, or a newer one, or check CUDA_VISIBLE_DEVICES"
-    try:
-        cupy.cuda.nvrtc.getVersion()
-    except RuntimeError as error:
-        return None, f"CuPy finds no NVRTC to compile kernels ({error}); {_INSTALL}"
-    return cupy, ""
 
 
 def find_cudnn() -> tuple[Any, str]:

@@ -21,17 +21,17 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import cupy
 
 from ...errors import MissingDependencyError
+from ...kernels.cuda import are_aligned
 from ...settings import Settings
 from ..devices.discovery import find_cudnn
+from ..notices import tell_once
 from .gpu_base import Array, current_stream
 
-ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines
 WORKSPACE_BYTES = 1 << 28  # an engine that needs more is not used
 
 # The method of the graph, its arguments, and its result; y is also the name of its gradient.
@@ -40,8 +40,6 @@ OPERATIONS = {
     "dgrad": ("conv_dgrad", {"loss": "y", "filter": "w"}, "x"),
     "wgrad": ("conv_wgrad", {"image": "x", "loss": "y"}, "w"),
 }
-
-_log = logging.getLogger("distopt")
 
 
 class Plan:
@@ -59,9 +57,9 @@ class Plan:
             second: w, or dy for "wgrad".
             out: y, dx or dw.
         """
-        # A script's own views begin anywhere.
-        first, second = (array if _is_aligned(array) else array.copy() for array in (first, second))
-        result = out if _is_aligned(out) else cupy.empty(out.shape, out.dtype)
+        # cudnn-frontend promises the engines arrays at multiples of 16 bytes; a script's own views begin anywhere.
+        first, second = (array if are_aligned(array) else array.copy() for array in (first, second))
+        result = out if are_aligned(out) else cupy.empty(out.shape, out.dtype)
         workspace = cupy.empty(self._workspace_bytes, cupy.uint8)
         self._cudnn.set_stream(self._handle, current_stream())
         addresses = {1: first.data.ptr, 2: second.data.ptr, 3: result.data.ptr}
@@ -141,18 +139,13 @@ def _open_library(wish: str) -> _CudnnLibrary | None:
         except RuntimeError as error:
             missing = f"cuDNN does not start ({error}); check that its CUDA is that of CuPy and of the driver"
         else:
-            _tell_once(logging.INFO, f"convolution by cuDNN {cudnn.backend_version_string()}")
+            tell_once(f"convolution by cuDNN {cudnn.backend_version_string()}", logging.INFO)
             return library
     if wish == "cudnn":
         raise MissingDependencyError(f"DISTOPT_CONVOLUTION=cudnn, but {missing}")
     notice = f"convolution by lowering and cuBLAS: {missing} (DISTOPT_CONVOLUTION=lowering stops this notice)"
-    _tell_once(logging.WARNING, notice)
+    tell_once(notice)
     return None
-
-
-@cache
-def _tell_once(level: int, text: str) -> None:
-    _log.log(level, "%s", text)
 
 
 def _plan(library: _CudnnLibrary, kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
@@ -162,18 +155,18 @@ def _plan(library: _CudnnLibrary, kind: str, x: Array, w: Array, window: tuple[i
     try:
         graph = build_graph(cudnn, kind, shapes, window[4:8], handle=handle)
     except cudnn.cudnnGraphNotSupportedError as error:
-        _tell_once(logging.INFO, f"cuDNN has no engine for {what}, so it is lowered: {error}")
+        tell_once(f"cuDNN has no engine for {what}, so it is lowered: {error}", logging.INFO)
         return None
     except ImportError as error:  # cudnn-frontend imports cuda.bindings only now
         missing = f"cudnn-frontend {cudnn.__version__} cannot plan ({error}); pip install cuda-bindings"
         if _thread.wish == "cudnn":
             raise MissingDependencyError(f"DISTOPT_CONVOLUTION=cudnn, but {missing}") from error
-        _tell_once(logging.WARNING, f"convolution by lowering and cuBLAS: {missing}")
+        tell_once(f"convolution by lowering and cuBLAS: {missing}")
         return None
     except (RuntimeError, ValueError) as error:
         if _thread.wish == "cudnn":
             raise
-        _tell_once(logging.WARNING, f"cuDNN refuses {what}, so it is lowered: {error}")
+        tell_once(f"cuDNN refuses {what}, so it is lowered: {error}")
         return None
     return Plan(cudnn, handle, graph)
 
@@ -229,7 +222,3 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     for extent in reversed(shape[1:]):
         strides.insert(0, strides[0] * extent)
     return strides
-
-
-def _is_aligned(array: Array) -> bool:
-    return bool(array.data.ptr % ALIGNMENT_BYTES == 0)
