@@ -15,7 +15,9 @@ from distopt.cli import Parser, run_command
 
 FOLDER = Path(__file__).parent
 # Every other module of this package, with `add_options` and `run`.
-BENCHMARKS = sorted({path.stem.replace("_", "-") for path in FOLDER.glob("[a-z]*.py")} - {"models", "output"})
+BENCHMARKS = sorted(
+    {path.stem.replace("_", "-") for path in FOLDER.glob("[a-z]*.py")} - {"models", "options", "output"}
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

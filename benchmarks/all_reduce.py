@@ -9,21 +9,24 @@ made on first use.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from distopt.cli.bench import HEADER, Row, add_sizes, calls_in_batch, heading, machine, size_range
-from distopt.cli.values import at_least, byte_size, names_of
+from distopt.cli.values import at_least
 from distopt.comm import BACKENDS
 from distopt.comm.base import DTYPES, storage_of
 from distopt.errors import UsageError
 
 from .networks.site import Site, add_places, is_far, site_of
-from .output import write_json
+from .options import byte_size, byte_sizes, names_of
+from .output import heading, machine, write_json
 from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
 from .peers.ranks.transports import COLLECTIVES
@@ -33,17 +36,56 @@ _PAGE = 4096
 # The array whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
 _BACKENDS = [name for name in BACKENDS if name != "single"]
+_BATCH_SECONDS = 1e-3  # duration of the calls that are timed together
+_HEADER = (
+    f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<13}{'buffers':<10}"
+    f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}{'x':>8}\n"
+    f"#{'(B)':>12}{'(elements)':>13}{'':>10}{'':>7}  {'':<13}{'':<10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
+)
 
 
 @dataclass(frozen=True)
-class CollectiveRow(Row):
-    """The measurement of any collective; sizes are those of the whole array, see `_WHOLE`."""
+class Row:
+    """The measurement of one candidate with one kind of memory and one size, that of the whole array (see `_WHOLE`).
 
+    Attributes:
+        who: the candidate.
+        buffers: kind of memory.
+        size_bytes: size of the array, as nccl-tests count it.
+        count: its number of elements.
+        dtype: its type.
+        world_size: number of ranks.
+        seconds: seconds per call of the slowest rank, one entry per timed batch.
+        calls: consecutive calls in a batch.
+        wrong: wrong elements over all batches and ranks.
+        collective: its name.
+    """
+
+    who: str
+    buffers: str
+    size_bytes: int
+    count: int
+    dtype: str
+    world_size: int
+    seconds: list[float]
+    calls: int
+    wrong: int
     collective: str
 
     @property
     def reduction(self) -> str:
+        """What is done to the elements of the ranks."""
         return "sum" if "reduce" in self.collective else "none"
+
+    @property
+    def time(self) -> float:
+        """Median seconds."""
+        return median(self.seconds)
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.size_bytes / self.time
 
     @property
     def bus_bandwidth(self) -> float:
@@ -53,12 +95,35 @@ class CollectiveRow(Row):
         rounds = 2 if self.collective == "all_reduce" else 1
         return self.algorithm_bandwidth * rounds * (self.world_size - 1) / self.world_size
 
+    def line(self, reference: Row) -> str:
+        """The row as text, with its time relative to `reference`."""
+        return (
+            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{self.reduction:>7}  "
+            f"{self.who:<13}{self.buffers:<10}{self.time * 1e6:>11.1f}"
+            f"{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
+            f"{self.wrong:>8}{self.time / reference.time:>8.2f}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as JSON types."""
+        return {
+            **asdict(self),
+            "redop": self.reduction,
+            "median_seconds": self.time,
+            "algorithm_bandwidth": self.algorithm_bandwidth,
+            "bus_bandwidth": self.bus_bandwidth,
+        }
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="(all_reduce)")
     add_places(parser, at_least(2))
-    add_sizes(parser)
+    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
+    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
+    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.add_argument("--sizes", type=byte_sizes, metavar="SIZES", help="as 4K,1M; instead of -b, -e and -f")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
@@ -68,9 +133,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
 
 
-def byte_sizes(text: str) -> list[int]:
-    """The sizes of "4K,64K,1M"; see `byte_size`."""
-    return [byte_size(word) for word in text.split(",")]
+def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[int]:
+    """Sizes from `first` to `last` (bytes), each `factor` times the previous one, rounded down to whole items."""
+    sizes: list[int] = []
+    size = float(first)
+    while size <= last:
+        whole = int(size) // item_bytes * item_bytes
+        if whole > (sizes[-1] if sizes else 0):
+            sizes.append(whole)
+        size *= factor
+    return sizes
+
+
+def calls_in_batch(seconds: float) -> int:
+    """Number of calls of that length to time together, which makes the cost of reading the clock negligible."""
+    return min(1000, math.ceil(_BATCH_SECONDS / seconds))
 
 
 def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
@@ -90,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         lineup = stack.enter_context(Lineup())
         _fill(lineup, args, site, sizes[-1])
         _print_head(args, lineup, site, facts)
-        rows: list[CollectiveRow] = []
+        rows: list[Row] = []
         for size in sizes:
             measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
             for row in measured:
@@ -151,10 +228,10 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dic
         "immediate = MPI's nonblocking call"
     )
     print(f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of that size")
-    print(HEADER, flush=True)
+    print(_HEADER, flush=True)
 
 
-def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[CollectiveRow]:
+def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
     """Measure all candidates at one size, in turns."""
     request = {
         "collective": args.collective,
@@ -180,7 +257,7 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
 
     lineup.take_turns(args.turns, measure)
     return [
-        CollectiveRow(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
+        Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
         for key, values in seconds.items()
     ]
 

@@ -20,13 +20,13 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 from distopt.errors import DistoptError, UsageError
 
 from . import output
 from .__main__ import main
-from .all_reduce import byte_sizes
 from .models import PARAMETERS
+from .options import byte_sizes, names_of
 from .output import ROOT, put, write_json
 from .peers.ranks.transports import COLLECTIVES
 

@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from distopt import _core
-from distopt.cli.bench import heading, machine
-from distopt.cli.values import at_least, names_of, positive
+from distopt.cli.values import at_least, positive
 from distopt.errors import UsageError
 
 from .networks.site import Site
-from .output import write_json
+from .options import names_of
+from .output import heading, machine, write_json
 from .peers.crew import Crew
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 

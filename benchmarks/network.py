@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distopt.cli.bench import machine
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 
 from . import output
 from .networks.emulation import LINK, TwoHosts, two_hosts
 from .networks.site import EmulatedSite
-from .output import ROOT, put
+from .options import names_of
+from .output import ROOT, machine, put
 from .peers.lineup import Lineup, distopt_crew, torch_crew
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}

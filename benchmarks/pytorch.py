@@ -19,13 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
-from distopt.cli.bench import heading, machine
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 
-from .all_reduce import byte_sizes
 from .networks.emulation import LINK
 from .networks.site import Site, add_places, site_of
-from .output import table, write_json
+from .options import byte_sizes, names_of
+from .output import heading, machine, table, write_json
 from .peers.crew import Crew
 from .peers.lineup import Lineup, Setup, torch_crew
 

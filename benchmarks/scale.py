@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distopt.cli.bench import heading, machine
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 from distopt.errors import UsageError
 
 from .networks.emulation import LINK, RATES, two_hosts
 from .networks.site import EmulatedSite, ListedSite, Site
-from .output import put, table, write_json
+from .options import names_of
+from .output import heading, machine, put, table, write_json
 from .peers.crew import Crew
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 

@@ -13,13 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distopt.cli.bench import machine
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 from distopt.errors import DistoptError
 
 from . import output
 from .networks.emulation import LINK, TwoHosts, two_hosts
-from .output import ROOT, put
+from .options import names_of
+from .output import ROOT, machine, put
 
 EXAMPLE = ROOT / "examples" / "pytorch" / "mnist_slow_link.py"
 RATES = ("100mbit", "10mbit")

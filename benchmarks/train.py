@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distopt.cli.bench import heading, machine
-from distopt.cli.values import at_least, names_of
+from distopt.cli.values import at_least
 
 from .networks.site import Site, add_places, is_far, site_of
-from .output import write_json
+from .options import names_of
+from .output import heading, machine, write_json
 from .peers.crew import Crew
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 from .peers.ranks.train import PHASES

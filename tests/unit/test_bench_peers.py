@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +12,15 @@ import pytest
 
 from benchmarks import all_reduce
 from benchmarks.__main__ import main
+from benchmarks.all_reduce import Row, size_range
 from benchmarks.networks.site import ListedSite, Site
+from benchmarks.options import byte_size
 from benchmarks.peers import lineup
 from benchmarks.peers.crew import Crew, rank_command
 from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew
 from benchmarks.peers.ranks.all_reduce import measure
 from benchmarks.peers.ranks.pattern import PERIOD, Pattern
 from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
-from distopt.cli.bench import Row, size_range
-from distopt.cli.values import byte_size
 from distopt.errors import UsageError
 
 
@@ -89,7 +89,7 @@ def test_wrong_elements_are_counted(dtype, world_size):
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-ROW = Row("shm", "wire", 4 << 20, 1 << 20, "float32", 4, [3e-3, 1e-3, 2e-3], 1, 0)
+ROW = Row("shm", "wire", 4 << 20, 1 << 20, "float32", 4, [3e-3, 1e-3, 2e-3], 1, 0, "all_reduce")
 
 
 def test_a_row_has_the_numbers_of_nccl_tests():
@@ -108,7 +108,7 @@ def test_a_row_has_the_numbers_of_nccl_tests():
     ],
 )
 def test_the_bandwidth_of_the_bus_by_collective(collective, factor, word):
-    row = all_reduce.CollectiveRow(**asdict(ROW), collective=collective)
+    row = replace(ROW, collective=collective)
     assert row.bus_bandwidth == pytest.approx(row.algorithm_bandwidth * factor)
     assert row.as_json()["redop"] == row.line(row).split()[3] == word
 

@@ -19,11 +19,10 @@ def test_wrong_arguments_get_one_line_and_code_2(argv, capsys):
     assert "--help" in err
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["bench", "all-reduce"]])
-def test_an_unknown_option_names_the_help_of_its_command(command, capsys):
-    assert cli.main([*command, "--nope"]) == 2
-    program = " ".join(["distopt", *command])
-    assert capsys.readouterr().err == f"{program}: unrecognized arguments: --nope (see {program} --help)\n"
+def test_an_unknown_option_names_the_help_of_its_command(capsys):
+    assert cli.main(["doctor", "--nope"]) == 2
+    text = "distopt doctor: unrecognized arguments: --nope (see distopt doctor --help)\n"
+    assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["doctor", "--help"]])
