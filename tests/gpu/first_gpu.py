@@ -129,7 +129,6 @@ ON_GPU = (
     Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
 )
 EMULATED = (
-    "tests/unit/test_cuda_codec_kernels.py",
     "tests/unit/test_ops_gpu.py",
     "tests/unit/test_nccl_setup.py",
     "tests/unit/test_cupy_names.py",

@@ -15,14 +15,8 @@ from .test_nccl import SHARING, SHARING_VERSION
 
 torch = pytest.importorskip("torch")
 
-CODECS = {
-    "fp32": {},
-    "fp16": {},
-    "bf16": {},
-    "top-k": {"ratio": 0.05, "error_feedback": True},
-    "threshold": {"bound": 0.01, "error_feedback": True},
-    "power-sgd": {"error_feedback": True},
-}
+from tests.torch.checks.codecs import CODECS, params_of, sgd  # noqa: E402
+
 SMALL = 2_000  # elements of a bucket: the network has several
 
 
@@ -45,7 +39,7 @@ def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
     from distopt import compress
 
     model, made = network(device), compress.create(codec, **CODECS[codec])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = sgd(model)
     trains, steps = model, optimizer
     if front == "hook":
         trains = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
@@ -59,7 +53,7 @@ def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
         steps.zero_grad()
         torch.nn.functional.cross_entropy(trains(x), y).backward()
         steps.step()
-    return [param.detach().cpu() for param in model.parameters()]
+    return [param.cpu() for param in params_of(model)]
 
 
 def train(job: LocalJob, share: bool) -> list[Any]:

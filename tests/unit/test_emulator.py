@@ -1,80 +1,20 @@
 """The emulator of the CUDA runtime: right programs give right results, and faults of the usual kinds show."""
 
-import ctypes
 import os
+import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tests.emulation import build
 
-SOURCES = [f"{name}.cpp" for name in ("runtime", "devices", "memory", "graphs", "blocks", "kernels_for_tests")]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulator")
-    here = build.ROOT / "tests" / "emulation"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    include = [f"-I{here}", f"-I{build.ROOT / 'csrc'}"]
-    target = folder / "kernels.so"
-    sources = [str(here / "emulation" / name) for name in SOURCES]
-    subprocess.run(["c++", *flags, *include, *sources, "-o", str(target)], check=True, timeout=200)
-    return target
-
-
-@pytest.fixture(scope="module")
-def library(path):
-    return ctypes.CDLL(str(path))
-
-
-def pointer(array):
-    return ctypes.c_void_p(array.ctypes.data)
-
-
-@pytest.mark.slow  # as all that compile the kernels for tests
-@pytest.mark.sweep
-@pytest.mark.parametrize("launches", [1, 2])  # blocks go up in one launch and down in the next
-@pytest.mark.parametrize("barriers", [True, False])
-def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launches):
-    numbers, sums = np.arange(1024, dtype=np.int32), np.zeros(4, np.int32)
-    for _ in range(launches):
-        library.run_tree(barriers, pointer(numbers), pointer(sums), 4, 0)
-    assert not sums.any()  # nothing runs before a wait
-    library.synchronize(0)
-    right = sums == numbers.reshape(4, 256).sum(axis=1)
-    assert right.all() if barriers else not right.any()
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-@pytest.mark.parametrize("barrier", [True, False])
-def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
-    numbers = np.arange(256, dtype=np.int32)
-    library.run_rotate(barrier, pointer(numbers), 0)
-    library.synchronize(0)
-    assert (numbers == np.roll(np.arange(256), 1)).all() == barrier
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-@pytest.mark.parametrize(("name", "fact"), [("diverged", "different operations"), ("waiting", "wait for each other")])
-def test_threads_that_cannot_meet_end_the_process_and_are_named(path, name, fact):
-    code = f"import ctypes\nlib = ctypes.CDLL({str(path)!r})\nlib.run_{name}(None, 0)\nlib.synchronize(0)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode != 0
-    assert fact in ended.stderr
-    assert "block (0, 0, 0)" in ended.stderr
-
-
-# -- streams, from Python ----------------------------------------------------------------------------------------------
 PROLOGUE = """
 import ctypes, os, threading
 from tests.emulation import activate
 activate()
 import _emulation as cuda
+import cupy
 
 H2D, D2H = 1, 2
 size = 64
@@ -99,22 +39,65 @@ def fails(number, function, *args):
         assert f"(CUDA error {number})" in str(error), error
     else:
         raise AssertionError("no error")
+
+def kernel(text, expression="kernel"):
+    from cupy.cuda import Module, nvrtc
+    program, module = nvrtc.createProgram(text, "", (), ()), Module()
+    nvrtc.addNameExpression(program, expression)
+    nvrtc.compileProgram(program, ())
+    module.load(nvrtc.getCUBIN(program))
+    return module.get_function(nvrtc.getLoweredName(program, expression))
 """
 
-SCRIPTS = {
-    "work waits for a synchronisation": """
-        assert byte(device) == 0xFF  # new memory is NaN
-        cuda.memset_async(device, 1, size, first)
-        cuda.memset_async(device, 2, size, second)
-        assert byte(device) == 0xFF
-        cuda.stream_synchronize(second)
-        assert byte(device) == 2
-        cuda.stream_synchronize(first)
-        assert byte(device) == 1
+# Without its barriers, a thread of the first meets sums that are not complete yet; in the second, a write overtakes the
+# read of the same number by another thread.
+KERNELS = {
+    "a missing barrier in a sum gives a wrong one": """
+        tree = '''
+        template <bool barriers> __global__ void kernel(const int* in, int* out) {
+          __shared__ int sums[256];
+          sums[threadIdx.x] = in[blockIdx.x * 256 + threadIdx.x];
+          for (unsigned step = 128; step; step /= 2) {
+            if (barriers) __syncthreads();
+            if (threadIdx.x < step) sums[threadIdx.x] += sums[threadIdx.x + step];
+          }
+          if (threadIdx.x == 0) out[blockIdx.x] = sums[0];
+        }
+        '''
+        numbers = cupy.arange(1024, dtype="int32")
+        expected = numbers.get().reshape(4, 256).sum(axis=1)
+        for barriers in ("true", "false"):
+            for _ in range(2):  # blocks go up in one launch and down in the next
+                sums = cupy.zeros(4, "int32")
+                kernel(tree, f"kernel<{barriers}>")((4,), (256,), (numbers, sums))
+                right = sums.get() == expected
+                assert right.all() if barriers == "true" else not right.any()
     """,
+    "a write that overtakes a read gives a wrong result": """
+        rotate = '''
+        template <bool barrier> __global__ void kernel(int* numbers) {
+          const int left = numbers[(threadIdx.x + 255) % 256];
+          if (barrier) __syncthreads();
+          numbers[threadIdx.x] = left;
+        }
+        '''
+        for barrier in ("true", "false"):
+            numbers = cupy.arange(256, dtype="int32")
+            kernel(rotate, f"kernel<{barrier}>")((1,), (256,), (numbers,))
+            assert (numbers.get() == [255, *range(255)]).all() == (barrier == "true")
+    """,
+}
+NEVER_MEET = {
+    "if (threadIdx.x < 16) __ballot_sync(0xffffffff, 1); else __shfl_sync(0xffffffff, 1, 0);": "different operations",
+    "if (threadIdx.x == 0) __syncwarp(0x3);": "wait for each other",
+}
+
+SCRIPTS = {
     "an event orders two streams, up to where it was recorded": """
+        assert byte(device) == 0xFF  # new memory is NaN
         for ordered in (True, False):
             event = cuda.event_create()
+            cuda.stream_wait_event(second, event)  # never recorded: no wait
             cuda.memset_async(device, 0, size, 0), cuda.stream_synchronize(0)
             cuda.memset_async(device, 5, size, first)
             cuda.event_record(event, first)
@@ -127,19 +110,6 @@ SCRIPTS = {
             assert byte(other) == (5 if ordered else 0)
             cuda.stream_synchronize(first)
             assert byte(device) == 6
-    """,
-    "a wait is for the record before it": """
-        event = cuda.event_create()
-        cuda.stream_wait_event(second, event)  # never recorded: no wait
-        cuda.event_record(event, first)
-        cuda.stream_wait_event(second, event)
-        cuda.memset_async(device, 5, size, first)
-        cuda.event_record(event, first)
-        cuda.memcpy_async(other, device, size, 3, second)
-        cuda.stream_synchronize(second)
-        assert byte(other) == 0xFF
-        cuda.event_synchronize(event)
-        assert byte(device) == 5
     """,
     "the legacy stream waits for blocking streams, and they for it": """
         blocking = cuda.stream_create(False)
@@ -196,28 +166,6 @@ SCRIPTS = {
         nothing = graph(first)
         cuda.graph_launch(nothing.executable, first)
     """,
-    "other streams become part of a recording, and have to be waited for": """
-        forked, joined = cuda.event_create(), cuda.event_create()
-        for join in (True, False):
-            cuda.begin_capture(first, LOCAL)
-            cuda.memset_async(device, 3, size, first)
-            cuda.event_record(forked, first)
-            cuda.stream_wait_event(second, forked)
-            cuda.memcpy_async(other, device, size, 3, second)
-            cuda.event_record(joined, second)
-            if join:
-                cuda.stream_wait_event(first, joined)
-                piece = graph(first)
-            else:
-                fails(904, cuda.end_capture, first)
-        assert byte(other) == 0xFF
-        cuda.graph_launch(piece.executable, first)
-        cuda.stream_synchronize(first)
-        assert byte(other) == 3
-        fails(907, cuda.event_query, joined)
-        cuda.event_record(joined, second)
-        assert cuda.event_query(joined)
-    """,
     "what a recording forbids makes it useless": """
         event = cuda.event_create()
         cuda.event_record(event, second)
@@ -235,6 +183,11 @@ SCRIPTS = {
             fails(number, function, *args)
             fails(901, cuda.memset_async, device, 1, size, first)
             fails(901, cuda.end_capture, first)
+        cuda.begin_capture(first, LOCAL)
+        cuda.event_record(event, first)
+        fails(905, cuda.stream_wait_event, second, event)  # here a recording is of one stream
+        fails(901, cuda.end_capture, first)
+        fails(907, cuda.event_query, event)
         cuda.begin_capture(first, RELAXED)
         assert cuda.malloc(8)
         cuda.graph_destroy(cuda.end_capture(first))
@@ -266,13 +219,39 @@ SCRIPTS = {
 }
 
 
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    build.build()
+    code = PROLOGUE + "\n".join(line[8:] for line in code.splitlines())
+    hidden = ("CUDA_VISIBLE_DEVICES", "DISTOPT_EMULATED_GPUS")
+    env = {key: value for key, value in os.environ.items() if key not in hidden}
+    return subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.slow(kept=4)
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_streams(name):
-    build.build()
-    code = PROLOGUE + "\n".join(line[8:] for line in SCRIPTS[name].splitlines())
-    hidden = ("CUDA_VISIBLE_DEVICES", "DISTOPT_EMULATED_GPUS")
-    env = {key: value for key, value in os.environ.items() if key not in hidden}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    done = ended(SCRIPTS[name])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name):
+    done = ended(KERNELS[name])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("body", NEVER_MEET, ids=NEVER_MEET.get)
+def test_threads_that_cannot_meet_end_the_process_and_are_named(body):
+    code = f"""
+        kernel("__global__ void kernel() {{ {body} }}")((1,), (32,), ())
+        cuda.device_synchronize()
+    """
+    done = ended(code)
+    assert done.returncode == -signal.SIGABRT
+    assert NEVER_MEET[body] in done.stderr
+    assert "block (0, 0, 0)" in done.stderr

@@ -22,6 +22,7 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         # In float64 the large cases only take longer.
         slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
         sweep("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        slow("test_codec_kernels.py", []),
         slow("test_functions.py", []),
         ("test_kernels.py", []),
         ("test_staging.py", []),

@@ -83,8 +83,6 @@ const char* cudaGetErrorString(cudaError_t code) {
       return "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture";
     case cudaErrorStreamCaptureUnmatched:
       return "cudaErrorStreamCaptureUnmatched";
-    case cudaErrorStreamCaptureUnjoined:
-      return "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work";
     case cudaErrorStreamCaptureIsolation:
       return "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream";
     case cudaErrorStreamCaptureImplicit:

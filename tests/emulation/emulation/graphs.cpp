@@ -38,25 +38,6 @@ cudaError_t record(Queue& queue, Node node) {
   Recording& recording = *queue.recording;
   if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
   recording.graph.nodes.push_back(std::move(node));
-  if (recording.origin != &queue) ++recording.unjoined[&queue];
-  return cudaSuccess;
-}
-
-cudaError_t join_recording(cudaStream_t stream, const Mark& mark) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  Recording& recording = *mark.recording;
-  if (recording.ended) return cudaErrorCapturedEvent;
-  if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
-  if (queue->recording && queue->recording != mark.recording) return cudaErrorStreamCaptureIsolation;
-  queue->recording = mark.recording;
-  if (recording.origin != queue.get()) {
-    recording.unjoined.try_emplace(queue.get(), 1);  // even without any work it has to be waited for
-    return cudaSuccess;
-  }
-  const auto other = recording.unjoined.find(mark.position.queue.get());
-  if (other != recording.unjoined.end() && other->second <= mark.work) other->second = 0;
   return cudaSuccess;
 }
 
@@ -72,7 +53,6 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   auto recording = std::make_shared<Recording>();
   recording->mode = mode;
   recording->thread = std::this_thread::get_id();
-  recording->origin = queue.get();
   own.push_back(recording);
   queue->recording = std::move(recording);
   return cudaSuccess;
@@ -84,16 +64,12 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   const std::shared_ptr<Queue> queue = find(stream);
   if (!queue) return cudaErrorInvalidResourceHandle;
   const std::shared_ptr<Recording> recording = queue->recording;
-  if (!recording || recording->origin != queue.get()) return cudaErrorStreamCaptureUnmatched;
+  if (!recording) return cudaErrorStreamCaptureUnmatched;
   if (recording->mode != cudaStreamCaptureModeRelaxed && recording->thread != std::this_thread::get_id())
     return cudaErrorStreamCaptureWrongThread;
-  for (const auto& entry : runtime().streams)
-    if (entry.second->recording == recording) entry.second->recording = nullptr;
-  recording->ended = true;
+  queue->recording = nullptr;
   own.erase(std::remove(own.begin(), own.end(), recording), own.end());
   if (recording->invalid) return cudaErrorStreamCaptureInvalidated;
-  for (const auto& entry : recording->unjoined)
-    if (entry.second) return cudaErrorStreamCaptureUnjoined;
   *graph = new Graph(std::move(recording->graph));
   return cudaSuccess;
 }

@@ -209,14 +209,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   std::shared_ptr<Mark> mark;
   if (const cudaError_t code = find_mark(event, mark)) return code;
   if (!mark) return cudaSuccess;
-  if (mark->recording) return join_recording(stream, *mark);
   {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
     const std::shared_ptr<Queue> queue = find(stream);
-    if (queue && queue->recording) {
-      queue->recording->invalid = true;
-      return cudaErrorStreamCaptureIsolation;
-    }
+    const std::shared_ptr<Recording> recording = queue ? queue->recording : nullptr;
+    if (mark->recording && mark->recording == recording) return cudaSuccess;
+    // No stream joins a recording of another: distopt records one stream.
+    for (const std::shared_ptr<Recording>& broken : {recording, mark->recording})
+      if (broken) broken->invalid = true;
+    if (recording || mark->recording) return cudaErrorStreamCaptureIsolation;
   }
   return add(stream, {{mark->position}, [] { return true; }}, {});
 }
@@ -246,8 +247,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (queue->recording->invalid) return cudaErrorStreamCaptureInvalidated;
     mark->position = end_of(queue);
     mark->recording = queue->recording;
-    const auto work = queue->recording->unjoined.find(queue.get());
-    mark->work = work == queue->recording->unjoined.end() ? 0 : work->second;
     found->second.mark = std::move(mark);
     return cudaSuccess;
   }

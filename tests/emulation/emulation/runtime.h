@@ -28,16 +28,12 @@ struct Graph {
   std::vector<Node> nodes;
 };
 
-// A recording is a list: the work of all its streams in the order in which it was put there, which is an order that
-// the dependencies allow. It becomes a graph.
+// A recording is a list: the work of its stream, in order. It becomes a graph.
 struct Recording {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   std::thread::id thread;
-  const void* origin = nullptr;  // the queue on which it was begun
   Graph graph;
-  bool invalid = false, ended = false;
-  // Work of each other queue in it that the origin has not waited for.
-  std::map<const void*, std::size_t> unjoined;
+  bool invalid = false;
 };
 
 // -- streams and events -----------------------------------------------------------------------------------------------
@@ -69,9 +65,7 @@ struct Queue {
 struct Mark {  // what an event was recorded at
   Position position;
   Clock::time_point time;
-  // Recorded: in which recording, and after how much work of which queue.
-  std::shared_ptr<Recording> recording;
-  std::size_t work = 0;
+  std::shared_ptr<Recording> recording;  // null: work that runs
 };
 
 struct EventState {
@@ -122,7 +116,5 @@ bool unsafe_call_forbidden();
 bool meets_recording(const std::shared_ptr<Queue>& queue);
 // The lock is held.
 cudaError_t record(Queue& queue, Node node);
-// A stream waits for an event that was recorded in a recording: it becomes part of that, or joins its work to it.
-cudaError_t join_recording(cudaStream_t stream, const Mark& mark);
 
 }  // namespace emulation
