@@ -37,7 +37,7 @@ class WithStates(ByApply):
 
     def set_states(self, states):
         super().set_states(states)
-        self.buffers = states["buffers"]
+        self.buffers = {name: tensor.Tensor(data=buffer) for name, buffer in states["buffers"].items()}
 
 
 class ByHook(opt.Optimizer):

@@ -608,17 +608,21 @@ def test_times_are_booked_where_they_are_spent(world_size, cls):
 
 
 @worlds
-@pytest.mark.parametrize("codec", [PowerSGD(), ErrorFeedback(PowerSGD())], ids=repr)
-def test_power_sgd_names_values_whose_products_overflow(codec, world_size, cls):
+@pytest.mark.parametrize("codec", [Fp32(), PowerSGD(), ErrorFeedback(PowerSGD())], ids=repr)
+def test_values_whose_sum_or_products_overflow_are_named(codec, world_size, cls):
     grads = gradients(world_size)
-    grads[1, world_size - 1, 1234:1300] = -1e38
+    share, first = float(np.finfo(F32).max) / world_size, world_size // 2
+    fits, large = (0.49 * share, 2.02 * share) if codec == Fp32() else (1.0, 1e38)
+    grads[0, :, 1234] = fits
+    with np.errstate(over="ignore"):
+        grads[1, first:, 1234:1300] = -large
 
     def body(comm):
         rank = Run(codec, comm)
         rank.step(grads[0])
         rank.bucket[:] = grads[1, comm.topology.rank]
         (verdict,) = finish_all([codec.start(rank.reducer)])
-        assert (verdict.rank, verdict.element) == (world_size - 1, 1234)
+        assert (verdict.rank, verdict.element) == (first, 1234)
         assert "too large" in verdict.text
         return rank.step(grads[2]).means[1]
 

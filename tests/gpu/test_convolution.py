@@ -24,7 +24,6 @@ from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
-from tests.unit import test_ops_gradients as gradients  # noqa: E402
 from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
 
 
@@ -87,11 +86,6 @@ def test_chunks(monkeypatch, dtype, case):  # noqa: F811
     monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
     on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
     on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
-
-
-def test_gradients_are_derivatives():
-    gradients.test_conv2d(hosted, (2, 1), (1, 2), True)
-    gradients.test_conv2d_max_pool(hosted, ((3, 2), (2, 1), (1, 1)), True)
 
 
 @pytest.mark.parametrize("case", [2, 3])

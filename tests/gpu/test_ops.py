@@ -17,7 +17,6 @@ from distopt.nn.kernels import cpu, gpu, gpu_base, gpu_images, kernels_of  # noq
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
-from tests.unit import test_ops_gradients as gradients  # noqa: E402
 from tests.unit import test_ops_updates as updates  # noqa: E402
 from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     array,
@@ -47,23 +46,6 @@ def kernels_of_the_gpu(monkeypatch):
 @pytest.fixture
 def isa():
     """The tests of the CPU ask for one."""
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda: gradients.test_pool2d(hosted, "max", ((3, 2), (2, 1), (1, 1))),
-        lambda: gradients.test_pool2d(hosted, "avg", ((2, 2), (2, 2), (1, 1))),
-        lambda: gradients.test_linear(hosted, True),
-        lambda: gradients.test_batch_norm2d(hosted, True),
-        lambda: gradients.test_batch_norm2d(hosted, False),
-        lambda: gradients.test_softmax_cross_entropy(hosted, np.array([0, 2, 1])),
-        lambda: gradients.test_softmax_cross_entropy(hosted, np.abs(gradients.array(3, 4, seed=1))),
-    ],
-)
-def test_gradients_are_derivatives(check):
-    check()
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ ROOMS = {
     "distopt/compress": "conformance/test_codecs.py conformance/test_codecs_on_backends* conformance/test_skipped* "
     "conformance/test_engine* unit/test_codec_options*",
     "distopt/comm": WIRE + "ranks/test_mpi* ranks/test_world* unit/test_checks* unit/test_hierarchical* "
-    "unit/test_launch_mpi* unit/test_waits* unit/test_world* unit/test_nccl*",
+    "unit/test_launch_mpi* unit/test_waits* unit/test_world* unit/test_nccl* conformance/test_nccl*",
     "distopt/torch": "torch/test_[!te]*",
     "distopt/launch": "ranks/test_run.py ranks/test_habits* ranks/test_causes* ranks/test_launchers* ranks/test_heal* "
     "unit/test_env.py unit/test_launch* unit/test_meeting* unit/test_nodes* unit/test_rendezvous* unit/test_relay* "

@@ -42,6 +42,8 @@ SHORT = {
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
+# What tests/unit/test_bench_*.py run, and look at the results of.
+IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
 AS_ROOT = {"collectives", "network", "overlap", "slow-link", "startup"}
 ON_GPUS = {"gpu"}
 
@@ -118,7 +120,7 @@ def test_the_pages_name_commands_that_exist():
 @pytest.mark.parametrize(
     "words",
     [
-        *sorted({*BENCHMARKS} - {"network"} - ON_GPUS),
+        *sorted({*BENCHMARKS} - {"network"} - ON_GPUS - IN_UNIT_TESTS),
         *(pytest.param(words, marks=pytest.mark.sweep) for words in documented() if words not in BENCHMARKS),
     ],
 )
@@ -154,14 +156,3 @@ def test_without_a_gpu_the_reason_is_given(files):
     ended = run_short("gpu", files)
     assert ended.code == 1
     assert "the benchmark measures on a GPU: " in ended.stderr
-
-
-def test_jobs_that_are_killed_or_change_their_number_of_ranks(files):
-    options = f"--strategies plain --every 2 --images 384 --data-dir {files['digits']}"
-    command = [sys.executable, "-m", "tests.checkpoint_runs"]
-    ended = Program([*command, *f"kills --kills 1 --epochs 4 {options}".split()]).end(250)
-    assert ended.code == 0, ended.stdout + ended.stderr
-    assert "the same bits; lines: the same" in ended.stdout
-    ended = Program([*command, *f"ranks --seeds 1 --epochs 6 {options}".split()]).end(250)
-    assert ended.code == 0, ended.stdout + ended.stderr
-    assert "plain: mean of 1 seeds" in ended.stdout

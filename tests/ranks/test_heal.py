@@ -139,7 +139,7 @@ def test_five_attempts_without_a_step_end_the_job(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("script", [JOB, [*TORCH, "--backend", "gloo"], [*TORCH, "--backend", "distopt"]])
 def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_path, script):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29483"]

@@ -65,7 +65,7 @@ def in_one_process(batches: tuple[int, ...]) -> np.ndarray:
     return flat(net)
 
 
-@pytest.mark.parametrize("batches", [(3, 5), (5, 3), (1, 4, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("batches", [(3, 5), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize(("codec", "tolerance"), [(Fp32(), 1e-6), (Fp16("dynamic"), 2e-3), (BFloat16(), 2e-2)])
 def test_mean_over_ranks_with_data(tmp_path, batches, codec, tolerance):
     launch.spawn(train, len(batches), (singa_wrap.NcclIdHolder(), str(tmp_path), batches, codec))
@@ -130,10 +130,9 @@ def changed_while_one_waits(rank: int, world_size: int, ticket) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_learning_rate_that_a_rank_without_data_cannot_follow_is_named(world_size):
+def test_a_learning_rate_that_a_rank_without_data_cannot_follow_is_named():
     with pytest.raises(RankFailedError) as caught:
-        launch.spawn(changed_while_one_waits, world_size, (singa_wrap.NcclIdHolder(),))
+        launch.spawn(changed_while_one_waits, 3, (singa_wrap.NcclIdHolder(),))
     assert "MismatchError" in str(caught.value)
     assert "rank 1 (" in str(caught.value)
     assert "now lr = 0.01; " in str(caught.value)

@@ -234,6 +234,7 @@ def test_by_hand_as_on_this_machine(tmp_path, port):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # tests/torch/test_checkpoint.py kills and preempts jobs in continuous integration
 @pytest.mark.timeout(600)  # four jobs
 def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path, port):
     """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""

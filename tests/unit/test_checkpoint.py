@@ -25,6 +25,7 @@ from distopt.checkpoint.folder import rank_file, share_of, survey
 from distopt.data import ShardedSampler
 from distopt.errors import CheckpointError, StateError, UsageError
 from tests.conformance.thread_ranks import on_ranks
+from tests.users_rules import WithStates
 
 RANKS = 2
 FILES = ["checkpoint.json", *(rank_file(rank) for rank in range(RANKS))]
@@ -202,32 +203,12 @@ def test_a_script_without_model_and_ranks(tmp_path):
     np.testing.assert_array_equal(weights["w"].array, whole["w"].array)
 
 
-class Velocities(opt.Optimizer):
-    """As users write them: what it keeps is in a dictionary of tensors of its own."""
-
-    def __init__(self, lr) -> None:
-        super().__init__(lr)
-        self.velocities = {}
-
-    def apply(self, name, value, grad):
-        velocity = self.velocities.setdefault(name, tensor.Tensor(data=np.zeros(value.shape, np.float32)))
-        velocity.array[...] = 0.5 * velocity.array + grad.array
-        value.array[...] -= self.values["lr"] * velocity.array
-
-    def get_states(self):
-        return {**super().get_states(), "velocities": self.velocities}
-
-    def set_states(self, states):
-        super().set_states(states)
-        self.velocities = {name: tensor.Tensor(data=array) for name, array in states["velocities"].items()}
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_an_optimizer_of_the_user(tmp_path, distributed):
     def build():
         weight = tensor.Tensor(data=np.ones(3, np.float32))
         weight.name = "w"
-        optimizer = Velocities(0.1)
+        optimizer = WithStates(0.1)
         job = launch.join(launch.Ticket(), 0, 1)
         return weight, opt.DistOpt(optimizer, job=job) if distributed else optimizer, optimizer
 
@@ -534,19 +515,17 @@ def test_a_job_killed_in_its_first_save_starts_anew(tmp_path, caplog, lost):
     assert_goes_on(tmp_path, 2)
 
 
-def test_a_later_one_is_no_first(tmp_path):
-    run(tmp_path, 2, keep=1)
-    (tmp_path / step_name(2) / FILES[2]).unlink()
-    with pytest.raises(StateError, match="none of the 1 checkpoints"):
-        run(tmp_path, 1)
-
-
-def test_a_damaged_first_one_is_no_unfinished_one(tmp_path):
-    run(tmp_path, 1)
-    path = tmp_path / step_name(1) / FILES[1]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StateError, match="truncated"):
-        run(tmp_path, 1)
+def test_a_damaged_or_a_later_one_is_no_unfinished_first(tmp_path):
+    for steps, error in ((1, "truncated"), (2, "none of the 1 checkpoints")):
+        folder = tmp_path / str(steps)
+        run(folder, steps, keep=1)
+        path = folder / step_name(steps) / FILES[2]
+        content = path.read_bytes()
+        path.unlink()
+        if steps == 1:
+            path.write_bytes(content[:-1])
+        with pytest.raises(StateError, match=error):
+            run(folder, 1)
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -558,18 +537,24 @@ def test_the_last_ones_are_kept(tmp_path, keep):
     assert names(tmp_path) == [step_name(6), step_name(7)]
 
 
-def test_an_older_one_goes_only_when_a_newer_is_whole(tmp_path, monkeypatch):
-    """Rank 1 cannot write: the checkpoint before stays, however many fail."""
-    run(tmp_path, 2, keep=1)
+def rank_1_cannot_write(monkeypatch, error: Exception) -> threading.Event:
+    """Until the event is cleared."""
     write_rank, broken = checkpoint.write_rank, threading.Event()
     broken.set()
 
     def write(folder, rank, *args):
         if rank == 1 and broken.is_set():
-            raise OSError(28, "No space left on device", str(folder))
+            raise error
         write_rank(folder, rank, *args)
 
     monkeypatch.setattr(checkpoint, "write_rank", write)
+    return broken
+
+
+def test_an_older_one_goes_only_when_a_newer_is_whole(tmp_path, monkeypatch):
+    """Rank 1 cannot write: the checkpoint before stays, however many fail."""
+    run(tmp_path, 2, keep=1)
+    broken = rank_1_cannot_write(monkeypatch, OSError(28, "No space left on device"))
 
     def body(comm):
         own = Rank(comm, tmp_path, keep=1)
@@ -740,14 +725,7 @@ def test_a_fault_that_has_passed_is_no_error_at_the_end(tmp_path, caplog):
 
 
 def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch):
-    write_rank = checkpoint.write_rank
-
-    def write(folder, rank, *args):
-        if rank == 1:
-            raise MemoryError("no room")
-        write_rank(folder, rank, *args)
-
-    monkeypatch.setattr(checkpoint, "write_rank", write)
+    rank_1_cannot_write(monkeypatch, MemoryError("no room"))
 
     def body(comm):
         own = Rank(comm, tmp_path)

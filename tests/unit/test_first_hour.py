@@ -217,32 +217,6 @@ def test_methods_of_layers_and_operators_of_scripts():
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-RANK_ALONE = """
-import numpy as np
-import distopt
-from distopt import launch, opt
-def train(rank, world_size):
-    sgd = opt.DistOpt(opt.SGD())
-    if rank == 0:
-        distopt.init().all_reduce(1.0)
-    sgd.all_reduce(np.ones(3, np.float32))
-    sgd.wait()
-if __name__ == "__main__":
-    launch.main(train, 2)
-"""
-
-
-@pytest.mark.slow(kept=1)
-def test_a_rank_that_alone_calls_a_collective_of_the_world_is_named_at_once(tmp_path):
-    (script := tmp_path / "alone.py").write_text(RANK_ALONE)
-    ended = Program([sys.executable, str(script)]).end()
-    assert ended.code == 1
-    last = ended.stderr.splitlines()[-1]
-    assert "MismatchError" in last
-    assert "rank 0" in last
-    assert "all_reduce #1 of 1 float64, sum (a float)" in last
-
-
 CAUSE_LAST = """
 import multiprocessing, sys
 import numpy as np

@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError, MissingDependencyError
+from distopt.launch.rendezvous import mpi
 from tests.processes import ROOT, Program, mpiexec, mpiexec_codes, mpiexec_command, patience, start_mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "mpi_script.py")
@@ -199,6 +201,15 @@ def test_mpiexec_of_the_other_mpi_is_refused_before_it_aborts(env):
     assert ended.code != 0
     assert "started this process as rank 1 of 4" in ended.stderr
     assert "cannot be started by it; start the job with the mpiexec of that library" in ended.stderr.splitlines()[-1]
+
+
+def test_the_limit_of_mpi_init_ends_with_it(monkeypatch):
+    stopped = []
+    watchdog = SimpleNamespace(stop=lambda: stopped.append(True))
+    monkeypatch.setattr(mpi, "_core", SimpleNamespace(Watchdog=lambda *_: watchdog))
+    with mpi._bounded_init(launch.LauncherInfo("mpiexec", 0, 2, 0, 2, "")):
+        assert not stopped
+    assert stopped
 
 
 class _NoMpi(importlib.abc.MetaPathFinder):

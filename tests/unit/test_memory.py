@@ -15,6 +15,7 @@ from distopt.checkpoint import Checkpoint, load
 from distopt.checkpoint.adapters import InPlace
 from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import _FAR_EVERY, Kept, Memory
+from distopt.launch.end_together.report import supervisor
 from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
 from distopt.launch.job.topology import Topology
 
@@ -87,6 +88,11 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
         assert slots.steps == [step]
     again = memory_of(slots, monkeypatch)
     assert again.agree() == (3, 1)
+    monkeypatch.setattr(supervisor, "say", lambda what, **content: said.append((what, content)))
+    said = []
+    for step in (4, 5):
+        again.due(step)
+    assert said == [("stepped", {"step": 4})], "the first new step alone"
     shared, own, _ = again.read((3, 1))
     for name, found in (("own", own), ("all", shared)):
         assert found.keys() == {f"{name}/w", f"{name}/v"}

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from distopt import autograd, device, layer, opt, tensor
 from distopt import opt as optim
-from distopt.errors import StateError, UsageError
+from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
 
@@ -333,42 +332,3 @@ def test_loaded_parameters_keep_their_memory(tmp_path):
     net.load_states(tmp_path / "net.state")
     assert net.conv1.W.array is memory
     np.testing.assert_array_equal(memory, kept)
-
-
-def damaged_files(path):
-    net = compiled()
-    net.save_states(path)
-    whole = path.read_bytes()
-    for length in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
-        yield whole[:length], "is truncated or not a file of states"
-    yield b"PK\x03\x04" + bytes(200), "is truncated or not a file of states"
-    yield safetensors.numpy.save({"weight": np.zeros(3)}), "was not written by Model.save_states"
-    wrong = compiled(hidden=8)
-    wrong.save_states(path)
-    yield path.read_bytes(), r"linear1.\w is float32 of shape .* the states have float32 of shape"
-    double = compiled(np.float64)
-    double.save_states(path)
-    yield path.read_bytes(), "is float32 of shape .* the states have float64"
-    del net.linear2
-    net.save_states(path)
-    yield path.read_bytes(), r"linear2\.. is missing"
-    net.linear3 = layer.Linear(2)
-    net.linear3(Tensor((1, 2)))
-    net.linear2 = compiled().linear2
-    net.save_states(path)
-    yield path.read_bytes(), r"the model has no linear3\.."
-
-
-def test_a_file_that_does_not_fit_changes_nothing(tmp_path):
-    net = compiled(seed=5)
-    before = {name: value.to_numpy() for name, value in net.get_states().items()}
-    path = tmp_path / "damaged"
-    for content, message in list(damaged_files(tmp_path / "made")):
-        path.write_bytes(content)
-        with pytest.raises(StateError, match=message) as caught:
-            net.load_states(path)
-        assert str(path) in str(caught.value)
-        for name, value in before.items():
-            np.testing.assert_array_equal(net.get_states()[name].array, value)
-    with pytest.raises(FileNotFoundError):
-        net.load_states(tmp_path / "absent")

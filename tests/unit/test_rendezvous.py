@@ -19,6 +19,7 @@ from distopt.launch import gate
 from distopt.launch.end_together import siblings
 from distopt.launch.rendezvous import host_group as rendezvous
 from distopt.launch.rendezvous.host_group import HostGroup
+from distopt.launch.stopwatch import Deadline
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
 
@@ -224,6 +225,29 @@ def test_silent_clients_hold_nobody_up(ticket: bytes) -> None:
     groups = in_threads(lambda: HostGroup(ticket, 0, 2, 20), rank_1, disturb)
     assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
     assert took[0] < 1.0  # half the limit of a single handshake
+
+
+class InParts:
+    """A link over which 3 bytes come first, then as many as are asked for."""
+
+    def __init__(self, content: bytes) -> None:
+        self.left, self._most = content, 3
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def recv(self, count: int) -> bytes:
+        part, self.left = self.left[: min(count, self._most)], self.left[min(count, self._most) :]
+        self._most = 1000
+        return part
+
+
+def test_no_byte_of_the_next_message_is_taken() -> None:
+    link: Any = InParts(b"this one, the next one")
+    assert gate.receive_exactly(link, 9, Deadline(5.0)) == b"this one,"
+    assert link.left == b" the next one"
+    with pytest.raises(ConnectionResetError):
+        gate.receive_exactly(link, 14, Deadline(5.0))
 
 
 def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
