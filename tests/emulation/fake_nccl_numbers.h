@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "emulation/float16.h"
 #include "nccl/api.h"
 
 namespace fake {
@@ -18,40 +19,6 @@ inline std::size_t item_bytes(DataType type) {
   if (type == DataType::int8 || type == DataType::uint8) return 1;
   if (type == DataType::float16 || type == DataType::bfloat16) return 2;
   return type == DataType::int64 || type == DataType::float64 ? 8 : 4;
-}
-
-// -- numbers
-// -----------------------------------------------------------------------------------------------------------
-inline float from_half(std::uint16_t h) {
-  const int exponent = (h >> 10) & 31, fraction = h & 1023;
-  float value = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
-                : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
-  return (h & 0x8000) != 0 ? -value : value;
-}
-
-inline std::uint16_t to_half(float value) {
-  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  if (std::isnan(value)) return sign | 0x7e00;
-  const float magnitude = std::fabs(value);
-  if (magnitude >= 65520.0f) return sign | 0x7c00;
-  int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
-  const auto steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));  // ties to even
-  return static_cast<std::uint16_t>(sign | (((exponent + 14) << 10) + steps));
-}
-
-inline float from_bfloat(std::uint16_t b) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(b) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline std::uint16_t to_bfloat(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 template <class T>
@@ -93,9 +60,10 @@ inline void reduce(const std::vector<const char*>& inputs, char* out, std::size_
     case DataType::float64:
       return reduce_as<double, double>(inputs, out, count, op, same, same, combine<double>);
     case DataType::float16:
-      return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_half, to_half, combine<float>);
+      return reduce_as<float, std::uint16_t>(inputs, out, count, op, half_to_float, float_to_half, combine<float>);
     case DataType::bfloat16:
-      return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_bfloat, to_bfloat, combine<float>);
+      return reduce_as<float, std::uint16_t>(inputs, out, count, op, bfloat16_to_float, float_to_bfloat16,
+                                             combine<float>);
     case DataType::int8:
       return reduce_as<std::int8_t, std::int8_t>(inputs, out, count, op, same, same, combine_integers<std::int8_t>);
     case DataType::uint8:

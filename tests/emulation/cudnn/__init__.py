@@ -16,7 +16,7 @@ from typing import Any
 import _emulation as _emulated
 import numpy as np
 
-from ._convolution import OPERATIONS, down_converted
+from ._convolution import Convolution, down_converted
 
 __version__ = "1.32.0"
 
@@ -166,7 +166,7 @@ class pygraph:  # noqa: N801
 
     def build_operation_graph(self) -> None:
         self._step_to(2)
-        self._operator = OPERATIONS[self._kind](*(tensor.dim for tensor in self._tensors), **self._options)
+        self._operator = Convolution(self._kind, *(tensor.dim for tensor in self._tensors), **self._options)
 
     def create_execution_plans(self, heuristics: list[Any]) -> None:
         self._step_to(3)

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float16.h"
+
 #define __global__
 #define __device__
 #define __host__
@@ -116,32 +118,6 @@ inline unsigned __float_as_uint(float x) { return emulation::from_bits<unsigned>
 inline float __int_as_float(int x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
 inline float __uint_as_float(unsigned x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
 inline double __longlong_as_double(long long x) { return emulation::from_bits<double>(emulation::to_bits(x)); }
-
-// -- 16-bit floats, converted as the hardware does it, to nearest even
-inline unsigned short float_to_half(float x) {
-  const auto sign = static_cast<unsigned short>(std::signbit(x) ? 0x8000 : 0);
-  const double magnitude = std::fabs(static_cast<double>(x));
-  if (x != x) return 0x7fff;
-  if (magnitude >= 65520) return sign | 0x7c00;
-  // The spacing of float16 around the value; below 2^-14 it stays at 2^-24.
-  int exponent = magnitude < 0x1p-14 ? -14 : std::ilogb(magnitude);
-  double steps = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
-  if (steps == 2048) steps = 1024, ++exponent;
-  return static_cast<unsigned short>(sign | (static_cast<int>(steps) + (exponent + 14) * 1024));
-}
-
-inline float half_to_float(unsigned short bits) {
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  double value = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
-  if (exponent == 31) value = fraction ? NAN : INFINITY;
-  return static_cast<float>(bits & 0x8000 ? -value : value);
-}
-
-inline unsigned short float_to_bfloat16(float x) {
-  const unsigned bits = __float_as_uint(x), rest = bits & 0xffff, odd = bits >> 16 & 1;
-  if (x != x) return 0x7fff;
-  return static_cast<unsigned short>((bits >> 16) + (rest > 0x8000 || (rest == 0x8000 && odd)));
-}
 
 // -- arithmetic with a stated rounding: what nvcc does not contract
 inline float __fadd_rn(float a, float b) { return a + b; }
