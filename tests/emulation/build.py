@@ -63,12 +63,17 @@ def _digest(paths: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
-def compile_kernels(text: str, library: Path) -> str:
+def compile_kernels(text: str, headers: dict[str, bytes], library: Path) -> str:
     """Compile kernels as a shared library, unless there is one. What the compiler says where it fails, or nothing."""
-    library.parent.mkdir(parents=True, exist_ok=True)
+    folder = library.with_suffix(".headers")
+    folder.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return "" if library.exists() else _compile(library, "-xc++", "-", text=text)
+        if library.exists():
+            return ""
+        for name, content in headers.items():
+            (folder / name).write_bytes(content)
+        return _compile(library, f"-I{folder}", "-xc++", "-", text=text)
 
 
 def _compile(library: Path, *arguments: str, text: str = "") -> str:

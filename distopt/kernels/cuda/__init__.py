@@ -54,7 +54,6 @@ _SCALARS = {
     "bool": ("?", np.bool_),
 }
 _TYPES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
-_INCLUDE = re.compile(r'#include "(.+)"')
 _KERNEL = re.compile(r"(?:template <([^>]*)>\s+)?__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)")
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 
@@ -229,8 +228,7 @@ def load(name: str) -> Function:
 
 def _compiled(source: str, names: Sequence[str], architecture: str) -> tuple[dict[str, str], bytes]:
     """As `compiled`, from the cache if it is there."""
-    text = text_of(source)
-    key = repr((text, sorted(names), architecture, _OPTIONS, nvrtc.getVersion())).encode()
+    key = repr((*_texts(source), sorted(names), architecture, _OPTIONS, nvrtc.getVersion())).encode()
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     path = folder / f"distopt-{hashlib.sha256(key).hexdigest()}.cubin"
     try:
@@ -265,7 +263,8 @@ def compiled(
     Raises:
         MissingDependencyError: it fails; the message has the errors of NVRTC, with file and line.
     """
-    program = nvrtc.createProgram(text_of(source), source, (), ())
+    text, headers = _texts(source)
+    program = nvrtc.createProgram(text, source, [*headers.values()], [*headers])
     try:
         for name in names:
             nvrtc.addNameExpression(program, name)
@@ -283,24 +282,12 @@ def compiled(
         nvrtc.destroyProgram(program)
 
 
+def _texts(source: str) -> tuple[str, dict[bytes, bytes]]:
+    """The text of a source, and by name the headers that it may include."""
+    headers = (path for path in sorted(_FOLDER.iterdir()) if path.suffix in (".cuh", ".h"))
+    return (_FOLDER / source).read_text(), {path.name.encode(): path.read_bytes() for path in headers}
+
+
 def _log_of(program: int) -> str:
     log: str = nvrtc.getProgramLog(program)
     return log.rstrip("\0\n")
-
-
-@cache
-def text_of(source: str) -> str:
-    """Local. The text of a source with the files that it includes; `#line` tells the compiler where lines are from."""
-    return "\n".join(_lines(source, set()))
-
-
-def _lines(name: str, included: set[str]) -> list[str]:
-    lines = [f'#line 1 "{name}"']
-    for number, line in enumerate((_FOLDER / name).read_text().splitlines(), 1):
-        found = _INCLUDE.match(line)
-        if found and found[1] not in included:
-            included.add(found[1])
-            lines += [*_lines(found[1], included), f'#line {number + 1} "{name}"']
-        else:
-            lines.append("" if found or line == "#pragma once" else line)
-    return lines
