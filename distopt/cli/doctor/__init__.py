@@ -7,12 +7,9 @@ child process with a timeout, so a crash or hang of the library does not affect 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
-from ... import __version__
 from . import gpu, host, mpi
 from .report import Probe, Style, examine
 
@@ -47,24 +44,19 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Show what this machine offers, and how to fix what is missing. The exit code is 0 if training on "
         "the CPUs of this machine works, else 1.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
+def run(_: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
     """Run all `probes` and print each row at once; return 0 if all rows that are needed are in order."""
     style = Style.of(sys.stdout)
-    rows, blocked = [], []
+    blocked = []
     for probe in probes:
         finding = examine(probe)
-        rows.append({"name": probe.name, "needed": probe.needed, **asdict(finding), "cure": finding.cure or None})
         if probe.needed and finding.state != "ok":
             blocked.append(probe.name)
-        if not args.json:
-            print(style.row(probe.name, finding), flush=True)
-    if args.json:
-        print(json.dumps({"distopt": __version__, "ok": not blocked, "rows": rows}, indent=2))
-    elif blocked:
+        print(style.row(probe.name, finding), flush=True)
+    if blocked:
         print(f"\nTraining on the CPUs of this machine does not work: see {', '.join(blocked)}.")
     else:
         print("\nTraining on the CPUs of this machine works.")

@@ -204,8 +204,7 @@ def _nccl(cuda_major: str) -> dict[str, Any]:
     from ...comm.gpu import dotted_version, find_nccl
 
     path = find_nccl(int(cuda_major))
-    version = _core.nccl_version(path)
-    return {"version": version, "dotted": dotted_version(version), "path": path}
+    return {"version": dotted_version(_core.nccl_version(path)), "path": path}
 
 
 def _resolve(name: str) -> dict[str, Any]:

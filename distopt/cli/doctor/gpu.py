@@ -20,7 +20,7 @@ def driver() -> Finding:
         if "cannot open shared object" in str(error):
             return absent("no libcuda.so.1 (needed for NVIDIA GPUs only)")
         return failed(str(error), "reinstall the NVIDIA driver")
-    return ok(f"supports CUDA {_dotted(answer['version'])}, {answer['path']}", **answer)
+    return ok(f"supports CUDA {_dotted(answer['version'])}, {answer['path']}")
 
 
 def devices() -> Finding:
@@ -35,10 +35,10 @@ def devices() -> Finding:
         return failed(str(error), "see what nvidia-smi says; after an update of the driver, restart the machine")
     found = [f"{index}: {gpu['name']}{_memory(gpu['memory_bytes'])}" for index, gpu in enumerate(answer["devices"])]
     if not found:
-        return absent(f"no NVIDIA GPU (driver {answer['driver']})", **answer)
+        return absent(f"no NVIDIA GPU (driver {answer['driver']})")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = f"; CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
-    return ok(f"{', '.join(found)} (driver {answer['driver']}){hidden}", visible=visible, **answer)
+    return ok(f"{', '.join(found)} (driver {answer['driver']}){hidden}")
 
 
 def cupy() -> Finding:
@@ -57,7 +57,7 @@ def cupy() -> Finding:
         return failed(f"{found}: {error}", _install())
     versions = f"CUDA runtime {_dotted(answer['runtime'])}, NVRTC {answer['nvrtc']}"
     found = f"{found} {answer['version']}, {versions}, {answer['devices']} devices"
-    return ok(found, package=installed[0], **answer)
+    return ok(found)
 
 
 def cudnn() -> Finding:
@@ -72,7 +72,7 @@ def cudnn() -> Finding:
         return failed(f"{_CUDNN_PACKAGE} {installed}: {error}; {instead}", _install())
     if "version" not in answer:
         return failed(instead, answer["missing_part"])
-    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}", frontend=installed, **answer)
+    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}")
 
 
 def nccl() -> Finding:
@@ -85,7 +85,7 @@ def nccl() -> Finding:
     except DistoptError as error:
         found, _, cure = str(error).partition("; ")
         return (absent if "not installed" in found else failed)(found, cure or _install())
-    return ok(f"{answer['dotted']}, {answer['path']}", **answer)
+    return ok(f"{answer['version']}, {answer['path']}")
 
 
 def _install() -> str:

@@ -25,7 +25,7 @@ _RESOLVE_SECONDS = 5.0  # then the doctor reports that the name has no address
 def python() -> Finding:
     """The interpreter."""
     found = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
-    return ok(found, version=platform.python_version(), executable=sys.executable)
+    return ok(found)
 
 
 def operating_system() -> Finding:
@@ -34,7 +34,7 @@ def operating_system() -> Finding:
     found = f"{platform.system()} {platform.release()}, {platform.machine()}, {libc or 'unknown C library'}"
     if sys.platform != "linux":
         return failed(found, "use Linux: shared memory between ranks relies on memfd, futexes and /proc")
-    return ok(found, system=platform.system(), release=platform.release(), machine=platform.machine(), libc=libc)
+    return ok(found)
 
 
 def settings() -> Finding:
@@ -43,8 +43,8 @@ def settings() -> Finding:
     try:
         Settings.from_env()
     except DistoptError as error:
-        return failed(str(error), "correct or unset it", **given)
-    return ok(" ".join(f"{name}={value}" for name, value in given.items()) or "no DISTOPT_* variable is set", **given)
+        return failed(str(error), "correct or unset it")
+    return ok(" ".join(f"{name}={value}" for name, value in given.items()) or "no DISTOPT_* variable is set")
 
 
 def packages() -> Finding:
@@ -52,8 +52,8 @@ def packages() -> Finding:
     versions: dict[str, str | None] = {name: version_of(name) for name in _REQUIRED}
     missing = [name for name, found in versions.items() if found is None]
     if missing:
-        return failed(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", **versions)
-    return ok(", ".join(f"{name} {found}" for name, found in versions.items()), **versions)
+        return failed(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return ok(", ".join(f"{name} {found}" for name, found in versions.items()))
 
 
 def numpy() -> Finding:
@@ -62,7 +62,7 @@ def numpy() -> Finding:
         answer = ask("numpy")
     except (ImportError, DistoptError) as error:
         return failed(str(error), "pip install --force-reinstall numpy")
-    return ok(f"{answer['version']}, {answer['path']}", version=answer["version"], path=answer["path"])
+    return ok(f"{answer['version']}, {answer['path']}")
 
 
 def core() -> Finding:
@@ -74,7 +74,7 @@ def core() -> Finding:
             str(error), "build it anew, in the folder of its source: pip install --force-reinstall --no-deps ."
         )
     isas = ", ".join(f"[{isa}]" if isa == answer["isa"] else isa for isa in answer["isas"])
-    return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}", **answer)
+    return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}")
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def cores() -> Finding:
         cure = f"start at most {max(1, int(limit))} ranks here: more would be stopped in turn when the quota is used up"
     elif usable < count:
         cure = f"start at most {usable} ranks here, or lift the affinity (taskset, the container's cpuset)"
-    return ok(found, cure, host=count, usable=usable, quota=quota)
+    return ok(found, cure)
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
@@ -131,7 +131,6 @@ def shared_memory() -> Finding:
         stat = os.statvfs(_SHM)
         size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
     place = "no /dev/shm" if size is None else f"/dev/shm of {_size(size)}, {_size(free or 0)} free"
-    details = {"dev_shm_bytes": size, "dev_shm_free_bytes": free}
     try:
         with os.fdopen(os.memfd_create("distopt-doctor", os.MFD_CLOEXEC), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
@@ -141,9 +140,9 @@ def shared_memory() -> Finding:
             advice = (
                 "allow memfd_create (the container's seccomp profile), or enlarge /dev/shm (docker run --shm-size=8g)"
             )
-            return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice, memfd=False, **details)
-        return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)", **details)
-    return ok(f"memfd, not limited by the size of /dev/shm ({place})", memfd=True, **details)
+            return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice)
+        return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)")
+    return ok(f"memfd, not limited by the size of /dev/shm ({place})")
 
 
 def healing() -> Finding:
@@ -163,8 +162,8 @@ def host_name() -> Finding:
     try:
         addresses = ask("resolve", name, seconds=_RESOLVE_SECONDS)["addresses"]
     except DistoptError as error:
-        return failed(f"{name} does not resolve ({error})", f"add the line '127.0.1.1 {name}' to /etc/hosts", name=name)
-    return ok(f"{name} is {', '.join(addresses)}", name=name, addresses=addresses)
+        return failed(f"{name} does not resolve ({error})", f"add the line '127.0.1.1 {name}' to /etc/hosts")
+    return ok(f"{name} is {', '.join(addresses)}")
 
 
 def launcher_variables() -> Finding:
@@ -181,7 +180,7 @@ def launcher_variables() -> Finding:
         how = "its MPI connects the ranks"
         if place is not None:
             how = "ranks of one host, by shared memory" if place.one_host else f"by MPI, rank 0 on {place.address}"
-        return ok(f"{info.name}: {info.source}; {how}", name=info.name, rank=info.rank, size=info.size)
+        return ok(f"{info.name}: {info.source}; {how}")
     if "SLURM_JOB_ID" in os.environ:
         return ok(f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun")
     return absent("none: this process was started by hand")

@@ -41,7 +41,7 @@ def library() -> Finding:
     except ModuleNotFoundError:
         return absent("mpi4py is not installed", f"{_INSTALL} for jobs on several machines")
     except DistoptError as error:
-        return failed(str(error), f"{_INSTALL}, or put the MPI library on LD_LIBRARY_PATH", mpi4py=version_of("mpi4py"))
+        return failed(str(error), f"{_INSTALL}, or put the MPI library on LD_LIBRARY_PATH")
     text = answer["library"]
     number = re.search(r"\d+(\.\w+)+", text)
     vendor = vendor_of(text)
@@ -50,8 +50,8 @@ def library() -> Finding:
     installed = [package for package in _PACKAGES if version_of(package)]
     if len(installed) > 1:
         cure = f"keep one: pip uninstall {' '.join(installed[1:])}"
-        return failed(f"{found}; the packages {' and '.join(installed)} shadow each other", cure, **answer)
-    return ok(found, vendor=vendor, **answer)
+        return failed(f"{found}; the packages {' and '.join(installed)} shadow each other", cure)
+    return ok(found)
 
 
 def launcher() -> Finding:
@@ -70,22 +70,21 @@ def launcher() -> Finding:
     try:
         mine = vendor_of(ask("mpi")["library"])
     except (ImportError, DistoptError):
-        return absent(f"{found}, but no usable mpi4py", _INSTALL, path=path, vendor=vendor)
+        return absent(f"{found}, but no usable mpi4py", _INSTALL)
     # Open MPI refuses more ranks than cores.
     crowded = ["--oversubscribe"] if vendor == "Open MPI" and len(os.sched_getaffinity(0)) < 2 else []
     command = [path, *crowded, "-n", "2", sys.executable, "-c", _RANK]
     ended = run_bounded(command, _LAUNCH_SECONDS, unlaunched_environment())
-    details = {"path": path, "vendor": vendor, "library_vendor": mine}
     if ended.returncode != 0 and "as root" in ended.stderr + ended.stdout:
         cure = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-        return failed(f"{found} cannot start 2 ranks: it refuses to run as root", cure, **details)
+        return failed(f"{found} cannot start 2 ranks: it refuses to run as root", cure)
     printed = ended.stdout.split()
     if ended.returncode == 0 and printed == ["2", "2"]:
         advice = f"; the PATH has {first or 'none'}: write the path, or activate the environment"
-        return ok(f"{found} starts 2 ranks that see each other{'' if first == path else advice}", **details)
+        return ok(f"{found} starts 2 ranks that see each other{'' if first == path else advice}")
     if ended.returncode == 0 and printed == ["1", "1"]:
         fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
-        return failed(fact, f"use the mpiexec of {mine or 'that library'}", **details)
+        return failed(fact, f"use the mpiexec of {mine or 'that library'}")
     reason = f"they printed {printed}" if ended.returncode == 0 else describe_end(ended, _LAUNCH_SECONDS)
     cure = "run it by hand: mpiexec -n 2 python -m mpi4py.bench helloworld"
-    return failed(f"{found} cannot start 2 ranks: {reason}", cure, **details)
+    return failed(f"{found} cannot start 2 ranks: {reason}", cure)

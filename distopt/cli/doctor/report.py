@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TextIO, TypeAlias
 
 State: TypeAlias = Literal["ok", "failed", "absent"]
 
@@ -19,28 +19,26 @@ class Finding:
         state: "ok", "failed", or "absent" for an optional part that is not installed.
         found: the facts, in one line.
         cure: how to fix it; with "ok", advice.
-        details: the facts as JSON types.
     """
 
     state: State
     found: str
     cure: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
 
 
-def ok(found: str, cure: str = "", /, **details: Any) -> Finding:
+def ok(found: str, cure: str = "") -> Finding:
     """A part that works."""
-    return Finding("ok", found, cure, details)
+    return Finding("ok", found, cure)
 
 
-def failed(found: str, cure: str, /, **details: Any) -> Finding:
+def failed(found: str, cure: str) -> Finding:
     """A part that does not work, or that is required and missing."""
-    return Finding("failed", found, cure, details)
+    return Finding("failed", found, cure)
 
 
-def absent(found: str, cure: str = "", /, **details: Any) -> Finding:
+def absent(found: str, cure: str = "") -> Finding:
     """An optional part that is not installed."""
-    return Finding("absent", found, cure, details)
+    return Finding("absent", found, cure)
 
 
 @dataclass(frozen=True)
