@@ -164,7 +164,7 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
-    if (saved := stamp.get("rank", rank)) != rank:  # files of older versions do not say
+    if (saved := stamp["rank"]) != rank:
         raise StateError(f"{path} is the file of rank {saved}; files of ranks have been exchanged or copied")
     return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]
 

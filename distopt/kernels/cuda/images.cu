@@ -64,22 +64,13 @@ __global__ void lower(Batch batch, Window s, const T* x, T* columns) {
 // The reverse: dx = for each pixel the sum of its entries in the columns.
 template <class T>
 __global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
-  const size_t places = places_of(s), width = batch.images * places, pixels = pixels_of(s);
+  const size_t width = batch.images * places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
+    const T* from = columns + channel * s.kh * s.kw * width + image * places_of(s);
     for_each(pixels, [&](size_t pixel) {
-      const int iy = int(pixel) / s.w + s.ph, ix = int(pixel) % s.w + s.pw;
       T sum = T(0);
-      for (int ky = iy % s.sh; ky < s.kh && ky <= iy; ky += s.sh) {
-        const int oy = (iy - ky) / s.sh;
-        if (oy >= s.oh) continue;
-        for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
-          const int ox = (ix - kx) / s.sw;
-          if (ox >= s.ow) continue;
-          const size_t row = (size_t(channel) * s.kh + ky) * s.kw + kx;
-          sum += columns[row * width + image * places + size_t(oy) * s.ow + ox];
-        }
-      }
+      for_windows(s, int(pixel), [&](size_t place, int tap) { sum += from[tap * width + place]; });
       dx[plane * pixels + pixel] = sum;
     });
   });
