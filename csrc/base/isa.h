@@ -17,7 +17,7 @@ void set_isa(const std::string& name);
 std::string isa_name(Isa isa);
 std::vector<std::string> supported_isas();
 
-// The tables of a family that computes in two types.
+// The kernels of a family, for float and for double.
 template <template <class> class Table>
 struct Both {
   Table<float> f32;

@@ -24,7 +24,7 @@ inline std::size_t sample_rank(std::size_t n, std::size_t k) {
   return static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 8);  // four deviations on top
 }
 
-// Room for the candidates.
+// The number of candidates to have room for when the k largest of n elements are selected.
 inline std::size_t candidate_capacity(std::size_t n, std::size_t k) {
   return k + (estimate_pays(n, k) ? std::min(3 * k, n / 16) + n / 256 : 0);
 }

@@ -34,7 +34,7 @@ class Turn {
                               "two threads use one communicator at the same time; call collectives from one thread");
     return Held(this);
   }
-  // The turn of a caller, as soon as no other caller has it.
+  // The turn of a caller. Waits until no other caller has it.
   Held awaited() {
     await();
     return Held(this);
@@ -44,7 +44,7 @@ class Turn {
     Holder found = Holder::none;
     return Held(holder_.compare_exchange_strong(found, Holder::helper, std::memory_order_acquire) ? this : nullptr);
   }
-  // Others may have their turns while `body` runs.
+  // Gives the turn back while `body` runs, and waits for it afterwards.
   template <typename Body>
   auto apart(Body body) {
     give_back();

@@ -58,7 +58,7 @@ PoolShape pool_shape(const A& x, Pair kernel, Pair stride, Pair padding) {
   return pool_shape(x.shape(0) * x.shape(1), x.shape(2), x.shape(3), kernel, stride, padding);
 }
 
-// Where the maxima were, then kernel, stride and padding of the pooling.
+// The places of the maxima in their windows, then kernel, stride and padding of the pooling.
 using MaxPooling = std::tuple<Array<std::uint8_t, 4>, Pair, Pair, Pair>;
 
 // A convolution, with max pooling in the same pass if that is given: y and dy then have the pooled size.

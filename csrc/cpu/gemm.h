@@ -184,7 +184,7 @@ void strip_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Ind
   }
 }
 
-// Calls f with the number of vectors, V at most, as a constant.
+// Calls f(vectors), where the compiler knows the number of vectors. It is V at most.
 template <Index V, class F>
 inline void with_width(Index vectors, F f) {
   if (vectors == V) return f(std::integral_constant<Index, V>{});

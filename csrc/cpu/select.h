@@ -33,7 +33,7 @@ struct SelectKernels {
                       std::int32_t* indices, float* values);
 };
 
-// The kernels store whole registers, and gather looks at its room once per chunk.
+// Room behind the last entry of a list: kernels store whole registers, and gather checks its room once per chunk.
 constexpr std::size_t gather_chunk = 512;
 constexpr std::size_t gather_slack = gather_chunk + 16;
 

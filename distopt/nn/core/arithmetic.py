@@ -49,7 +49,10 @@ class Broadcast(Operation):
         return [self.reduced(slope(dy, *operands), i) if need else None for i, (slope, need) in pairs]
 
     def reduced(self, gradient: Array, which: int) -> Array:
-        """The sum of `gradient` over the axes along which input number `which` was repeated, in its type."""
+        """`gradient` summed over the axes along which broadcasting repeated input `which`, in the type of that input.
+
+        For an input of integers, it is float32.
+        """
         assert self.inputs is not None
         x = self.inputs[which].array
         if gradient.shape != x.shape:

@@ -235,7 +235,7 @@ def _visit(visit: _Visit, pending: dict[Operation, Array], retain_graph: bool) -
 
 
 def _place(param: Tensor, more: bool) -> Array:
-    """Memory for a contribution to the gradient of `param`: its `grad` for the first, a scratch array for others."""
+    """Memory for one contribution to the gradient of `param`: its `grad` for the first, a new array for each other."""
     if param.grad is None or more:
         data = kernels_of(param.array).empty(param.shape, param.dtype)
         if more:

@@ -16,7 +16,7 @@ _INSTALL = f"{pip_install('cuda13')} (with a driver for CUDA 12: cupy-cuda12x an
 def gpu_is_usable() -> bool:
     """Local. Whether `find_gpu` would return a GPU.
 
-    This loads CUDA's driver, which does not work any more in processes forked afterwards.
+    This loads CUDA's driver. Processes that are forked afterwards cannot use CUDA.
     """
     return Settings.from_env().device != "cpu" and find_cupy()[0] is not None
 
@@ -49,7 +49,7 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
 
 
 def find_cudnn() -> tuple[Any, str]:
-    """Local. cuDNN's Python package if it has found cuDNN; otherwise None, and what is missing and how to fix it.
+    """Local. cuDNN's Python package, if it finds the library; otherwise None, and what is missing and how to fix it.
 
     The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
     """

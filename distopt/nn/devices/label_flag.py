@@ -13,8 +13,8 @@ class LabelFlag:
     """Host memory where GPU kernels record a label that is out of range.
 
     Attributes:
-        address: address, valid on the GPU, of four int64: whether a label was recorded, its sample, the label, and the
-            number of classes.
+        address: where kernels find four int64: 1 if a label is recorded, else 0; its sample; the label; and the number
+            of classes.
     """
 
     def __init__(self, cupy: Any) -> None:

@@ -315,7 +315,7 @@ def channel_sums(x: Array) -> Array:
     mean, var = np.zeros((2, c), x.dtype)
     if x.size:
         _core.channel_moments(_planes(x), mean, var)
-    # Squares are computed from the variance: sums of float32 squares lose it where it is small relative to the mean.
+    # A sum of float32 squares would lose a variance that is small relative to the mean.
     wide = mean.astype(np.float64)
     sums: Array = np.concatenate([wide, var + wide * wide, [1.0]])
     sums *= n * h * w

@@ -157,7 +157,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
-    """See `cpu.softmax_cross_entropy_backward`; a scale on the device is read there."""
+    """See `cpu.softmax_cross_entropy_backward`; the host does not wait for a `scale` on the device."""
     probability, index, target = saved
     rows, columns = probability.shape
     dlogits = _like(probability)
@@ -244,7 +244,7 @@ def _adam_coefficients(
     return *corrections, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
 
 
-# Of the kernels in update.cu, from the values of `cpu.update`.
+# By rule, the coefficients that its kernel in update.cu takes, computed from the values of `cpu.update`.
 _COEFFICIENTS: dict[str, Callable[..., tuple[float, ...]]] = {
     "sgd": lambda lr, momentum, dampening, decay, nesterov: (lr, momentum, 1 - dampening, decay, nesterov),
     "adam": _adam_coefficients,

@@ -121,7 +121,7 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
 
 
 def _library() -> _CudnnLibrary | None:
-    """Of this thread and the current device; None where convolution is lowering."""
+    """The cuDNN of this thread and the current device; None if convolutions are lowered."""
     key = _thread.wish, cupy.cuda.runtime.getDevice()
     if key not in _thread.libraries:
         _thread.libraries[key] = _open_library(_thread.wish)
@@ -217,7 +217,7 @@ def _refused_notes(cudnn: Any) -> list[Any]:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Elements from one entry of each dimension to the next in a dense array."""
+    """The strides of a dense array, in elements."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.insert(0, strides[0] * extent)

@@ -156,7 +156,7 @@ class Layer:
         return _walk("", self, set())
 
     def __str__(self) -> str:
-        """This layer and its sub-layers, a line each, with shapes and counts of parameters."""
+        """A line for this layer and for each sub-layer, with the shapes and the number of its parameters."""
         lines, listed = [], set[int]()
         for path, layer in self._sublayers():
             own = {k: p for k, p in vars(layer).items() if _is_parameter(p) and id(p) not in listed}

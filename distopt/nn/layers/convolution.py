@@ -98,7 +98,13 @@ class Conv2d(Windowed):
         if self.bias:
             self.b = self._parameter("b", (self.nb_kernels,), x)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The images [N, nb_kernels, oh, ow], where oh = (H + top + bottom - kh) // stride + 1, or these pooled.
+
+        Raises:
+            ShapeError: `x` has another number of channels than before, or is smaller than a kernel.
+            UsageError: `x` is neither of the type of the parameters nor float16.
+        """
         assert self.in_channels is not None
         self._check_images(x, self.in_channels, self.W)
         inputs = (x, self.W, self.b) if self.bias else (x, self.W)
@@ -146,6 +152,7 @@ class SeparableConv2d(TensorLayer):
         self.depthwise_conv = Conv2d(channels, channels, *self.window, group=channels, bias=self.bias)
         self.point_conv = Conv2d(self.nb_kernels, 1, bias=self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The images [N, nb_kernels, oh, ow], as of a `Conv2d` with these arguments."""
         y: Tensor = self.point_conv(self.depthwise_conv(x))
         return y

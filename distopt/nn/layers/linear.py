@@ -53,7 +53,13 @@ class Linear(TensorLayer):
         if len(x.shape) != 2:
             raise ShapeError(f"{self._label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. Rows [N, out_features].
+
+        Raises:
+            ShapeError: `x` has not two dimensions, or another number of columns than before.
+            UsageError: `x` is neither of the type of the parameters nor float16.
+        """
         self._check_matrix(x)
         if x.shape[1] != self.in_features:
             raise ShapeError(f"{self._label} expects {self.in_features} inputs, got {x.shape[1]}")
@@ -108,7 +114,8 @@ class Gemm(TensorLayer):
             raise ShapeError(f"{self._label} expects a matrix, got {list(x.shape)}; put a Flatten before it")
         return x.shape[0 if self.transA else 1]
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. A matrix [N, nb_kernels]. Raises as `Linear.forward`."""
         inputs = self.W.shape[1 if self.transB else 0]
         if self._inputs(x) != inputs:
             raise ShapeError(f"{self._label} expects {inputs} inputs, got {self._inputs(x)}")

@@ -38,7 +38,8 @@ class Pooling2d(Windowed):
         super().__init__(kernel_size, kernel_size if stride is None else stride, padding, pad_mode)
         self.is_max = is_max
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The pooled images [N, C, oh, ow], where oh = (H + top + bottom - kernel height) // stride + 1."""
         operation = pooling.MaxPool2d if self.is_max else pooling.AvgPool2d
         return self._run(operation(self.kernel_size, self.stride, self._padding_of(x)), x)
 

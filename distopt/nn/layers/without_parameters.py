@@ -59,7 +59,8 @@ class Flatten(TensorLayer):
 class Reshape(TensorLayer):
     """The same elements with the dimensions `shape`, where one may be -1."""
 
-    def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Local. The elements of `x` with the dimensions `shape`, which may differ from call to call."""
         return x.reshape(shape)
 
 
@@ -76,7 +77,8 @@ class Dropout(TensorLayer):
 class Add(TensorLayer):
     """The sum of two tensors."""
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Local. `a + b`, with broadcasting."""
         return elementwise.add(a, b)
 
 
@@ -86,33 +88,38 @@ class Cat(TensorLayer):
     def __init__(self, axis: int = 0) -> None:
         self.axis = axis
 
-    def forward(self, xs: Sequence[Tensor]) -> Tensor:  # noqa: D102
+    def forward(self, xs: Sequence[Tensor]) -> Tensor:
+        """Local. The tensors `xs`, one at least, whose other dimensions are equal."""
         return shape.cat(xs, self.axis)
 
 
 class SoftMaxCrossEntropy(TensorLayer):
     """Mean cross entropy of softmax(logits); see `loss.softmax_cross_entropy`."""
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Local. The loss, of shape (1,); `labels` are class indices [N], or distributions [N, classes]."""
         return loss.softmax_cross_entropy(logits, labels)
 
 
 class CrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities; see `loss.cross_entropy`."""
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """Local. The loss, of shape (1,), of probabilities `x` and distributions `t`, both [N, classes]."""
         return loss.cross_entropy(x, t)
 
 
 class BinaryCrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities of two classes each; see `loss.binary_cross_entropy`."""
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """Local. The loss, of shape (1,), of probabilities `x` and targets `t`, both [N, ...]."""
         return loss.binary_cross_entropy(x, t)
 
 
 class MeanSquareError(TensorLayer):
     """Mean over all elements of (x - target)**2."""
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Local. The loss, of shape (1,), of `x` and `target` of one shape."""
         return loss.mse_loss(x, target)

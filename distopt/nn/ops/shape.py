@@ -358,7 +358,7 @@ def shape(x: Tensor) -> Tensor:
 
 
 def constant_of_shape(x: Tensor, value: float = 0) -> Tensor:
-    """A tensor of float32 whose dimensions are the elements of x, and whose elements are `value`."""
+    """A tensor of float32 filled with `value`, whose shape is given by the elements of x, integers [dimensions]."""
 
     def forward(array: Array) -> Array:
         lengths = [int(n) for n in array.reshape(-1).tolist()]

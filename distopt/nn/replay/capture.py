@@ -153,7 +153,7 @@ def _allocator(cuda: Any, memory: list[Any]) -> Callable[[int], Any]:
             with device:
                 return cuda.Memory(size)
 
-        # cudaMalloc does not enqueue work on a stream; but a capture forbids it to its thread, as it may wait.
+        # cudaMalloc enqueues nothing, but CUDA refuses it to a thread that captures, since it may wait.
         with ThreadPoolExecutor(1) as thread:
             memory.append(thread.submit(made).result())
         return cuda.MemoryPointer(memory[-1], 0)

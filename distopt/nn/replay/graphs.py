@@ -75,7 +75,7 @@ class StepGraphs:
 
     Attributes:
         replays: number of steps that were replayed.
-        watch: while a step is observed, makes the object that stands in for the optimizer.
+        watch: during an observed step, wraps the optimizer in an object that reports its calls; else None.
     """
 
     def __init__(self, device: Device) -> None:
@@ -194,7 +194,7 @@ class StepGraphs:
             step.capture.abort()
         try:
             if step.forward is None:
-                results = train(*inputs, **options)  # raises where the error was the script's
+                results = train(*inputs, **options)  # raises the script's own error, if it was one
                 raise CaptureError(failure)
             results = step.finish(results)
         except CaptureError as error:
