@@ -93,7 +93,7 @@ class Ring:
         self.records = _HEAD_BYTES + _GROUPS * n_records * _PAIR.size
         self.texts = self.records + n_records * _RECORD_BYTES
         self._path = Path(f"/proc/{pid}/fd/{fd}")
-        self.places: dict[tuple[int, int, str], int] = {}  # texts, by code object, offset there, and label
+        self.places: dict[tuple[int, int, int, str], int] = {}  # texts, by code object, offset there, depth, and label
         self._codes: list[CodeType] = []  # in it: kept, so that no other code gets the same number
         if not token:
             os.truncate(fd, self.texts + _TEXT_BYTES)
@@ -122,13 +122,14 @@ class Ring:
         self._n_texts += 1
         return self._n_texts
 
-    def learn(self, code: CodeType, frame: FrameType, label: str) -> int:
-        """Local. The number of the text with a label and a place in a script."""
-        key = id(code), frame.f_lasti, label if self.head[1] < _LABELLED_BYTES else ""
+    def learn(self, frame: FrameType, depth: int, label: str) -> int:
+        """Local. The number of the text with a label and a place in a script, `depth` frames above `Group.note`."""
+        code = frame.f_code
+        key = id(code), frame.f_lasti, depth, label if self.head[1] < _LABELLED_BYTES else ""
         if key not in self.places:
             self._codes.append(code)
             place = {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
-            self.places[key] = self.add_text({"label": key[2], "frames": [place]})
+            self.places[key] = self.add_text({"label": key[3], "frames": [place]})
         return self.places[key]
 
     def ask(self) -> bool:
@@ -187,6 +188,14 @@ class Ring:
         }
 
 
+def _script(frame: FrameType) -> tuple[FrameType, int]:
+    """Local. The innermost frame of a script among `frame`, the second above this one, and those above; its depth."""
+    depth = 2
+    while _inner[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
+        frame, depth = outer, depth + 1
+    return frame, depth
+
+
 class Group:
     """The operations of a communicator, which its ranks number alike.
 
@@ -203,6 +212,7 @@ class Group:
         self.name, self.ranks, self.rank = name, ranks, rank
         self.count = self.last = 0
         self._ring, self._index = ring, index
+        self._depths = dict.fromkeys(KINDS, 2)  # of the script's frame below `note`, in the last operation of a kind
         n_bytes = ring.n_records * _PAIR.size
         self.endings = memoryview(ring.memory)[_HEAD_BYTES + index * n_bytes :][:n_bytes]
 
@@ -216,14 +226,15 @@ class Group:
             label: shown beside it.
             number: of the operation, equal on all ranks.
         """
-        ring, frame = self._ring, sys._getframe(2)  # the caller is not the script
-        code = frame.f_code
-        while _inner[code.co_filename] and (outer := frame.f_back) is not None:
-            frame, code = outer, outer.f_code
+        # An operation of a kind is usually called at the same depth below the script: other frames are not looked at.
+        ring, depth = self._ring, self._depths[kind]
+        try:
+            frame = sys._getframe(depth)
+            text = ring.places[id(frame.f_code), frame.f_lasti, depth, label]
+        except (KeyError, ValueError):
+            frame, self._depths[kind] = _script(sys._getframe(2))  # the caller is not the script
+            text = ring.learn(frame, self._depths[kind], label)
         self.last = number
-        text = ring.places.get((id(code), frame.f_lasti, label))
-        if text is None:
-            text = ring.learn(code, frame, label)
         offset = ring.records + ring.noted % ring.n_records * _RECORD_BYTES
         ring.noted = place = ring.noted + 1
         _pack(ring.memory, offset, _now(), number, count, text, self._index, _CODES[kind], dtype, place)
