@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CommunicatorError, DistoptError, UsageError
 from .settings import Settings
@@ -48,7 +48,10 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
 # A ring: a head, the endings of each group (csrc/base/endings.h), the records, and texts, one JSON object a line.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
-_HEAD_BYTES, _WORD, _END, _ASKED = 64, struct.Struct("=q"), 32, 40
+_HEAD_BYTES, _WORD, _END, _ASKED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 64
+# Words of the head, for `distopt run --watch`, which `distopt.timeline` writes: steps and samples of training so far; ns
+# of waits for other ranks, and since when it waits now, or 0; whether it copies and whether it writes states.
+STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
 _PAIR = struct.Struct("=qQ")
 _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
 _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
@@ -73,6 +76,22 @@ class _Inner(dict[str, bool]):
 _inner = _Inner()
 
 
+class Operation(NamedTuple):
+    """An operation that a rank has started.
+
+    Attributes:
+        group: name of the group.
+        ranks: those of the group, as numbers in the job.
+        kind: a key of `KINDS`.
+        number: of the operation in the group.
+    """
+
+    group: str
+    ranks: list[int]
+    kind: str
+    number: int
+
+
 class Ring:
     """The memory of one process.
 
@@ -80,6 +99,7 @@ class Ring:
         about: how other processes open it: descriptor of its file, process, number of records, token.
         n_records: how many there are.
         noted: how many operations this process has noted.
+        progress: words of the head, by the numbers above.
     """
 
     def __init__(self, fd: int, pid: int, n_records: int, token: str = "") -> None:
@@ -103,6 +123,8 @@ class Ring:
         if not token:
             os.lseek(fd, 0, os.SEEK_END)  # where faulthandler appends stacks
             _HEAD.pack_into(self.memory, 0, token_hex(16).encode(), 0, 0)
+        self.progress = memoryview(self.memory)[_PROGRESS:_HEAD_BYTES].cast("q")
+        self._groups: list[dict[str, Any]] = []
         self.about = (fd, pid, n_records, self.head[0].decode())
         if token not in ("", self.about[3]):
             raise ValueError(f"{self._path} is not the flight record that it was")
@@ -148,10 +170,40 @@ class Ring:
             return file.read()
         return b""
 
+    def numbers(self) -> dict[str, int]:
+        """Local. The number of the operation noted last in each group, by its name."""
+        last: dict[int, int] = {}
+        for _, number, *_, index, _, _, place in self._noted():
+            if place:
+                last[index] = max(number, last.get(index, 0))
+        return {self._group(index)["name"]: number for index, number in last.items()}
+
+    def oldest(self, before: int) -> Operation | None:
+        """Local. The first operation that has not ended of those noted before that time."""
+        for at, number, _, _, index, code, _, place in sorted(self._noted(), key=lambda record: record[-1]):
+            if place and at < before and self._ending(index, number)[1] <= number:
+                group = self._group(index)
+                return Operation(group["name"], group["ranks"], [*KINDS][code], number)
+        return None
+
+    def _noted(self) -> Iterator[tuple[int, ...]]:
+        return _RECORD.iter_unpack(self.memory[self.records : self.texts])
+
+    def _ending(self, index: int, number: int) -> tuple[int, int]:
+        """When the last operation in the place of this one ended, and its number plus one."""
+        slot = index * self.n_records + number % self.n_records
+        return _PAIR.unpack_from(self.memory, _HEAD_BYTES + slot * _PAIR.size)
+
+    def _group(self, index: int) -> dict[str, Any]:
+        if index >= len(self._groups):
+            raw = self.memory[self.texts : self.texts + self.head[1]]
+            self._groups = [json.loads(line) for line in raw.splitlines() if b'"ranks"' in line]
+        return self._groups[index]
+
     def read(self) -> dict[str, Any]:
         """Local. The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
         # Records before texts: the process may note more, and its records refer to texts.
-        records = sorted(_RECORD.iter_unpack(self.memory[self.records : self.texts]), key=lambda record: record[-1])
+        records = sorted(self._noted(), key=lambda record: record[-1])
         raw = self.memory[self.texts : self.texts + self.head[1]]
         texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
         groups = [text for text in texts if "ranks" in text]
@@ -164,8 +216,7 @@ class Ring:
 
     def _entry(self, group: dict[str, Any], text: dict[str, Any], *record: int) -> dict[str, Any]:
         at, number, count, _, index, code, dtype, place = record
-        slot = index * self.n_records + number % self.n_records
-        ended_at, ended = _PAIR.unpack_from(self.memory, _HEAD_BYTES + slot * _PAIR.size)
+        ended_at, ended = self._ending(index, number)
         epoch, kind, types = time.time_ns() - _now(), [*KINDS][code], [_DTYPES[dtype]]
         # The counts of ragged operations may differ between ranks, which the analysis would take for a fault.
         size, sent = len(group["ranks"]), 0 if kind.endswith("ragged") else count
@@ -290,7 +341,7 @@ class FlightRecord:
             if offer["host"] == socket.gethostname():
                 self.add(offer["ring"])
         ring, index = self._mine, len(self._names)
-        if ring is None or index == _GROUPS:
+        if ring is None or index == _GROUPS or len(ranks) == 1:
             return None
         if not index:
             ring.add_text({"rank": rank, "folder": offers[0]["folder"], "answers": self._answer_signals(ring)})
@@ -299,11 +350,18 @@ class FlightRecord:
         self._names.append(name)
         return Group(ring, index, own, ranks, rank)
 
-    def add(self, about: Sequence[Any] | None) -> None:
+    def add(self, about: Sequence[Any] | None) -> Ring | None:
         """Local. Open the ring of another process of this host, as `offer` describes it, where that is possible."""
         if about is not None and about[1] != os.getpid():
             with contextlib.suppress(OSError, ValueError):  # it has ended, or is in another container
-                self._rings[about[3]] = Ring(*about)
+                self._rings[about[3]] = ring = Ring(*about)
+                return ring
+        return None
+
+    @property
+    def progress(self) -> memoryview | None:
+        """Local. See `Ring.progress`, of this process; None before `offer` and without a record."""
+        return self._mine and self._mine.progress
 
     def forget(self) -> None:
         """Local. Forget the rings of other processes."""

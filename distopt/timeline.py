@@ -1,9 +1,10 @@
 """The timeline of a rank: the time that each part of a training step takes, in a file that trace viewers open.
 
-`DISTOPT_TIMELINE=FOLDER` turns it on for any script; otherwise the functions here do nothing. A file is an array in
-Chrome's trace format, without its last bracket, so it is valid whenever the process ends. Times are those of the
-monotonic clock, which the processes of a host share; the first event says how far the clocks of two hosts are apart.
-`distopt timeline merge FOLDER` makes one trace of all files.
+`DISTOPT_TIMELINE=FOLDER` turns it on for any script. Under `distopt run --watch`, the same functions count steps,
+samples and waits, for a table. Otherwise they do nothing. A file is an array in Chrome's trace format, without its last
+bracket, so it is valid whenever the process ends. Times are those of the monotonic clock, which the processes of a host
+share; the first event says how far the clocks of two hosts are apart. `distopt timeline merge FOLDER` makes one trace
+of all files.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from .flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, record
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from io import FileIO
 
 _log = logging.getLogger("distopt")
 TRACKS = 1000  # numbers of tracks for each rank
 _FLUSH_SECONDS = 0.5  # between two writes: as much is lost when a process is killed
 _ROUNDS = 24  # exchanges to compare the clocks of two hosts
 _NOTHING = nullcontext()
+_STATES = {"copy states": COPIES, "save": SAVES}
 _now = time.perf_counter  # the monotonic clock on Linux, which csrc/base/endings.h reads, too
 
 
@@ -33,13 +40,15 @@ class Timeline:
     """The timeline of this process.
 
     Attributes:
-        is_on: whether events are recorded.
+        is_on: whether events are recorded or counted.
         phase_now: the phase that the training step is in.
     """
 
     is_on = False
     phase_now = ""
     _began = _flushed = 0.0
+    _file: FileIO | None = None
+    _progress: memoryview | None = None  # where events are counted: see `distopt.flight`
 
     def open(
         self,
@@ -48,35 +57,38 @@ class Timeline:
         exchange: Callable[[bytes], list[bytes]],
         begin: Callable[[], object] = lambda: None,
     ) -> None:
-        """Collective if $DISTOPT_TIMELINE is set, else nothing. Begin, unless this process has begun before.
+        """Collective if $DISTOPT_TIMELINE is set, else local. Begin what is wanted, unless this process has before.
 
         Args:
             rank: of this process in the job.
             hosts: host name of every rank that takes part, that of the job's rank 0 first.
             exchange: gives every rank the bytes of every rank, in the order of `hosts`.
-            begin: called if the timeline begins.
+            begin: called if it begins.
         """
-        folder, host = Settings.from_env().timeline, os.uname().nodename
-        if folder is None:
-            return
-        low, high = _clock(exchange) if len(set(hosts)) > 1 else (0, 0)
-        if self.is_on:
-            return
-        if host == hosts[0]:
-            low = high = 0
+        settings, has_begun = Settings.from_env(), self.is_on
+        if settings.timeline is not None:
+            low, high = _clock(exchange) if len(set(hosts)) > 1 else (0, 0)
+            if not has_begun:
+                self._open_file(settings.timeline, rank, (0, 0) if os.uname().nodename == hosts[0] else (low, high))
+        if not has_begun:
+            self._progress = record.progress if settings.watch else None
+            self.is_on = self._file is not None or self._progress is not None
+            if self.is_on:
+                begin()
+
+    def _open_file(self, folder: str, rank: int, lead_ns: tuple[int, int]) -> None:
         # Viewers take a process or a track of number 0 for the kernel's.
         self._number, self._tracks, self._pid = rank + 1, {"": TRACKS * (rank + 1)}, os.getpid()
         self._lines = ["["]
-        about = {"rank": rank, "host": host, "low_ns": low, "high_ns": high, "began": time.time()}
+        low, high = lead_ns
+        about = {"rank": rank, "host": os.uname().nodename, "low_ns": low, "high_ns": high, "began": time.time()}
         self._write("clock", "", ph="M", args=about)
         self._write("thread_name", "", ph="M", args={"name": "training"})
         with self._writing():
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = Path(folder, f"rank-{rank}-{self._pid}.json").open("wb", buffering=0)  # noqa: SIM115
-            self.is_on = True
             self._flush()
             atexit.register(self._flush)
-            begin()
 
     def phase(self, name: str) -> None:
         """Local. The training step enters this phase, and leaves the one before; "" is none."""
@@ -85,21 +97,63 @@ class Timeline:
             if self.phase_now:
                 self.add(self.phase_now, self._began, now)
             self.phase_now, self._began = name, now
+            if name == "update":
+                self._count(STEPS, 1)
 
-    def span(self, name: str, track: str = "") -> AbstractContextManager[None]:
-        """Local. A context for what is shown as one bar, in a line of its own where a track is named."""
-        return self._span(name, track) if self.is_on else _NOTHING
+    def span(self, name: str, track: str = "", *, waits: bool = False) -> AbstractContextManager[None]:
+        """Local. A context for what is shown as one bar, in a line of its own where a track is named.
+
+        Args:
+            name: of the bar.
+            track: of the line.
+            waits: whether it is a wait for other ranks.
+        """
+        return self._span(name, track, waits) if self.is_on else _NOTHING
 
     @contextlib.contextmanager
-    def _span(self, name: str, track: str) -> Iterator[None]:
-        began = _now()
+    def _span(self, name: str, track: str, waits: bool) -> Iterator[None]:
+        began = self.begin_wait() if waits else _now()
+        if name == "update":
+            self._count(STEPS, 1)
+        elif name in _STATES:
+            self._count(_STATES[name], 1)
         try:
             yield
         finally:
-            self.add(name, began, _now(), track)
+            ended = _now()
+            if name in _STATES:
+                self._count(_STATES[name], -1)
+            elif waits:
+                self._end_wait(began, ended)
+            self.add(name, began, ended, track)
+
+    def begin_wait(self) -> float:
+        """Local. This rank begins to wait for others, which `add("wait", ...)` ends; the time, as `add` takes it."""
+        now = _now()
+        if self._progress is not None:
+            self._progress[WAITS_SINCE] = int(now * 1e9)
+        return now
+
+    def _end_wait(self, began: float, ended: float) -> None:
+        if self._progress is not None:
+            self._progress[WAITED] += int((ended - began) * 1e9)
+            self._progress[WAITS_SINCE] = 0
+
+    def trained_on(self, inputs: Iterable[Any]) -> None:
+        """Local. A training step computes on these inputs; the rows of the first array among them are its samples."""
+        if self._progress is not None:
+            self._count(SAMPLES, next((each.shape[0] for each in inputs if getattr(each, "shape", ())), 0))
+
+    def _count(self, word: int, more: int) -> None:
+        if self._progress is not None:
+            self._progress[word] += more
 
     def add(self, name: str, began: float, ended: float, track: str = "", **details: object) -> None:
         """Local. Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
+        if name == "wait":
+            self._end_wait(began, ended)
+        if self._file is None:
+            return
         if track not in self._tracks:
             self._tracks[track] = self._tracks[""] + len(self._tracks)
             self._write("thread_name", track, ph="M", args={"name": track})
@@ -113,7 +167,7 @@ class Timeline:
         self._lines.append(json.dumps({"name": name, "pid": self._number, "tid": self._tracks[track], **event}) + ",")
 
     def _flush(self) -> None:
-        if self.is_on and os.getpid() == self._pid:  # not in a forked child
+        if self._file is not None and os.getpid() == self._pid:  # not in a forked child
             lines, self._lines, self._flushed = self._lines, [], _now()
             with self._writing():
                 self._file.write("\n".join([*lines, ""]).encode())
@@ -123,7 +177,7 @@ class Timeline:
         try:
             yield
         except OSError as error:
-            self.is_on = False
+            self._file, self.is_on = None, self._progress is not None
             _log.warning("the timeline cannot be written: %s; training goes on", error)
 
 

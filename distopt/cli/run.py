@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError, UsageError
+from ..settings import Settings
 from .values import at_least, positive
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="write output to DIR/JOB/attempt_0/RANK/stdout.log too",
     )
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
+    add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
+    help_of_json = "the same as lines of JSON on stderr"  # a value that is optional would take SCRIPT
+    parser.add_argument("--watch=json", action="store_const", const="json", dest="watch", default="", help=help_of_json)
     parser.add_argument("-n", "-np", "--np", type=_renamed, help=argparse.SUPPRESS)  # mpiexec's and Horovod's
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
@@ -131,6 +135,8 @@ def options_of(args: argparse.Namespace) -> RunOptions:
             host, port = args.master_addr, args.master_port or _MASTER_PORT
         else:
             raise UsageError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
+    if args.watch and Settings.from_env().flight_records == 0:
+        raise UsageError("--watch reads flight records; unset DISTOPT_FLIGHT_RECORDS=0 or TORCH_FR_BUFFER_SIZE=0")
     _check_script(args.script, module=args.module)
     return RunOptions(
         program=(sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments),
@@ -145,6 +151,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         heal=args.heal,
         log_dir=args.log_dir,
         timeout=args.rdzv_timeout,
+        watch=args.watch,
     )
 
 
@@ -203,6 +210,8 @@ def _run(args: argparse.Namespace) -> int:
         _check_tasks(options)
         if args.timeline is not None:
             os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
+        if args.watch:
+            os.environ["DISTOPT_WATCH"] = "1"
         from ..launch.nodes.agent import run
         from ..launch.supervise.ranks import LIMITS
 

@@ -66,9 +66,10 @@ def create(job: Job, backend: str | None = None) -> Communicator:
     module, _, cls = BACKENDS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
     topology = job.topology
+    offers = []
     if topology.world_size > 1:
         offers = [json.loads(offer) for offer in job.all_gather(json.dumps(record.offer()).encode())]
-        communicator.record("world", range(topology.world_size), topology.rank, offers)
+    communicator.record("world", range(topology.world_size), topology.rank, offers)
     timeline.open(topology.rank, topology.hosts, communicator.all_gather_bytes)
     return communicator
 

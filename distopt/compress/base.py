@@ -160,7 +160,7 @@ class PendingReduction:
         pending = self.state.pending
         if self.finished or pending is None:
             return
-        cost, began, flight = self.state.statistics, perf_counter(), self.state.comm.flight
+        cost, began, flight = self.state.statistics, timeline.begin_wait(), self.state.comm.flight
         pending.wait()
         waited, before = perf_counter(), cost.comm_seconds
         last = flight.last if flight is not None else 0

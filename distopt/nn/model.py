@@ -86,6 +86,7 @@ class Model(Layer):
             if any(isinstance(x, Tensor) and 0 in x.array.shape for x in inputs):
                 raise UsageError(f"{type(self).__name__} got an empty batch; leave it out, under DistOpt within join()")
             timeline.phase("forward")
+            timeline.trained_on(inputs)
             graphs = self._step_graphs()
             if graphs is None:
                 return self.train_one_batch(*inputs, **options)

@@ -101,16 +101,16 @@ def _communicator(
     """
     size = len(ranks)
     communicator, processes, offers = _connect(store, rank, ranks, timeout)
-    if size > 1:
-        communicator.record(name, ranks, ranks[rank], offers)
-        try:
+    communicator.record(name, ranks, ranks[rank], offers)
+    try:
+        if size > 1:
             store.delete_key(str(rank))  # all have read it, and a later group may use the same store and name
             communicator.barrier()
-            if ranks[0] == 0:  # whose clock is the reference
-                timeline.open(ranks[rank], communicator.topology.hosts, communicator.all_gather_bytes, watch_phases)
-        except BaseException:
-            communicator.close()
-            raise
+        if ranks[0] == 0:  # whose clock is the reference
+            timeline.open(ranks[rank], communicator.topology.hosts, communicator.all_gather_bytes, watch_phases)
+    except BaseException:
+        communicator.close()
+        raise
     return communicator, processes
 
 

@@ -16,7 +16,7 @@ _modules: list[torch.nn.Module] = []  # in their forward passes
 def watch_phases() -> None:
     """Local, once. Record the phases of all training steps from now on."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
-    torch.nn.modules.module.register_module_forward_hook(_leave)
+    torch.nn.modules.module.register_module_forward_hook(_leave, with_kwargs=True)
     optimizer.register_optimizer_step_pre_hook(_update)
     optimizer.register_optimizer_step_post_hook(lambda *_: timeline.phase(""))
 
@@ -29,13 +29,14 @@ def _enter(module: torch.nn.Module, _: Any) -> None:
         _modules.append(module)
 
 
-def _leave(_: torch.nn.Module, __: Any, out: Any) -> None:
+def _leave(_: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
     if current_backward_pass() < 0 and _modules:
         _modules.pop()
         if not _modules:
             values = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else [out]
             trained = [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
             if trained:
+                timeline.trained_on((*args, *named.values()))
                 trained[0].register_hook(_begin_backward)
             else:
                 timeline.phase("")

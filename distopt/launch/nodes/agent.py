@@ -37,11 +37,12 @@ from ..heal.slots import Slots
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..stopwatch import Stopwatch
-from ..supervise.output import Output
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
+from ..supervise.screen import outputs
 from .owner import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
 from .variables import variables
+from .watch import Watch
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
@@ -84,7 +85,9 @@ class _Agent:
         self._options = options
         self._caught = caught  # signals that have not been acted on
         self._selector = selector
-        self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
+        self._streams = outputs(selector, self._print, table=options.watch == "table")
+        self._outputs = list(dict.fromkeys(self._streams))  # a terminal may be both
+        self._watch = Watch(options.watch, self._streams[1], socket.gethostname()) if options.watch else None
         self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
@@ -95,6 +98,7 @@ class _Agent:
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
+        self._attempt = 0
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()
@@ -119,6 +123,7 @@ class _Agent:
             if self._code is None:
                 self._look_at_link()
             self._look_at_ranks()
+            self._show_ranks()
         return self._code
 
     def close(self) -> None:
@@ -147,7 +152,7 @@ class _Agent:
         self._held.close()
 
     def _print(self, text: str) -> None:
-        self._outputs[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
+        self._streams[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
 
     # -- meeting ---------------------------------------------------------------------------------------------------
     def _meet(self) -> None:
@@ -157,7 +162,7 @@ class _Agent:
             with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
+            self._owner = Owner(self._me, options, self._watch, self._key, self._selector, self._print)
             if listener is not None:
                 self._owner.listen(listener)
             self._say("hello", ranks=options.ranks)
@@ -238,6 +243,8 @@ class _Agent:
 
     def _obey(self, message: dict[str, Any]) -> None:
         do = message["do"]
+        if do == "finish":
+            self._show_ranks(at_the_end=True)
         if text := message.get("text"):
             self._print(text)
         if do == "start":
@@ -260,6 +267,7 @@ class _Agent:
         _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
+        self._attempt = order["attempt"]
         self._reported, self._ended, self._kill_at = 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
@@ -274,7 +282,7 @@ class _Agent:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 env = {**self._common, DISTOPT_RUN.rank: str(rank), DISTOPT_RUN.local_rank: str(local_rank)}
                 with starting(rank):
-                    ranks.add(Program(rank, options.program, env, folder, self._outputs, self._server))
+                    ranks.add(Program(rank, options.program, env, folder, self._streams, self._server))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
@@ -297,6 +305,12 @@ class _Agent:
             self._reported = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
             self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
+
+    def _show_ranks(self, *, at_the_end: bool = False) -> None:
+        if self._watch is not None and self._ranks is not None:
+            again = "healing" if self._options.heal else "starting again"
+            send = self._owner.say if isinstance(self._owner, _Remote) else None
+            self._watch.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
 
     def _prepare_healing(self, ranks: LocalRanks) -> None:
         """Prepare to start ranks again, and notice those that have been stopped while others run."""

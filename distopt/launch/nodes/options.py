@@ -23,6 +23,7 @@ class RunOptions:
         heal: whether to start all ranks again as long as that leads to new steps, by a fork and from states in memory.
         log_dir: folder for the output of the ranks.
         timeout: seconds that the nodes have to join.
+        watch: what to show once a second of each rank: nothing, "table" or "json".
     """
 
     program: tuple[str, ...]
@@ -37,6 +38,7 @@ class RunOptions:
     heal: bool = False
     log_dir: Path | None = None
     timeout: float = 300.0
+    watch: str = ""
 
     @property
     def endpoint(self) -> str:

@@ -26,6 +26,7 @@ from ..supervise.ranks import Failure, first_of
 
 if TYPE_CHECKING:
     from .options import RunOptions
+    from .watch import Watch
 
 NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
@@ -82,6 +83,7 @@ class Owner(Gate):
     Args:
         own: the node of this agent.
         options: its command line.
+        watch: shows what the ranks of other nodes do.
         key: the secret of all nodes.
         selector: waits for the connections.
         warn: prints a line.
@@ -91,11 +93,13 @@ class Owner(Gate):
         self,
         own: Node,
         options: RunOptions,
+        watch: Watch | None,
         key: bytes,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
         super().__init__(key, selector)
+        self._watch = watch
         self._own = own
         self._size = options.nodes
         self._options = options
@@ -128,6 +132,10 @@ class Owner(Gate):
         if say == "beat":
             if node is self._own:
                 self._beat()
+            return
+        if say == "watch":
+            if self._watch is not None:
+                self._watch.take(message["row"])
             return
         if say == "stepped":
             seconds = self._clock.seconds() - self._failed_at

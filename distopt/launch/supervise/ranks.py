@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...flight import record
+from ...flight import Ring, record
 from ..end_together.report import VARIABLE
 from ..gate import turn
 from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
@@ -99,6 +99,7 @@ class Rank:
         ended: whether `look` has noticed that.
         failure: once it has failed.
         failed_at: when it did, in ns of the monotonic clock.
+        ring: its flight record, once it has one.
     """
 
     fails_by_report = False  # true: when it reports a failure; false: when it has ended
@@ -113,6 +114,7 @@ class Rank:
         self.ended = False
         self.failure: Failure | None = None
         self.failed_at = 0
+        self.ring: Ring | None = None
         self._received = b""
         self._sent: set[int] = set()  # signals from its supervisor that end it
 
@@ -205,7 +207,7 @@ class Rank:
                     message = json.loads(line)
                     self.said[message["say"]] = message
                     if message["say"] == "records":
-                        record.add(message["ring"])  # at once: a rank that has ended cannot be asked
+                        self.ring = record.add(message["ring"]) or self.ring  # at once: a rank that has ended cannot be asked
             return False
         return True
 

@@ -381,7 +381,7 @@ class DistoptProcessGroup(NamedGroup):
                 queue.post(work)
         if work is None:
             try:
-                with timeline.span(action.__name__):
+                with timeline.span(action.__name__, waits=True):
                     action(collectives, *args, seconds)
             finally:
                 queue.leave()

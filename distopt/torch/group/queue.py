@@ -104,7 +104,7 @@ class PendingWork(WaitedWork):
 
     def carry_out(self) -> None:
         """Wait for the started operation, or run the action. Keep an error for `wait`."""
-        began = time.perf_counter() if timeline.is_on else 0.0
+        began = timeline.begin_wait() if timeline.is_on else 0.0
         try:
             if self._under_way is not None:
                 self._under_way.wait(self._seconds)

@@ -1,0 +1,280 @@
+"""`distopt run --watch`: once a second, what each rank does.
+
+A rank's steps, waits and operations lie in its flight record, which its agent can read (`distopt.flight`). So a rank
+sends nothing, and one that hangs is shown, too. Agents send the rows of their ranks to the owner of the endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
+from ..processes import describe_exit
+from ..supervise.output import Output
+from ..supervise.ranks import Rank
+from ..supervise.screen import Screen
+
+_PERIOD = 1.0  # seconds between two looks
+_LOOKS = 11  # rates are means over so many looks, less one
+_LONGEST_PAUSE = 60.0  # between the lines of a log
+_WAITING = 0.5  # seconds of a wait that are worth a word
+_IDLE = 0.3  # share of a core: a rank that uses less computes nothing
+_MUCH = 0.1  # of the time
+_NAMED = 3  # ranks
+_LATE = 3.0  # seconds without a row of a rank
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Row:
+    """What a rank does.
+
+    Attributes:
+        rank: its number in the job.
+        host: where it runs.
+        state: in a few words.
+        memory_bytes: resident; None once it has ended.
+        steps: of training that this process has begun; None without a report of it.
+        steps_per_s: over the last seconds.
+        samples_per_s: over the last seconds; None if unknown.
+        wait_share: of the last seconds in which it waited for other ranks.
+        waits: whether it waits now: True, or None if it may.
+        operation: its oldest one that has not ended, if it waits or may.
+        numbers: of the last operation, by group.
+        at: when the row was made or has arrived, by `time.monotonic`.
+    """
+
+    rank: int
+    host: str
+    state: str
+    memory_bytes: int | None = None
+    steps: int | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    wait_share: float | None = None
+    waits: bool | None = False
+    operation: Operation | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
+    at: float = 0.0
+
+
+class _Meter:
+    """Makes the rows of a rank."""
+
+    def __init__(self) -> None:
+        self._ring: Ring | None = None
+        self._looks: deque[tuple[float, ...]] = deque(maxlen=_LOOKS)
+        self._cpu = (0.0, 0.0)  # time of the last look, and the rank's seconds of computing until then
+
+    def row(self, rank: Rank, host: str, beginning: str) -> Row:
+        row = Row(rank.rank, host, "running", at=time.monotonic())
+        idle = False
+        if rank.exit_code is not None:
+            row.state = describe_exit(rank.exit_code)[1].partition(";")[0] if rank.exit_code else "ended"
+        else:
+            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
+            row.memory_bytes = int(fields[21]) * _PAGE_BYTES
+            (before, used), self._cpu = self._cpu, (row.at, (int(fields[11]) + int(fields[12])) / _TICKS)
+            idle = self._cpu[1] - used < _IDLE * (row.at - before)
+            if fields[0] in "Tt":
+                row.state = "stopped"
+        if rank.ring is None:
+            row.state = beginning if row.state == "running" and beginning else row.state
+            return row
+        if rank.ring is not self._ring:
+            self._ring = rank.ring
+            self._looks.clear()
+        self._measure(row, rank.ring, beginning)
+        if row.state == "running":
+            self._look_for_waits(row, rank.ring, idle)
+        return row
+
+    def _measure(self, row: Row, ring: Ring, beginning: str) -> None:
+        words, now = ring.progress, time.perf_counter()
+        waited = words[WAITED] / 1e9
+        if words[WAITS_SINCE]:
+            waited += max(now - words[WAITS_SINCE] / 1e9, 0.0)
+        self._looks.append((now, words[STEPS], words[SAMPLES], waited))
+        first = self._looks[0]
+        row.steps, row.numbers = words[STEPS], ring.numbers()
+        if row.state == "running" and words[COPIES] + words[SAVES]:
+            row.state = "saving"
+        elif row.state == "running" and beginning and not row.steps:
+            row.state = beginning
+        if len(self._looks) > 1:
+            row.steps_per_s, samples, row.wait_share = (
+                (last - before) / (now - first[0]) for last, before in zip(self._looks[-1][1:], first[1:], strict=True)
+            )
+            row.samples_per_s = samples if words[SAMPLES] else None
+
+    def _look_for_waits(self, row: Row, ring: Ring, idle: bool) -> None:
+        since = ring.progress[WAITS_SINCE]
+        if since and time.perf_counter() - since / 1e9 > _WAITING:
+            row.waits = True
+        elif idle:  # it may wait where the script calls a communicator by hand
+            row.waits = None
+        if row.waits is not False:
+            row.operation = ring.oldest(time.monotonic_ns() - int(_WAITING * 1e9))
+
+
+class Watch:
+    """Shows all rows, or sends those of this node.
+
+    Args:
+        kind: "table", or "json" for lines of JSON; where there is no `Screen`, a table is lines of text.
+        output: where they go.
+        host: of this node.
+    """
+
+    def __init__(self, kind: str, output: Output, host: str) -> None:
+        self._kind, self._output, self._host = kind, output, host
+        self._meters: dict[int, _Meter] = {}
+        self._rows: dict[int, Row] = {}
+        self._look_at = self._show_at = 0.0
+        self._pause = _PERIOD
+
+    def look(
+        self,
+        ranks: Iterable[Rank],
+        beginning: str = "",
+        send: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        at_the_end: bool = False,
+    ) -> None:
+        """Local. Once a second, show the rows of all ranks that are known, or send those of this node.
+
+        Args:
+            ranks: of this node.
+            beginning: the state of a rank that has done no step yet.
+            send: sends a row to the owner, which shows it.
+            at_the_end: the job has ended: look now, and let the table stand.
+        """
+        now = time.monotonic()
+        if now >= self._look_at or at_the_end:
+            self._look_at = max(self._look_at + _PERIOD, now + _PERIOD / 2)
+            rows = [self._meters.setdefault(rank.rank, _Meter()).row(rank, self._host, beginning) for rank in ranks]
+            for row in rows:
+                if send is not None:
+                    send({"say": "watch", "row": asdict(row)})
+                self._rows[row.rank] = row
+            if send is None and rows:
+                self._show([self._rows[rank] for rank in sorted(self._rows)], now, at_the_end=at_the_end)
+        elif isinstance(self._output, Screen):
+            self._output.show()
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Local. A row of another node."""
+        operation = row.pop("operation")
+        taken = Row(**row, operation=operation and Operation(*operation))
+        taken.at = time.monotonic()
+        self._rows[taken.rank] = taken
+
+    def _show(self, rows: Sequence[Row], now: float, *, at_the_end: bool) -> None:
+        words = states(rows)
+        if self._kind == "json":
+            self._output.write("".join(as_json(row, words[row.rank]) for row in rows).encode())
+        elif isinstance(self._output, Screen):
+            self._output.show(table(rows, words, *self._output.size))
+            if at_the_end:
+                self._output.leave()
+        elif now >= self._show_at or at_the_end:
+            self._show_at, self._pause = now + self._pause - _PERIOD / 2, min(2 * self._pause, _LONGEST_PAUSE)
+            self._output.write("".join(f"distopt run: {as_text(row, words[row.rank])}\n" for row in rows).encode())
+
+
+# -- what rows say ---------------------------------------------------------------------------------------------------
+def states(rows: Sequence[Row]) -> dict[int, str]:
+    """Local. The states of ranks in words: which others they wait for, and which one the others wait for."""
+    numbers = {row.rank: row.numbers for row in rows}
+    said = {row.rank: row.state for row in rows}
+    for row in rows:
+        if row.at and rows and max(each.at for each in rows) - row.at > _LATE:
+            said[row.rank] = f"no report for {max(each.at for each in rows) - row.at:.0f} s"
+        elif row.operation is not None:
+            group, ranks, kind, number = row.operation
+            missing = [q for q in ranks if q in numbers and numbers[q].get(group, -1) < number]
+            if missing:
+                said[row.rank] = f"waiting for {_names(missing)} in {kind} #{number}"
+            elif row.waits:
+                said[row.rank] = f"waiting in {kind} #{number}"
+        elif row.waits:
+            said[row.rank] = "waiting"
+    if (slow := straggler(rows)) is not None and said[slow] == "running":
+        said[slow] += "; the others wait for it"
+    return said
+
+
+def straggler(rows: Sequence[Row]) -> int | None:
+    """Local. The rank that waits least, if the others wait for much of their time, and it does not."""
+    shares = {row.rank: row.wait_share for row in rows if row.wait_share is not None}
+    if len(shares) < 2:
+        return None
+    slow = min(shares, key=shares.__getitem__)
+    return slow if median(share for rank, share in shares.items() if rank != slow) - shares[slow] > _MUCH else None
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = len(ranks) - _NAMED
+    first, last = (ranks[:_NAMED], f"{more} more") if more > 0 else (ranks[:-1], str(ranks[-1]))
+    return f"ranks {', '.join(map(str, first))} and {last}"
+
+
+def as_json(row: Row, state: str) -> str:
+    """Local. A line of JSON."""
+    hidden = {"waits", "operation", "numbers", "at"}
+    shown = {key: value for key, value in asdict(row).items() if key not in hidden}
+    return json.dumps({"time": time.time(), **shown, "state": state}) + "\n"
+
+
+def as_text(row: Row, state: str) -> str:
+    """Local. A line for a log."""
+    rates = [(row.steps_per_s, "{:.1f} steps/s"), (row.samples_per_s, "{:.0f} samples/s"), (row.wait_share, "wait {:.0%}")]
+    parts = [f"step {row.steps}"] * (row.steps is not None)
+    parts += [form.format(value) for value, form in rates if value is not None]
+    parts += [f"{row.memory_bytes / 1e6:.0f} MB"] * (row.memory_bytes is not None)
+    return ", ".join([f"rank {row.rank} on {row.host}: {state}", *parts])
+
+
+_COLUMNS = ("rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state")
+
+
+def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int) -> list[str]:
+    """Local. The rows below a head, in lines that fit a terminal of that size, one less than half of its height."""
+    room = max(lines // 2 - 2, 1)
+    cells = [_COLUMNS, *(_cells(row, states[row.rank]) for row in chosen(rows, states, room))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    shown = []
+    for row in cells:
+        parts = [part.rjust(width) for part, width in zip(row, widths, strict=True)]
+        parts[1], parts[-1] = row[1].ljust(widths[1]), row[-1]
+        shown.append("  ".join(parts))
+    if len(rows) > room:
+        pace = median(row.steps_per_s or 0.0 for row in rows)
+        waits = [row.wait_share or 0.0 for row in rows]
+        span = f"wait {min(waits):.0%} to {max(waits):.0%}"
+        shown.append(f"and {len(rows) - room} ranks more; of all {len(rows)}: {pace:.1f} steps/s, {span}")
+    return [line[: columns - 1] for line in shown]
+
+
+def chosen(rows: Sequence[Row], states: dict[int, str], room: int) -> list[Row]:
+    """Local. As many rows as there is room for: first those whose state differs from "running"."""
+    first = sorted(rows, key=lambda row: (states[row.rank] == "running", row.rank))[:room]
+    return sorted(first, key=lambda row: row.rank)
+
+
+def _cells(row: Row, state: str) -> tuple[str, ...]:
+    numbers = [(row.steps, "{}"), (row.steps_per_s, "{:.1f}"), (row.samples_per_s, "{:.0f}"), (row.wait_share, "{:.0%}")]
+    shown = ["-" if value is None else form.format(value) for value, form in numbers]
+    memory = "-" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:.0f} MB"
+    return str(row.rank), row.host, *shown, memory, state
