@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ def run(rank: int, world_size: int, device: torch.device, url: str, args) -> Non
     """Be one of the ranks, which meet at `url`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if args.timeline:
+        os.environ["DISTOPT_TIMELINE"] = args.timeline
     dist.init_process_group(args.backend, init_method=url, rank=rank, world_size=world_size)
     with output(args.out / "logs" / f"rank-{rank}.log", rank):
         print(f"Rank {rank} of {world_size} on {socket.gethostname()}, {device}, {args.backend}", flush=True)

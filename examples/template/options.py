@@ -75,6 +75,7 @@ def add_options(parser: Parser) -> None:
     add("-log_every", type=int, default=50, metavar="STEPS", help="(50)")
     add("-tb", action="store_true", help="write for TensorBoard, and serve its page until the training has ended")
     add("-tb_port", type=int, default=6006, help="(6006) of this machine")
+    add("-timeline", metavar="DIR", help="write a timeline of each rank; see distopt timeline --help")
     add("-epochs", type=int, default=10, help="(10)")
     add("-batch_size", type=int, default=64, help="(64) samples of a rank and a step")
     add("-lr", type=float, default=0.03, help="(0.03) learning rate")

@@ -299,6 +299,8 @@ class _Agent:
             ranks.kill()
         if not ranks.running:
             self._ended = True
+            if isinstance(self._owner, _Remote):
+                self._show_ranks(at_the_end=True)
             if ranks.failures:
                 ranks.kill()  # kills the processes that they have started
         if self._ended or len(ranks.failures) > self._reported:

@@ -27,7 +27,7 @@ _LOOKS = 11  # rates are means over so many looks, less one
 _LONGEST_PAUSE = 60.0  # between the lines of a log
 _WAITING = 0.5  # seconds of a wait that are worth a word
 _IDLE = 0.3  # share of a core: a rank that uses less computes nothing
-_MUCH = 0.1  # of the time
+_MUCH = 0.05  # of the time
 _NAMED = 3  # ranks
 _LATE = 3.0  # seconds without a row of a rank
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -82,7 +82,7 @@ class _Meter:
             row.state = describe_exit(rank.exit_code)[1].partition(";")[0] if rank.exit_code else "ended"
         else:
             fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
-            row.memory_bytes = int(fields[21]) * _PAGE_BYTES
+            row.memory_bytes = int(fields[21]) * _PAGE_BYTES or None
             (before, used), self._cpu = self._cpu, (row.at, (int(fields[11]) + int(fields[12])) / _TICKS)
             idle = self._cpu[1] - used < _IDLE * (row.at - before)
             if fields[0] in "Tt":
@@ -233,16 +233,15 @@ def _names(ranks: Sequence[int]) -> str:
 def as_json(row: Row, state: str) -> str:
     """Local. A line of JSON."""
     hidden = {"waits", "operation", "numbers", "at"}
-    shown = {key: value for key, value in asdict(row).items() if key not in hidden}
-    return json.dumps({"time": time.time(), **shown, "state": state}) + "\n"
+    shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(row).items()}
+    shown = {key: value for key, value in shown.items() if key not in hidden}
+    return json.dumps({"time": round(time.time(), 3), **shown, "state": state}) + "\n"
 
 
 def as_text(row: Row, state: str) -> str:
     """Local. A line for a log."""
-    rates = [(row.steps_per_s, "{:.1f} steps/s"), (row.samples_per_s, "{:.0f} samples/s"), (row.wait_share, "wait {:.0%}")]
-    parts = [f"step {row.steps}"] * (row.steps is not None)
-    parts += [form.format(value) for value, form in rates if value is not None]
-    parts += [f"{row.memory_bytes / 1e6:.0f} MB"] * (row.memory_bytes is not None)
+    units = ("{} steps", "{:.1f} steps/s", "{:.0f} samples/s", "{:.0%} of the time waiting", "{:.0f} MB")
+    parts = [unit.format(value) for value, unit in zip(_figures(row), units, strict=True) if value is not None]
     return ", ".join([f"rank {row.rank} on {row.host}: {state}", *parts])
 
 
@@ -274,7 +273,11 @@ def chosen(rows: Sequence[Row], states: dict[int, str], room: int) -> list[Row]:
 
 
 def _cells(row: Row, state: str) -> tuple[str, ...]:
-    numbers = [(row.steps, "{}"), (row.steps_per_s, "{:.1f}"), (row.samples_per_s, "{:.0f}"), (row.wait_share, "{:.0%}")]
-    shown = ["-" if value is None else form.format(value) for value, form in numbers]
-    memory = "-" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:.0f} MB"
-    return str(row.rank), row.host, *shown, memory, state
+    forms = ("{}", "{:.1f}", "{:.0f}", "{:.0%}", "{:.0f} MB")
+    shown = ["-" if value is None else form.format(value) for value, form in zip(_figures(row), forms, strict=True)]
+    return str(row.rank), row.host, *shown, state
+
+
+def _figures(row: Row) -> tuple[float | None, ...]:
+    megabytes = None if row.memory_bytes is None else row.memory_bytes / 1e6
+    return row.steps, row.steps_per_s, row.samples_per_s, row.wait_share, megabytes
