@@ -49,8 +49,8 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 # A ring: a head, the endings of each group (csrc/base/endings.h), the records, and texts, one JSON object a line.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
 _HEAD_BYTES, _WORD, _END, _ASKED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 64
-# Words of the head, for `distopt run --watch`, which `distopt.timeline` writes: steps and samples of training so far; ns
-# of waits for other ranks, and since when it waits now, or 0; whether it copies and whether it writes states.
+# Words of the head, which `distopt.timeline` writes for `distopt run --watch`: steps and samples of training so far; ns
+# of waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
 _PAIR = struct.Struct("=qQ")
 _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
@@ -361,7 +361,7 @@ class FlightRecord:
     @property
     def progress(self) -> memoryview | None:
         """Local. See `Ring.progress`, of this process; None before `offer` and without a record."""
-        return self._mine and self._mine.progress
+        return None if self._mine is None else self._mine.progress
 
     def forget(self) -> None:
         """Local. Forget the rings of other processes."""

@@ -1,8 +1,9 @@
 """A rank that trains a small net until a file appears, for `distopt run --watch`; one rank may be slow, wait or print.
 
-    watch_script.py FRONT FILE [slow RANK | late RANK | prints | save]
+watch_script.py FRONT FILE [slow RANK | late RANK | prints | save]
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 SLOW_SECONDS = 0.005
-MOST_SECONDS = 60.0
+MOST_SECONDS = float(os.environ.get("WATCH_SECONDS", "60"))
 
 
 def steps_of_nn():

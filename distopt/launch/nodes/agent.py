@@ -42,11 +42,11 @@ from ..supervise.ranks import Failure, LocalRanks, starting
 from ..supervise.screen import outputs
 from .owner import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
 from .variables import variables
-from .watch import Watch
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
     from .options import RunOptions
+    from .watch import Watch
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
 _FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
@@ -87,7 +87,11 @@ class _Agent:
         self._selector = selector
         self._streams = outputs(selector, self._print, table=options.watch == "table")
         self._outputs = list(dict.fromkeys(self._streams))  # a terminal may be both
-        self._watch = Watch(options.watch, self._streams[1], socket.gethostname()) if options.watch else None
+        self._watch: Watch | None = None
+        if options.watch:
+            from .watch import Watch
+
+            self._watch = Watch(options.watch, self._streams[1], socket.gethostname())
         self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
@@ -162,7 +166,8 @@ class _Agent:
             with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._owner = Owner(self._me, options, self._watch, self._key, self._selector, self._print)
+            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
+            self._owner.watch = self._watch
             if listener is not None:
                 self._owner.listen(listener)
             self._say("hello", ranks=options.ranks)

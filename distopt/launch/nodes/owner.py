@@ -83,23 +83,25 @@ class Owner(Gate):
     Args:
         own: the node of this agent.
         options: its command line.
-        watch: shows what the ranks of other nodes do.
         key: the secret of all nodes.
         selector: waits for the connections.
         warn: prints a line.
+
+    Attributes:
+        watch: shows what the ranks of other nodes do, if anything shall.
     """
+
+    watch: Watch | None = None
 
     def __init__(
         self,
         own: Node,
         options: RunOptions,
-        watch: Watch | None,
         key: bytes,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
         super().__init__(key, selector)
-        self._watch = watch
         self._own = own
         self._size = options.nodes
         self._options = options
@@ -134,8 +136,8 @@ class Owner(Gate):
                 self._beat()
             return
         if say == "watch":
-            if self._watch is not None:
-                self._watch.take(message["row"])
+            if self.watch is not None:
+                self.watch.take(message["row"])
             return
         if say == "stepped":
             seconds = self._clock.seconds() - self._failed_at

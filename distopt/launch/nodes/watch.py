@@ -195,10 +195,10 @@ class Watch:
 def states(rows: Sequence[Row]) -> dict[int, str]:
     """Local. The states of ranks in words: which others they wait for, and which one the others wait for."""
     numbers = {row.rank: row.numbers for row in rows}
-    said = {row.rank: row.state for row in rows}
+    said, now = {row.rank: row.state for row in rows}, max(row.at for row in rows)
     for row in rows:
-        if row.at and rows and max(each.at for each in rows) - row.at > _LATE:
-            said[row.rank] = f"no report for {max(each.at for each in rows) - row.at:.0f} s"
+        if now - row.at > _LATE:
+            said[row.rank] = f"no report for {now - row.at:.0f} s"
         elif row.operation is not None:
             group, ranks, kind, number = row.operation
             missing = [q for q in ranks if q in numbers and numbers[q].get(group, -1) < number]

@@ -207,7 +207,8 @@ class Rank:
                     message = json.loads(line)
                     self.said[message["say"]] = message
                     if message["say"] == "records":
-                        self.ring = record.add(message["ring"]) or self.ring  # at once: a rank that has ended cannot be asked
+                        # At once: a rank that has ended cannot be asked.
+                        self.ring = record.add(message["ring"]) or self.ring
             return False
         return True
 

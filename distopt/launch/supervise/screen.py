@@ -7,20 +7,21 @@ long lines are cut or not. The terminal has no other state to be restored, howev
 from __future__ import annotations
 
 import os
+import re
 import selectors
-import shutil
 import time
 from collections.abc import Callable, Sequence
 
 from .output import Output
 
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # lines that are too long
+_MOVES = re.compile(rb"\x1b\[[\d;]*[A-HJSTfsu]|\x1b[78M]")  # of the cursor, as by tqdm's `position`
 _SUSPENDED_SECONDS = 3.0  # without a new table: the shell has written below the last one
 
 
 def outputs(selector: selectors.BaseSelector, warn: Callable[[str], None], *, table: bool) -> tuple[Output, Output]:
     """Local. Where stdout and stderr go; with `table`, stderr is a `Screen` if it is a terminal that can be one."""
-    if not (table and os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"):
+    if not (table and os.isatty(2) and (os.environ.get("TERM") or "dumb") != "dumb"):
         return Output(1, selector, warn), Output(2, selector, warn)
     screen = Screen(2, selector, warn)
     same = os.isatty(1) and os.fstat(1).st_rdev == os.fstat(2).st_rdev
@@ -38,12 +39,12 @@ class Screen(Output):
     @property
     def size(self) -> tuple[int, int]:
         """Local. Columns and rows."""
-        columns, rows = shutil.get_terminal_size() if not os.isatty(self._fd) else os.get_terminal_size(self._fd)
+        columns, rows = os.get_terminal_size(self._fd)
         return columns or 80, rows or 24
 
     def write(self, data: bytes) -> None:
-        """Local. Write output above the table, which `show` draws again."""
-        pieces = data.splitlines(keepends=True)
+        """Local. Write output above the table, which `show` draws again; without moves of the cursor."""
+        pieces = _MOVES.sub(b"", data).splitlines(keepends=True)
         if pieces:
             cut = b"".join(_CUT + piece + _WRAP if piece.endswith(b"\r") else piece for piece in pieces)
             self._is_unfinished = not pieces[-1].endswith(b"\n")

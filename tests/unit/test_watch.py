@@ -1,0 +1,210 @@
+"""The table of `distopt run --watch`: what its rows say, and a terminal that keeps it below all output."""
+
+import fcntl
+import json
+import os
+import selectors
+import struct
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from distopt.flight import FlightRecord, Operation
+from distopt.launch.nodes.watch import Row, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.supervise.screen import Screen
+from tests.terminal import Terminal
+
+ROWS, COLUMNS = 24, 60
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+def running(rank: int, **more) -> Row:
+    values = {"steps": 100 + rank, "steps_per_s": 20.0, "wait_share": 0.2, "memory_bytes": (50 + rank) * 1_000_000}
+    return Row(rank, "a", "running", **{**values, **more})
+
+
+def waiting(rank: int, number: int, **more) -> Row:
+    operation = Operation("world", [0, 1, 2, 3, 4, 5, 6, 7], "all_reduce", number)
+    return running(rank, waits=True, operation=operation, numbers={"world": number}, **more)
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        ([3], "waiting for rank 3 in all_reduce #412"),
+        ([3, 5], "waiting for ranks 3 and 5 in all_reduce #412"),
+        ([1, 3, 5, 6, 7], "waiting for ranks 1, 3, 5 and 2 more in all_reduce #412"),
+        ([], "waiting in all_reduce #412"),
+    ],
+)
+def test_a_row_names_the_ranks_that_have_not_come(late, said):
+    rows = [running(q, numbers={"world": 411}) if q in late else waiting(q, 412) for q in range(8)]
+    words = states(rows)
+    assert words == {q: "running" if q in late else said for q in range(8)}
+
+
+def test_a_rank_that_may_wait_does_only_if_another_is_missing():
+    rows = [waiting(0, 7), running(1, numbers={"world": 7})]
+    rows[0].waits = None
+    assert states(rows)[0] == "running"
+    rows[1].numbers = {"world": 6, "another group": 9}
+    assert states(rows)[0] == "waiting for rank 1 in all_reduce #7"
+    rows[1].numbers = {}
+    assert states(rows)[0] == "waiting for rank 1 in all_reduce #7"
+
+
+def test_the_straggler_waits_least_by_much():
+    def slow(*shares: float | None) -> int | None:
+        return straggler([running(rank, wait_share=share) for rank, share in enumerate(shares)])
+
+    assert slow(0.4, 0.01, 0.5) == 1
+    assert slow(0.40, 0.37, 0.41) is None
+    assert slow(0.4) is None
+    assert slow(None, 0.4, 0.1) == 2
+    rows = [running(0, wait_share=0.4), running(1, wait_share=0.0)]
+    assert states(rows) == {0: "running", 1: "running; the others wait for it"}
+
+
+def test_a_node_that_says_nothing_is_named():
+    assert states([running(0, at=100.0), running(1, at=93.0)])[1] == "no report for 7 s"
+
+
+def test_a_table_of_64_ranks_fits_a_screen_of_24_lines():
+    rows = [waiting(q, 9) if q in (17, 40) else running(q, numbers={"world": 9}) for q in range(64)]
+    rows[50] = Row(50, "b", "was ended by SIGKILL")
+    words = states(rows)
+    shown = table(rows, words, 80, 24)
+    assert len(shown) <= 12
+    assert all(len(line) < 80 for line in shown)
+    assert [line.split()[0] for line in shown[1:-1]] == ["0", "1", "2", "3", "4", "5", "6", "17", "40", "50"]
+    assert shown[-1] == "and 54 ranks more; of all 64: 20.0 steps/s, wait 0% to 20%"
+    assert [line.split("MB  ")[1] for line in shown if " 17 " in line] == ["waiting in all_reduce #9"]
+    assert [row.rank for row in chosen(rows, words, 3)] == [17, 40, 50]
+    assert len(table(rows, words, 80, 300)) == 65
+    assert all(len(line) < 30 for line in table(rows, words, 30, 24))
+
+
+def test_text_and_json_of_a_row():
+    row = running(3, samples_per_s=640.0, waits=True)
+    text = "rank 3 on a: waiting, 103 steps, 20.0 steps/s, 640 samples/s, 20% of the time waiting, 53 MB"
+    assert as_text(row, "waiting") == text
+    assert as_text(Row(0, "a", "ended"), "ended") == "rank 0 on a: ended"
+    found = json.loads(as_json(row, "waiting"))
+    assert found.pop("time") > 0
+    rates = {"steps_per_s": 20.0, "samples_per_s": 640.0, "wait_share": 0.2}
+    assert found == {"rank": 3, "host": "a", "state": "waiting", "memory_bytes": 53_000_000, "steps": 103, **rates}
+
+
+def test_the_memory_of_a_rank_tells_its_operations():
+    record = FlightRecord()
+    offer = record.offer()
+    world, pair = record.open_group("world", range(4), 2, [offer]), record.open_group("pair", [2, 3], 2)
+    ring = record._mine
+    assert (ring.numbers(), ring.oldest(1 << 62)) == ({}, None)
+    for number in range(1, 300):
+        world.note("all_reduce", 0, 5, "", number)
+        if number < 298:
+            world.end(number)
+    pair.note("broadcast", 0, 5, "", 1)
+    assert ring.numbers() == {"world": 299, "pair": 1}
+    assert ring.oldest(1 << 62) == Operation("world", [0, 1, 2, 3], "all_reduce", 298)
+    assert ring.oldest(0) is None
+    world.end(298)
+    world.end(299)
+    assert ring.oldest(1 << 62) == Operation("pair", [2, 3], "broadcast", 1)
+    assert record.open_group("one", [2], 2) is None
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+class Shown:
+    """A `Screen`, and the terminal that shows it."""
+
+    def __init__(self) -> None:
+        self._master, slave = os.openpty()
+        self.resize(ROWS, COLUMNS)
+        self.terminal = Terminal(ROWS, COLUMNS)
+        self.screen = Screen(slave, selectors.DefaultSelector(), pytest.fail)
+        os.set_blocking(self._master, False)
+        self._slave = slave
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def lines(self) -> list[str]:
+        try:
+            while True:
+                self.terminal.feed(os.read(self._master, 1 << 16))
+        except BlockingIOError:
+            return self.terminal.lines
+
+    def close(self) -> None:
+        self.screen.close()
+        os.close(self._master)
+        os.close(self._slave)
+
+
+@pytest.fixture
+def shown() -> Iterator[Shown]:
+    made = Shown()
+    yield made
+    made.close()
+
+
+def test_output_scrolls_above_the_table(shown):
+    assert shown.screen.size == (COLUMNS, ROWS)
+    output = []
+    for second in range(40):
+        shown.screen.show([f"head {second}", f"row {second}"])
+        assert shown.lines() == [*output, f"head {second}", f"row {second}"]
+        shown.screen.write(f"line {second}\n".encode())
+        output.append(f"line {second}")
+        assert shown.lines() == output
+        shown.screen.show()
+    shown.screen.write(b"a-long-line" * 40 + b"\n")
+    shown.screen.show()
+    lines = shown.lines()
+    assert "".join(lines[40:-2]) == "a-long-line" * 40
+    assert lines[-2:] == ["head 39", "row 39"]
+    shown.screen.leave()
+    shown.screen.write(b"the end\n")
+    shown.screen.show()
+    assert shown.lines() == [*lines, "the end"]
+
+
+def test_progress_bars_stay_above_the_table_in_one_line(shown):
+    shown.screen.write(b"before\n")
+    for percent in range(0, 100, 10):
+        shown.screen.write(b"\r[rank 1] " + b"%d%% " % percent * 30 + b"\r")  # longer than the terminal is wide
+        shown.screen.show(["head", "row"])
+        before, bar, *rest = shown.lines()
+        assert (before, rest) == ("before", ["head", "row"])
+        assert bar.startswith(f"[rank 1] {percent}% ")
+        shown.screen.write(b"\x1b[A\x1b[2K\r\x1b[3;1Hdone\r")  # as of a bar with a position
+        shown.screen.show()
+        assert shown.lines() == ["before", "done", "head", "row"]
+    shown.screen.write(b"after\n")
+    shown.screen.show()
+    assert shown.lines() == ["before", "after", "head", "row"]
+
+
+def test_a_row_that_is_too_long_is_cut(shown):
+    for _ in range(2):
+        shown.screen.show(["x" * 100, "row"])
+        assert shown.lines() == ["x" * COLUMNS, "row"]
+
+
+def test_a_table_has_the_size_of_a_terminal_that_changes(shown):
+    shown.resize(10, 40)
+    assert shown.screen.size == (40, 10)
+    shown.resize(0, 0)
+    assert shown.screen.size == (80, 24)
+
+
+def test_the_shell_of_a_suspended_job_is_not_erased(shown, monkeypatch):
+    shown.screen.show(["head"])
+    shown.lines()
+    shown.terminal.feed(b"$ fg\n")
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    shown.screen.show(["head again"])
+    assert shown.lines() == ["head", "$ fg", "head again"]
