@@ -7,7 +7,7 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from types import MethodType
@@ -38,6 +38,7 @@ from .nn.singa.views import CurrentValue
 from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from .sync.layout import Layout, under
+from .sync.shards import RunningStatistics, Shards
 from .sync.step import GradientCounter
 from .timeline import timeline
 
@@ -65,6 +66,9 @@ class DistOpt:
         check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
             `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never. Partial updates let
             parameters differ, and have no such check.
+        shards: cut each step into so many shards, whatever the number of ranks: parameters, running statistics and
+            states then have the same bits for any number of ranks, see `shards`. At least the number of ranks; on CPUs.
+        seed: of the random numbers in shards, such as those of dropout.
 
     Attributes:
         world_size: number of ranks in the job.
@@ -96,6 +100,8 @@ class DistOpt:
         non_finite: NonFinite = "raise",
         clip_grad_norm: float | None = None,
         check_every: int = DEFAULT_CHECK_EVERY,
+        shards: int | None = None,
+        seed: int = 0,
     ) -> None:
         """Collective."""
         if not isinstance(opt, Optimizer):
@@ -115,7 +121,8 @@ class DistOpt:
         self.local_rank = communicator.topology.local_rank
         self.bucket_elements = bucket_elements
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
-        self._engine = Engine(communicator, non_finite, check_every)
+        cut = None if shards is None else Shards(shards, seed, communicator.topology)
+        self._engine = Engine(communicator, non_finite, check_every, cut)
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
         self._accumulation = GradientAccumulation()
@@ -207,10 +214,12 @@ class DistOpt:
         """Collective. Replace a contiguous array, in place, by its sum over all ranks, as `SyncBatchNorm2d` does.
 
         Raises:
-            UsageError: inside `join`, where a rank without data would not call it.
+            UsageError: inside `join`, where a rank without data would not call it; or with shards.
         """
         if self._engine.is_joining:
             raise UsageError("statistics of all ranks need all of them; use BatchNorm2d inside DistOpt.join")
+        if self._engine.shards is not None:
+            raise self._engine.shards.refusal("SyncBatchNorm2d, or another sum over ranks,")
         if self.world_size > 1:
             self.communicator.all_reduce(array, label="reduce").wait()
 
@@ -264,8 +273,46 @@ class DistOpt:
         and averaged over the ranks. For the gradient of the mean over n such batches, divide each loss by n. Every
         rank leaves the body before the same step; the number of losses may differ between ranks. A step whose update is
         skipped takes the sum with it. The name is PyTorch's.
+
+        Raises:
+            UsageError: with shards, which are added up anyway.
         """
+        if self._engine.shards is not None:
+            raise self._engine.shards.refusal("no_sync, which adds up losses in their order,")
         return self._accumulation.collecting()
+
+    def shards(self, *batch: Any) -> Iterator[Any]:
+        """Collective with the steps in it. The parts of this rank's batch, one for each of its shards of a step.
+
+            for indices in sampler:  # ShardedSampler(..., shards=8)
+                for part in dist_opt.shards(indices):
+                    model(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
+
+        Each turn calls the optimizer with one loss, the mean over its part; the last turn on each rank averages the
+        gradients of all shards and updates. In a turn, `device.rng` begins with seed, step and shard, whatever was
+        drawn before; afterwards it is as it was before the loop. Layers of a `Model` take the batches into their
+        running statistics at the end of the step.
+
+        Args:
+            batch: arrays or lists, cut along their first axis into equal parts; of one, the parts come alone, of
+                several as tuples.
+
+        Raises:
+            UsageError: the optimizer has no shards, the batch cannot be cut equally, or a turn has not called the
+                optimizer once.
+        """
+        cut = self._engine.shards
+        if cut is None:
+            raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
+        return cut.walk(batch, self._engine.statistics, lambda seed: get_default_device().seeded(seed))
+
+    @property
+    def watch_statistics(self) -> Callable[..., RunningStatistics] | None:
+        """Local. For layers with running statistics: takes them into steps in shards; None without shards."""
+        cut = self._engine.shards
+        if cut is None:
+            return None
+        return lambda owner, arrays, momentum: cut.watch(owner, RunningStatistics(arrays, momentum))
 
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ.
@@ -298,7 +345,10 @@ class DistOpt:
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
         timeline.phase("backward")
-        step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
+        cut = self._engine.shards
+        step: GradientCounter | None = None if cut is None else cut.resumed()
+        if step is None:
+            step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
         if layout is not self._layout:
             self._adopt(layout)
@@ -308,10 +358,17 @@ class DistOpt:
             pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
             if self._accumulation.sums:
                 pairs = self._accumulation.taken(pairs)
+            if cut is not None and not cut.at_last:
+                cut.fold(step, {id(param): grad.array for param, grad in pairs})
+                return None
             for param, _ in pairs:
                 step.final(param)
             timeline.phase("")
             verdict = step.finish_deferred()
+            if cut is not None:
+                cut.end_shard()
+                if verdict is None:
+                    cut.end_step(self.communicator)
         if self._engine.unsettled is not None:
             self._engine.settle(following=step)
         if isinstance(verdict, BadGradient):
@@ -340,7 +397,10 @@ class DistOpt:
     def _update(self, layout: Layout) -> None:
         with timeline.span("update"):
             if self.opt.clip_grad_norm is not None:
-                self.opt.clip_gradients([bucket.flat for bucket in layout.buckets])
+                # Buckets depend on the transport, so a norm that must not takes the parameters one by one.
+                by_parameter = self._engine.shards is not None
+                grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
+                self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
             update = self.opt.update
             for param, grad in self._pairs:
                 update(param, grad)
@@ -392,7 +452,8 @@ class DistOpt:
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
         equal = not self._engine.partial.slots_pending
-        return {name for name in names if equal and name.startswith("optimizer/")}
+        all_equal = self._engine.shards is not None
+        return {name for name in names if equal and (all_equal or name.startswith("optimizer/"))}
 
     @property
     def states_are_copies(self) -> bool:

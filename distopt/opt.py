@@ -67,6 +67,8 @@ class DistOpt(dist_opt.DistOpt):
         non_finite: NonFinite = "raise",
         clip_grad_norm: float | None = None,
         check_every: int = DEFAULT_CHECK_EVERY,
+        shards: int | None = None,
+        seed: int = 0,
     ) -> None:
         """Collective."""
         asked = nccl_id, local_rank, world_size
@@ -82,6 +84,8 @@ class DistOpt(dist_opt.DistOpt):
             non_finite=non_finite,
             clip_grad_norm=clip_grad_norm,
             check_every=check_every,
+            shards=shards,
+            seed=seed,
         )
         self._pending: list[Work] = []
         self._fusion = Fusion(self.communicator, buffSize, self._engine.agreement.label)

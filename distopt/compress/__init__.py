@@ -18,6 +18,7 @@ from .state import BadGradient, CodecState, Doubt, Part, Verdict
 from .statistics import CommunicationStatistics, Statistics
 from .threshold import Threshold
 from .top_k import TopK
+from .tree import Tree
 
 __all__ = [
     "CODECS",
@@ -37,6 +38,7 @@ __all__ = [
     "Statistics",
     "Threshold",
     "TopK",
+    "Tree",
     "Verdict",
     "codec_of",
     "create",

@@ -6,18 +6,20 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from ..comm import Communicator, Work
-from ..comm.base import Array, ReduceOp
+from ..comm.base import Array, RaggedWork, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, FROM_BAD, array_module, kernels_of
 from .statistics import Statistics
 
 States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
+
+WorkT = TypeVar("WorkT", bound=Work)
 
 _FIELDS = 3  # number of findings that the other ranks get: all but the last
 
@@ -281,13 +283,18 @@ class CodecState:
         """Collective. See `Communicator.all_gather`."""
         return self._counted(array.nbytes * (self.topology.world_size - 1), self.comm.all_gather, array, out)
 
+    def all_to_all_ragged(self, parts: Sequence[Array]) -> RaggedWork:
+        """Collective. See `Communicator.all_to_all_ragged`."""
+        n_bytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.topology.rank)
+        return self._counted(n_bytes, self.comm.all_to_all_ragged, parts)
+
     def sparse_all_reduce(self, indices: Array, values: Array, counts: Sequence[int]) -> Generator[Work, None, None]:
         """Collective. Replace the bucket by the mean of the ranks' lists; see `comm.sparse.sparse_all_reduce`."""
         self.statistics.wire_bytes += yield from sparse_all_reduce(
             self.comm, indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self.calls
         )
 
-    def _counted(self, n_bytes: int, start: Callable[..., Work], *args: Any, **options: Any) -> Work:
+    def _counted(self, n_bytes: int, start: Callable[..., WorkT], *args: Any, **options: Any) -> WorkT:
         began = perf_counter()
         work = start(*args, label=self.calls, **options)
         self.statistics.wire_bytes += n_bytes

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..checks import check_count, check_integer
 from ..errors import StateError, UsageError
+from ..shards import block_of
 
 TAILS = ("drop", "wrap")
 ArrayT = TypeVar("ArrayT", bound="NDArray[Any]")
@@ -33,6 +34,10 @@ class ShardedSampler:
     The shard is divided into batches. Samples after the last full batch are left out of the epoch unless
     `partial_batch` is set; then the last batch is shorter, by the same amount on all ranks.
 
+    With `shards`, these play the part of ranks: the permutation is dealt to so many shards, a batch has `batch_size`
+    samples of each shard of this rank, one shard after the other, and a step has the same samples for any number of
+    ranks.
+
     An epoch can be interrupted and resumed in its middle, with another number of ranks or another batch size too: see
     `get_states`.
 
@@ -40,11 +45,12 @@ class ShardedSampler:
         size: number of samples in the data set.
         world_size: number of ranks.
         rank: this rank.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; with `shards`, per shard.
         seed: the same on all ranks, at least 0.
         shuffle: if False, samples keep their order in every epoch.
         tail: one of `TAILS`.
         partial_batch: whether the last batch may be shorter.
+        shards: number of shards of a step, as given to `DistOpt`; at least `world_size`.
 
     Attributes:
         epoch: the epoch that determines the permutation.
@@ -65,6 +71,7 @@ class ShardedSampler:
         shuffle: bool = True,
         tail: str = "drop",
         partial_batch: bool = False,
+        shards: int | None = None,
     ) -> None:
         self.size = check_integer("the data set's size", size, 1)
         self.world_size, self.rank = _check_rank(rank, world_size)
@@ -75,14 +82,20 @@ class ShardedSampler:
         self.epoch = self.consumed = 0
         self._first = 0  # place in the permutation where the next iteration begins
         self._tail = tail
+        # Who the permutation is dealt to, and which of them this rank is.
+        self._hands = self.world_size if shards is None else check_integer("shards", shards, 1)
+        self._mine = np.array([self.rank] if shards is None else block_of(self._hands, self.rank, self.world_size))
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
         self.shard_size = self._share(self.size)
         if len(self) == 0:
-            cure = f"use batch_size {self.shard_size} or less, or fewer ranks" if self.shard_size else "use fewer ranks"
+            who, one = ("ranks", "a rank's") if shards is None else ("shards", "a")
+            cure = (
+                f"use batch_size {self.shard_size} or less, or fewer {who}" if self.shard_size else f"use fewer {who}"
+            )
             raise UsageError(
-                f"a batch of {self.batch_size} is larger than a rank's shard: {self.size} samples over "
-                f"{self.world_size} ranks give {self.shard_size} each; {cure}"
+                f"a batch of {self.batch_size} is larger than {one} shard: {self.size} samples over {self._hands} "
+                f"{who} give {self.shard_size} each; {cure}"
             )
 
     def __len__(self) -> int:
@@ -107,35 +120,39 @@ class ShardedSampler:
         After `set_states`, one iteration gives the rest of the epoch.
         """
         self.consumed, self._first = self._first, 0
-        shard = self._shard(self.consumed)
-        for start in range(0, self._batches(len(shard)) * self.batch_size, self.batch_size):
-            batch = shard[start : start + self.batch_size]
-            self._hand_out(len(batch))
-            yield batch
+        own = self._own(self.consumed)
+        for start in range(0, self._batches(own.shape[1]) * self.batch_size, self.batch_size):
+            batch = own[:, start : start + self.batch_size]
+            self._hand_out(batch.shape[1])
+            yield batch.reshape(-1)
 
     def _hand_out(self, samples: int) -> None:
         """Count samples that this rank is given next."""
-        self.consumed += samples * self.world_size
+        self.consumed += samples * self._hands
 
     def shard(self) -> NDArray[np.int64]:
-        """Local. The `shard_size` indices of this rank in the current epoch, in order of use."""
-        return self._shard(0)
+        """Local. The `shard_size` indices of this rank in the current epoch, in order of use.
 
-    def _shard(self, first: int) -> NDArray[np.int64]:
-        """This rank's part of the permutation from the place `first` on."""
+        With `shards`, those of its shards, one after the other.
+        """
+        return self._own(0).reshape(-1)
+
+    def _own(self, first: int) -> NDArray[np.int64]:
+        """This rank's part of the permutation from the place `first` on: one row, or one for each of its shards."""
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
         else:
             order = np.arange(self.size)
-        end = first + self._share(self.size - first) * self.world_size
-        return order[np.arange(first + self.rank, end, self.world_size) % self.size]
+        rows = first + np.arange(self._share(self.size - first)) * self._hands
+        own: NDArray[np.int64] = order[(rows + self._mine[:, None]) % self.size]
+        return own
 
     def _share(self, samples: int) -> int:
-        """How many of `samples` samples a rank gets."""
-        return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
+        """How many of `samples` samples a rank gets, or a shard."""
+        return max(0, samples // self._hands if self._tail == "drop" else -(-samples // self._hands))
 
     def _batches(self, samples: int) -> int:
-        """Number of batches that `samples` samples of a rank make."""
+        """Number of batches that `samples` samples of a rank, or of a shard, make."""
         full, rest = divmod(samples, self.batch_size)
         return full + (self.partial_batch and rest > 0)
 

@@ -16,7 +16,7 @@ from .core.mode import mode as process_mode
 from .core.tensor import Tensor
 from .devices.device import Device
 from .layers.base import Layer
-from .layers.normalization import SyncBatchNorm2d
+from .layers.normalization import BatchNorm2d, SyncBatchNorm2d
 from .replay.graphs import StepGraphs
 
 _FORMAT = {"format": "distopt states", "version": "1"}
@@ -227,14 +227,20 @@ class Model(Layer):
             for _, layer in self._sublayers():
                 if isinstance(layer, SyncBatchNorm2d):
                     layer.take(getattr(self._optimizer, "reduce", None))
+                elif isinstance(layer, BatchNorm2d):
+                    layer.let_watch(getattr(self._optimizer, "watch_statistics", None))
             self._optimizer.attach(self.get_params().values())
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. The names of states that are equal on all ranks, so that a checkpoint saves them once.
 
-        These are the parameters, if the optimizer says that they agree. Running statistics differ between ranks.
+        These are the parameters, if the optimizer says that they agree. Running statistics differ between ranks, unless
+        the optimizer has steps in shards.
         """
-        return self.get_params().keys() & names if getattr(self._optimizer, "parameters_agree", False) else set()
+        if not getattr(self._optimizer, "parameters_agree", False):
+            return set()
+        watched = getattr(self._optimizer, "watch_statistics", None) is not None
+        return (self.get_states() if watched else self.get_params()).keys() & names
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:

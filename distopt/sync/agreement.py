@@ -105,16 +105,23 @@ class Agreement:
                 raise MismatchError(_difference(described[0], theirs, who, rank_0))
 
     def reach(
-        self, params: Sequence[Parameter], constants: Mapping[str, Any], updates: int, *, equal: bool = True
+        self,
+        params: Sequence[Parameter],
+        constants: Mapping[str, Any],
+        updates: int,
+        *,
+        equal: bool = True,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Collective. Compare these parameters, and the rule of their updates, before their first step.
 
-        With `equal`, parameters that were never attached and differ become equal to rank 0's, with a warning.
+        With `equal`, parameters that were never attached and differ become equal to rank 0's, with a warning. `facts`
+        never change afterwards.
 
         Raises:
             MismatchError: see `check`.
         """
-        self.check(params, {**constants, "check_every": self.every})
+        self.check(params, {**constants, **(facts or {}), "check_every": self.every})
         self._agreed, self._updates, self._news = dict(constants), updates, ("", "")
         strangers = [p for p in params if id(p) not in self.attached]
         if not equal or not strangers:

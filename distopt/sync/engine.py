@@ -25,6 +25,7 @@ from .agreement import Agreement
 from .bucket import BucketMemory, Parameter
 from .layout import Layout, check_names, unique_names
 from .partial import PartialStep, PartialUpdates, UpdateRule
+from .shards import Shards
 from .step import GradientCounter, Step
 from .uneven import Recipe, RollCall
 
@@ -33,7 +34,7 @@ NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
 # A comparison takes about a tenth of a step of the reference model: once every 100 steps, it costs 0.1 % of the time.
 DEFAULT_CHECK_EVERY = 100
-_OWN = {"steps", "partitions"}  # states that belong to no codec
+_OWN = {"steps", "partitions", "shards"}  # states that belong to no codec
 
 log = logging.getLogger("distopt")
 
@@ -54,6 +55,7 @@ class Engine:
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
         check_every: compare the parameters of all ranks in the first step, then once every this many steps; 0: never.
+        shards: if given, steps are cut into shards: their means have the same bits for any number of ranks.
 
     Attributes:
         non_finite: see above; all ranks may change it between steps.
@@ -61,13 +63,21 @@ class Engine:
         statistics: numbers of steps, and their cost.
         partial: partial updates.
         layout: the buckets in use.
+        shards: see above.
         unsettled: the verdict of the last step, if it was left on the device; see `settle`.
     """
 
-    def __init__(self, communicator: Communicator, non_finite: NonFinite = "raise", check_every: int = 0) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        non_finite: NonFinite = "raise",
+        check_every: int = 0,
+        shards: Shards | None = None,
+    ) -> None:
         """Local."""
         self.check_options(non_finite, check_every)
         self.communicator = communicator
+        self.shards = shards
         self.non_finite = non_finite
         self.agreement = Agreement(communicator, int(check_every))
         self.statistics = CommunicationStatistics()
@@ -92,6 +102,7 @@ class Engine:
     @contextlib.contextmanager
     def by_hand(self, rule: UpdateRule) -> Iterator[None]:
         """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
+        self._check_whole("a sum over ranks")
         self.settle()
         self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
@@ -126,7 +137,8 @@ class Engine:
 
         Raises:
             GradientError: as `settle`.
-            UsageError: `clip` is not positive, or `bucket_elements` is not an integer, or is negative.
+            UsageError: `clip` is not positive, or `bucket_elements` is not an integer, or is negative; or the step
+                cannot be one in shards.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
         if clip is not None and not clip > 0:
@@ -135,6 +147,8 @@ class Engine:
             bucket_elements = check_integer("bucket_elements", bucket_elements)
         if not defers:
             self.settle()
+        if self.shards is not None:
+            codec = self.shards.codec_for(codec, clip)
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
@@ -148,7 +162,9 @@ class Engine:
         """Collective. Buckets of that size for the parameters that train now."""
         old = self.layout
         if old is None or old.places.keys() != {id(param) for param in params}:
-            self.agreement.reach(params, rule.constants(), self.statistics.steps - self.statistics.skipped)
+            facts = {} if self.shards is None else self.shards.facts
+            updates = self.statistics.steps - self.statistics.skipped
+            self.agreement.reach(params, rule.constants(), updates, facts=facts)
         elif old.bucket_elements == elements:
             old.version = version
             return old
@@ -194,6 +210,7 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
+        self._check_whole("a partial update")
         self.settle()
         agreement, statistics = self.agreement, self.statistics
         if type(partition_elements) is not int:
@@ -252,6 +269,10 @@ class Engine:
                 following.take_back()
             raise
 
+    def _check_whole(self, what: str) -> None:
+        if self.shards is not None:
+            raise self.shards.refusal(what)
+
     @property
     def is_joining(self) -> bool:
         """Local. Whether this is inside `join`, where ranks may be out of data."""
@@ -263,6 +284,7 @@ class Engine:
         """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
+        self._check_whole("join, with ranks out of data,")
         self.settle()
         roll_call = self._roll_call = RollCall(self.communicator)
         try:
@@ -286,9 +308,9 @@ class Engine:
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to resume, except for the optimizer's slots.
 
-        Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
-        updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a
-        parameter.
+        Residuals differ between ranks: every rank saves its own. The keys are `steps`; `shards`, for steps in shards;
+        `partitions`, while partial updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of
+        a kind keep for a parameter.
 
         Raises:
             GradientError: as `settle`, which makes this collective after a bad gradient.
@@ -297,6 +319,8 @@ class Engine:
         done, partial = self.statistics, self.partial
         flags = partial.pending, partial.slots_pending
         own = {"steps": np.array([done.steps, done.skipped, partial.next, *flags], np.int64)}
+        if self.shards is not None:
+            own["shards"] = self.shards.state()
         loaded = {key: array.copy() for key, array in self._loaded.items()}
         return own | partial.get_states() | loaded | ({} if self.layout is None else self.layout.get_states())
 
@@ -325,6 +349,8 @@ class Engine:
             raise StateError("these are not states of a DistOpt: steps is missing or negative, or not all are arrays")
         if counts[3]:
             self.partial.partitions(states)
+        if self.shards is not None and "shards" in states:
+            self.shards.check_state(states["shards"])
         of_codecs: States = {key: states[key] for key in states.keys() - _OWN}
         for key in of_codecs:
             if key.count("/") < 2:

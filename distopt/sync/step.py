@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
+from ..comm.base import Array
 from ..compress import (
     BadGradient,
     Codec,
@@ -17,6 +18,7 @@ from ..compress import (
     CommunicationStatistics,
     Doubt,
     PendingReduction,
+    Tree,
     Verdict,
     finish_all,
 )
@@ -148,15 +150,19 @@ class GradientCounter(ABC):
         """Give the parameters that had no gradient one of zeros, or raise."""
         for bucket, missing in zip(self.layout.buckets, self._missing, strict=True):
             if missing and unused == "raise":
-                raise UsageError(
-                    f"the loss did not reach {missing} of {len(bucket.params)} parameters from {bucket.params[0].name} "
-                    f"to {bucket.params[-1].name}; every step must use the parameters of the first one"
-                )
+                raise self._unreached(bucket, missing)
             if missing:
                 for param, grad in zip(bucket.params, bucket.grads, strict=True):
                     if id(param) in self._awaited:
                         grad.fill(0)
                 self._missing[bucket.index] = 0
+
+    @staticmethod
+    def _unreached(bucket: Bucket, missing: int) -> UsageError:
+        return UsageError(
+            f"the loss did not reach {missing} of {len(bucket.params)} parameters from {bucket.params[0].name} to "
+            f"{bucket.params[-1].name}; every step must use the parameters of the first one"
+        )
 
     def _named(self, bucket: Bucket, rank: int, index: int) -> BadGradient:
         """The verdict on an element of a bucket, in terms of parameter and step."""
@@ -246,6 +252,26 @@ class Step(GradientCounter):
         """
         super().__init__(layout, agreement, statistics, codec.lossy or states[0].check_finite)
         self._codec, self._states, self._clip, self._weight = codec, states, clip, weight
+
+    def fold(self, shard: int, grads: Mapping[int, Array], unused: Literal["raise", "zero"] = "raise") -> None:
+        """Local. Take in the gradients of one of this rank's shards, but for the last, which are declared `final`.
+
+        Args:
+            shard: its number.
+            grads: by id of the parameter.
+            unused: see `finish`.
+
+        Raises:
+            UsageError: a parameter has no place; or see `unused`.
+        """
+        assert isinstance(self._codec, Tree)
+        if grads.keys() - self.layout.places.keys():
+            raise UsageError("a parameter was not part of the loss of the first shard; every shard uses the same")
+        for bucket, state in zip(self.layout.buckets, self._states, strict=True):
+            leaf = [grads.get(id(param)) for param in bucket.params]
+            if unused == "raise" and (missing := sum(grad is None for grad in leaf)):
+                raise self._unreached(bucket, missing)
+            self._codec.fold(state, shard, leaf)
 
     def _start_full(self) -> None:
         """Start full buckets in the order of their indices, which is the same on all ranks."""

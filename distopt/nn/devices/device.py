@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -83,6 +84,15 @@ class Device:
         seed = check_integer("the seed of random numbers", seed, 0)
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
+
+    @contextmanager
+    def seeded(self, seed: Any) -> Iterator[None]:
+        """Local. In the body of a `with`, `rng` is another generator, made from `seed`; then the one of before."""
+        kept, self._rng = self._rng, self.xp.random.default_rng(seed)
+        try:
+            yield
+        finally:
+            self._rng = kept
 
     def Sync(self) -> None:  # noqa: N802
         """Wait until the device has finished all its work. On the CPU, return at once."""

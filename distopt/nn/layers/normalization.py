@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...checks import check_integer
 from ...errors import UsageError
+from ..core.array import Array
 from ..core.mode import mode
 from ..core.numbers import checked
 from ..core.tensor import Tensor
@@ -42,6 +43,7 @@ class BatchNorm2d(TensorLayer):
             raise UsageError(f"momentum {momentum} is not in [0, 1]")
         self.channels = None if channels is None else check_integer("channels", channels, 1)
         self.momentum, self.eps = momentum, eps
+        self.running: normalization.Running | None = None
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
         self.channels = self._channels(x, self.channels)
@@ -60,8 +62,16 @@ class BatchNorm2d(TensorLayer):
         return self._run(self._operation(x), x, self.scale, self.bias)
 
     def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
-        running = self.running_mean.array, self.running_var.array
+        running = self.arrays() if self.running is None or not mode.training else self.running.note()
         return normalization.BatchNorm2d(*running, 1 - self.momentum, self.eps)
+
+    def arrays(self) -> tuple[Array, Array]:
+        """Local. Running mean and variance, in place."""
+        return self.running_mean.array, self.running_var.array
+
+    def let_watch(self, watch: normalization.Watch | None) -> None:
+        """Local. Let an optimizer decide when batches enter the running statistics, instead of at once."""
+        self.running = None if watch is None else watch(self, self.arrays, 1 - self.momentum)
 
 
 class SyncBatchNorm2d(BatchNorm2d):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..core.array import Array
@@ -42,6 +43,19 @@ class Reduce(Protocol):
     """Replaces a contiguous array of float64, in place, by its sum over all ranks. Collective."""
 
     def __call__(self, array: Array, /) -> object: ...
+
+
+class Running(Protocol):
+    """Running statistics that batches enter later."""
+
+    def note(self) -> tuple[Array, Array]:
+        """Local. Zeros in place of the mean and the variance, for a batch to be taken in."""
+
+
+class Watch(Protocol):
+    """Makes the running statistics of a layer, from its arrays and the weight of a batch. Local."""
+
+    def __call__(self, layer: object, arrays: Callable[[], tuple[Array, Array]], momentum: float, /) -> Running: ...
 
 
 class SyncBatchNorm2d(BatchNorm2d):

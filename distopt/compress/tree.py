@@ -1,0 +1,170 @@
+"""Sums by a fixed binary tree over the shards of a step: the same bits for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..comm.base import Array
+from ..errors import UsageError
+from ..kernels import FROM_BAD
+from ..shards import Node, block_of
+from .base import Codec, Steps
+from .state import BadGradient, CodecState
+
+
+@dataclass(frozen=True)
+class Tree(Codec):
+    """Dense, in the type of the bucket: the mean over all shards of a step, by the tree of `distopt.shards`.
+
+    Each rank adds up its own shards as they come, and keeps the sums of the largest nodes that it has all shards of:
+    one where the numbers of shards and ranks are powers of two, else a few. Then each rank receives its slice of
+    everybody's sums, adds them up in the order of the tree, and sends the mean to all. The division comes last, once.
+
+    Args:
+        shards: number of shards of a step.
+    """
+
+    shards: int
+    lossy: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
+
+    def prepare(self, state: CodecState) -> None:
+        """Collective. See `Codec.prepare`."""
+        if not isinstance(state.bucket, np.ndarray):
+            raise UsageError("the sum over shards runs on the CPU; set DISTOPT_DEVICE=cpu, or leave shards= out")
+        topology, size, memory = state.topology, state.bucket.size, state.memory
+        n, root = topology.world_size, Node(0, self.shards)
+        blocks = [block_of(self.shards, rank, n) for rank in range(n)]
+        memory["mine"] = blocks[topology.rank]
+        memory["nodes"] = [root.within(block) for block in blocks]
+        memory["sums"], memory["spare"], memory["merges"] = [], [], {}
+        for node in memory["nodes"][topology.rank]:
+            _count_merges(node, memory["merges"])
+        # The sum of two numbers does not depend on their order, so two ranks may leave it to the communicator.
+        memory["direct"] = n == 1 or (
+            n == 2 and state.comm.finds_nonfinite and [len(nodes) for nodes in memory["nodes"]] == [1, 1]
+        )
+        if memory["direct"]:
+            return
+        state.prepare_header()
+        memory["slice"] = each = max(1, -(-size // n))
+        memory["mean"] = state.empty(each * n, state.bucket.dtype.name, xp=np)
+        memory["mean"].fill(0)
+
+    def fold(self, state: CodecState, shard: int, grads: Sequence[Array | None]) -> None:
+        """Local. Add the gradients of one of this rank's shards, but for its last, to the sums. Shards come in order.
+
+        Args:
+            state: of the bucket.
+            shard: its number.
+            grads: an array in the shape of each part of the bucket; None for zeros.
+        """
+        memory = state.memory
+        sums: list[Array] = memory["sums"]
+        if shard == memory["mine"].start:
+            self._clear(state)
+        merges = memory["merges"].get(shard, 0)
+        if not merges:
+            sums.append(memory["spare"].pop() if memory["spare"] else np.zeros_like(state.bucket))
+        for part, grad in zip(state.parts, grads, strict=True):
+            into = sums[-1][part.offset : part.offset + part.size].reshape(part.shape)
+            if merges and grad is not None:
+                np.add(into, grad, out=into)
+            elif not merges:
+                into[...] = 0 if grad is None else grad
+        for _ in range(merges - 1):
+            right = sums.pop()
+            np.add(sums[-1], right, out=sums[-1])
+            memory["spare"].append(right)
+
+    @staticmethod
+    def _clear(state: CodecState) -> None:
+        """Drop the sums of a step before, which an exception may have ended."""
+        state.memory["spare"] += state.memory["sums"]
+        state.memory["sums"].clear()
+
+    def _complete(self, state: CodecState) -> list[Array]:
+        """The sums of this rank's nodes; the bucket holds the last shard, and then the last sum."""
+        memory, bucket = state.memory, state.bucket
+        sums, last = memory["sums"], memory["mine"].stop - 1
+        if last == memory["mine"].start:
+            self._clear(state)
+        merges, count = memory["merges"].get(last, 0), len(memory["nodes"][state.topology.rank])
+        if len(sums) != merges + count - 1:  # an exception has ended the step: the bucket holds NaN
+            return [bucket] * count
+        for _ in range(merges):
+            left = sums.pop()
+            np.add(left, bucket, out=bucket)
+            memory["spare"].append(left)
+        return [*sums, bucket]
+
+    def reduce(self, state: CodecState) -> Steps:
+        """Collective. See `Codec.reduce`; the bucket holds the gradients of this rank's last shard."""
+        sums, bucket, rank = self._complete(state), state.bucket, state.topology.rank
+        scale = bucket.dtype.type(1 / self.shards)
+        if state.memory["direct"]:
+            alone = state.topology.world_size == 1
+            work = state.all_reduce(bucket, "sum", find_nonfinite=state.check_finite and not alone)
+            yield work
+            np.multiply(bucket, scale, out=bucket)
+            if alone and state.check_finite and (index := state.kernels.first_nonfinite(bucket)) is not None:
+                return _bad(state, 0, index)
+            return None if work.nonfinite is None else _bad(state, *work.nonfinite)
+        each, mean = state.memory["slice"], state.memory["mean"]
+        nodes: list[list[Node]] = state.memory["nodes"]
+        cuts = [slice(to * each, (to + 1) * each) for to in range(len(nodes))]
+        works = [
+            state.all_to_all_ragged([(sums[i] if i < len(sums) else bucket[:0])[cut] for cut in cuts])
+            for i in range(max(map(len, nodes)))
+        ]
+        yield from works
+        arrived = {node: works[i].parts[q] for q, own in enumerate(nodes) for i, node in enumerate(own)}
+        total = _sum_of(Node(0, self.shards), arrived)
+        mine = mean[cuts[rank]]
+        np.multiply(total, scale, out=mine[: total.size])
+        if state.check_finite and state.kernels.first_nonfinite(mine) is not None:
+            mine[0] = np.nan  # where every rank looks
+        work = state.all_gather(mine, mean)
+        yield work
+        work.done()
+        if state.check_finite and np.isnan(mean[::each]).any():
+            state.findings[FROM_BAD] = _from_bad(state, sums, self.shards)
+            header = state.send_header()
+            yield header
+            return state.read_header(header, "NaN, infinite or too large for a sum over the shards").verdict
+        bucket[...] = mean[: bucket.size]
+        return None
+
+
+def _count_merges(node: Node, merges: dict[int, int]) -> None:
+    """Add to `merges`, by shard, the number of nodes with more than one shard that end with it."""
+    if node.end - node.first > 1:
+        merges[node.end - 1] = merges.get(node.end - 1, 0) + 1
+        for child in node.children():
+            _count_merges(child, merges)
+
+
+def _sum_of(node: Node, arrived: Mapping[Node, Array]) -> Array:
+    """The sum of a node from those of nodes in it, in the memory of one of them."""
+    if node in arrived:
+        return arrived[node]
+    left, right = (_sum_of(child, arrived) for child in node.children())
+    return np.add(left, right, out=left)
+
+
+def _bad(state: CodecState, rank: int, index: int) -> BadGradient | None:
+    return state.verdict([0] * rank + [state.bucket.size - index], "NaN, infinite or too large for a sum")
+
+
+def _from_bad(state: CodecState, sums: Sequence[Array], shards: int) -> int:
+    """As in findings, for the sums of this rank: an element that cannot be in a finite sum."""
+    limit, found = float(np.finfo(state.bucket.dtype).max) / (2 * shards), np.zeros(1, np.int64)
+    worst = 0
+    for array in sums:
+        state.kernels.mark_beyond(array, limit, found)
+        worst = max(worst, int(found[0]))
+    return worst

@@ -1,0 +1,227 @@
+"""Steps in shards: what makes a step the same, to the bit, for any number of ranks.
+
+A step has a fixed number of shards. Each has random numbers of its own, keyed by seed, step and shard; gradients meet
+in a fixed tree (`compress.Tree`); running statistics take in the shards in their order, whoever computed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import numpy as np
+
+from ..checks import check_integer
+from ..comm import Communicator
+from ..comm.base import Array
+from ..compress import Codec, CommunicationStatistics, Fp32, Tree
+from ..errors import StateError, UsageError
+from ..launch.job.topology import Topology
+from ..shards import block_of
+from .step import GradientCounter, Step
+
+
+class RunningStatistics:
+    """Running means and variances of one layer, during a step in shards.
+
+    Args:
+        arrays: gives both, of one dimension.
+        momentum: weight of a batch in them.
+        passed: called at the end of a step with the number of batches that all ranks have taken in.
+
+    Attributes:
+        noted: what the batches of a shard add to them; emptied after each shard.
+    """
+
+    def __init__(
+        self, arrays: Callable[[], tuple[Array, Array]], momentum: float, passed: Callable[[int], object] | None = None
+    ) -> None:
+        self.arrays, self.momentum, self.passed = arrays, momentum, passed
+        self.noted: list[Array] = []
+
+    def note(self) -> tuple[Array, Array]:
+        """Local. Zeros in place of both, for a batch to be taken in."""
+        mean, var = self.arrays()
+        self.noted += np.zeros_like(mean), np.zeros_like(var)
+        return self.noted[-2], self.noted[-1]
+
+    def take_in(self, batches: Sequence[Array]) -> None:
+        """Local. Fold in what batches add, in order: for each an array of means and one of variances."""
+        for place, added in enumerate(batches):
+            running = self.arrays()[place % 2]
+            running *= 1 - self.momentum
+            running += added
+        if self.passed is not None:
+            self.passed(len(batches) // 2)
+
+
+class Shards:
+    """The shards of the steps of one engine.
+
+    Args:
+        count: number of shards of a step; at least that of the ranks.
+        seed: of random numbers.
+        topology: of the ranks.
+        facts: what results depend on besides, by name; the same on all ranks.
+
+    Attributes:
+        count: see above.
+        seed: see above.
+        facts: see above, with count and seed.
+        mine: the shards of this rank.
+        current: the shard whose gradients come next; None outside of `walk`, and after they came.
+
+    Raises:
+        UsageError: there are fewer shards than ranks, or a number is not an integer of at least 0.
+    """
+
+    def __init__(self, count: int, seed: int, topology: Topology, **facts: Any) -> None:
+        self.mine = block_of(count, topology.rank, topology.world_size)
+        self.count, self.seed = int(count), check_integer("seed", seed, 0)
+        self.facts = {"shards": self.count, "seed": self.seed, **facts}
+        self.current: int | None = None
+        self._codec = Tree(self.count)
+        self._statistics: dict[int, RunningStatistics] = {}
+        self._streams: list[Array] = []
+        self._step: Step | None = None  # which awaits the next shard
+
+    @property
+    def at_last(self) -> bool:
+        """Local. Whether the current shard is the last one of this rank."""
+        return self.current == self.mine.stop - 1
+
+    def codec_for(self, codec: Codec, clip: float | None) -> Tree:
+        """Local. The codec of a step in shards.
+
+        Raises:
+            UsageError: no shard is at work, or the step is of another kind than the mean of float32.
+        """
+        if self.current is None:
+            raise UsageError(
+                "with shards=, each loss is that of one shard: call the model once in each turn of "
+                "`for part in optimizer.shards(batch)`"
+            )
+        if not isinstance(codec, Fp32) or clip is not None:
+            what = "a limit of single elements (clip)" if isinstance(codec, Fp32) else f"codec {codec.kind}"
+            raise self.refusal(what)
+        return self._codec
+
+    @staticmethod
+    def refusal(what: str) -> UsageError:
+        """Local. An error that says that `what` depends on the number of ranks."""
+        return UsageError(
+            f"{what} would make results depend on the number of ranks; leave shards= out, or use codec fp32 and plain "
+            "steps"
+        )
+
+    # -- the loop over shards ----------------------------------------------------------------------------------------
+    def walk(
+        self,
+        batch: Sequence[Any],
+        done: CommunicationStatistics,
+        around: Callable[[np.random.SeedSequence], AbstractContextManager[object]],
+    ) -> Iterator[Any]:
+        """Collective with the steps in it. The parts of a batch of this rank, one for each of its shards.
+
+        Args:
+            batch: arrays, tensors or lists, as long as each other, cut along their first axis.
+            done: counts the steps.
+            around: the context of each turn, from the seed of its random numbers.
+
+        Yields:
+            A tuple of parts, or one part where the batch is one array.
+
+        Raises:
+            UsageError: the lengths differ, or are no multiple of the number of this rank's shards; or the body has not
+                given gradients.
+        """
+        lengths = {len(array) for array in batch}
+        each, rest = divmod(min(lengths, default=0), len(self.mine))
+        if len(lengths) != 1 or rest or not each:
+            raise UsageError(
+                f"a batch of {' and '.join(map(str, sorted(lengths))) or 'no arrays'} samples is not cut into "
+                f"{len(self.mine)} equal shards on this rank; take the batches of ShardedSampler(..., "
+                f"shards={self.count})"
+            )
+        self._streams, step, self._step = [], self._step, None
+        for statistics in self._statistics.values():
+            statistics.noted.clear()
+        if step is not None:
+            with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
+                raise UsageError("not all shards of the step were computed")
+        number = done.steps
+        for place, shard in enumerate(self.mine):
+            self.current = shard
+            parts = tuple(array[place * each : (place + 1) * each] for array in batch)
+            try:
+                with around(np.random.SeedSequence([self.seed, number, shard])):
+                    yield parts[0] if len(parts) == 1 else parts
+                if self.current is not None:
+                    raise UsageError(f"shard {shard} has given no gradients; each turn of the loop takes one loss")
+            finally:
+                self.current = None
+
+    def resumed(self) -> Step | None:
+        """Local. The step that awaits the current shard; None before this rank's first one."""
+        step, self._step = self._step, None
+        return None if self.current is None else step
+
+    def fold(
+        self, step: GradientCounter, grads: Mapping[int, Array], unused: Literal["raise", "zero"] = "raise"
+    ) -> None:
+        """Local. See `Step.fold`, for the current shard; the step awaits the next one."""
+        assert isinstance(step, Step)
+        assert self.current is not None
+        step.fold(self.current, grads, unused)
+        self.end_shard()
+        self._step = step
+
+    # -- running statistics ------------------------------------------------------------------------------------------
+    def watch(self, owner: object, statistics: RunningStatistics) -> RunningStatistics:
+        """Local, in the same order on all ranks. Fold in the batches of a layer, its owner, in the order of shards."""
+        return self._statistics.setdefault(id(owner), statistics)
+
+    def end_shard(self) -> None:
+        """Local. The gradients of the current shard have come."""
+        self.current = None
+        for statistics in self._statistics.values():
+            count = np.full(1, len(statistics.noted), statistics.arrays()[0].dtype)
+            self._streams += count, *statistics.noted
+            statistics.noted.clear()
+
+    def end_step(self, communicator: Communicator) -> None:
+        """Collective. Take the batches of all shards into the running statistics."""
+        if not self._statistics:
+            return
+        streams, self._streams = self._streams, []
+        work = communicator.all_gather_ragged(np.concatenate(streams), label="running statistics")
+        work.wait()
+        stream, at = np.concatenate(work.parts), 0  # ranks have contiguous blocks of shards
+        batches: dict[int, list[Array]] = {key: [] for key in self._statistics}
+        for _ in range(self.count):
+            for key, statistics in self._statistics.items():
+                length, count = statistics.arrays()[0].size, int(stream[at])
+                values = stream[at + 1 : at + 1 + count * length]
+                batches[key].extend(values.reshape(count, length))
+                at += 1 + count * length
+        for key, statistics in self._statistics.items():
+            statistics.take_in(batches[key])
+
+    # -- saved states ------------------------------------------------------------------------------------------------
+    def state(self) -> Array:
+        """Local. What the saved states say of shards."""
+        return np.array([self.count, self.seed], np.int64)
+
+    def check_state(self, state: Array) -> None:
+        """Local. Whether steps may continue from a state.
+
+        Raises:
+            StateError: it is of another number of shards, or another seed.
+        """
+        if list(state) != [self.count, self.seed]:
+            raise StateError(
+                f"the states are of shards={state[0]}, seed={state[1]}, not shards={self.count}, seed={self.seed}; "
+                "resume with the same, whatever the number of ranks"
+            )
