@@ -358,7 +358,7 @@ class DistOpt:
             pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
             if self._accumulation.sums:
                 pairs = self._accumulation.taken(pairs)
-            if cut is not None and not cut.at_last:
+            if cut is not None and cut.precedes_last:
                 cut.fold(step, {id(param): grad.array for param, grad in pairs})
                 return None
             for param, _ in pairs:
@@ -366,9 +366,7 @@ class DistOpt:
             timeline.phase("")
             verdict = step.finish_deferred()
             if cut is not None:
-                cut.end_shard()
-                if verdict is None:
-                    cut.end_step(self.communicator)
+                cut.end_last(self.communicator, verdict)
         if self._engine.unsettled is not None:
             self._engine.settle(following=step)
         if isinstance(verdict, BadGradient):

@@ -16,7 +16,7 @@ import numpy as np
 from ..checks import check_integer
 from ..comm import Communicator
 from ..comm.base import Array
-from ..compress import Codec, CommunicationStatistics, Fp32, Tree
+from ..compress import Codec, CommunicationStatistics, Fp32, Tree, Verdict
 from ..errors import StateError, UsageError
 from ..launch.job.topology import Topology
 from ..shards import block_of
@@ -88,9 +88,9 @@ class Shards:
         self._step: Step | None = None  # which awaits the next shard
 
     @property
-    def at_last(self) -> bool:
-        """Local. Whether the current shard is the last one of this rank."""
-        return self.current == self.mine.stop - 1
+    def precedes_last(self) -> bool:
+        """Local. Whether a shard is at work, and is not the last one of this rank."""
+        return self.current is not None and self.current < self.mine.stop - 1
 
     def codec_for(self, codec: Codec, clip: float | None) -> Tree:
         """Local. The codec of a step in shards.
@@ -175,7 +175,7 @@ class Shards:
         assert isinstance(step, Step)
         assert self.current is not None
         step.fold(self.current, grads, unused)
-        self.end_shard()
+        self._end()
         self._step = step
 
     # -- running statistics ------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Shards:
         """Local, in the same order on all ranks. Fold in the batches of a layer, its owner, in the order of shards."""
         return self._statistics.setdefault(id(owner), statistics)
 
-    def end_shard(self) -> None:
+    def _end(self) -> None:
         """Local. The gradients of the current shard have come."""
         self.current = None
         for statistics in self._statistics.values():
@@ -191,9 +191,10 @@ class Shards:
             self._streams += count, *statistics.noted
             statistics.noted.clear()
 
-    def end_step(self, communicator: Communicator) -> None:
-        """Collective. Take the batches of all shards into the running statistics."""
-        if not self._statistics:
+    def end_last(self, communicator: Communicator, verdict: Verdict) -> None:
+        """Collective. After the last shard: take the batches of all into the running statistics, if none was bad."""
+        self._end()
+        if not self._statistics or verdict is not None:
             return
         streams, self._streams = self._streams, []
         work = communicator.all_gather_ragged(np.concatenate(streams), label="running statistics")

@@ -19,13 +19,14 @@ class ResumableSampler(ShardedSampler):
 
     Args:
         data: the data set, or its number of samples.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; with `shards`, per shard.
         group: the ranks (default: all, or this process alone without a process group).
         seed: the same on all ranks.
         shuffle: if False, samples keep their order in every epoch.
         tail: see `ShardedSampler`.
         partial_batch: whether the last batch of an epoch may be shorter, as by a loader's `drop_last=False`.
         batches_per_step: number of batches whose gradients a step accumulates.
+        shards: see `ShardedSampler`.
 
     Attributes:
         consumed: number of samples of this epoch that all ranks together have trained on.
@@ -45,12 +46,21 @@ class ResumableSampler(ShardedSampler):
         tail: str = "drop",
         partial_batch: bool = False,
         batches_per_step: int = 1,
+        shards: int | None = None,
     ) -> None:
         """Local."""
         size = len(data) if isinstance(data, Sized) else data
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         super().__init__(
-            size, world_size, rank, batch_size, seed, shuffle=shuffle, tail=tail, partial_batch=partial_batch
+            size,
+            world_size,
+            rank,
+            batch_size,
+            seed,
+            shuffle=shuffle,
+            tail=tail,
+            partial_batch=partial_batch,
+            shards=shards,
         )
         self.batches_per_step = check_integer("batches_per_step", batches_per_step, 1)
         self._at_start: Callable[[], None] | None = None
@@ -69,7 +79,7 @@ class ResumableSampler(ShardedSampler):
 
     def step(self) -> None:
         """Local. Count the samples of one step on all ranks."""
-        trained = self.consumed + self.batches_per_step * self.batch_size * self.world_size
+        trained = self.consumed + self.batches_per_step * self.batch_size * self._hands
         self.consumed = min(trained, self.size)  # the last batch may be shorter
 
     def continue_with(self, at_start: Callable[[], None]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ... import compress
+from ...comm.base import Array
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
@@ -19,7 +20,8 @@ from ...sync.step import GradientCounter
 from ..private import call_after_backward, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
-from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, views_of
+from .parameters import Rule, TrainedParameter, arrays_in, check_plain, device_of, tensors_of, views_of
+from .shards import ModelShards
 
 
 class DistOpt(torch.optim.Optimizer):
@@ -49,6 +51,10 @@ class DistOpt(torch.optim.Optimizer):
             `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never.
         find_unused_parameters: whether a parameter that the loss of a rank does not reach adds a gradient of zero,
             instead of raising an error.
+        shards: cut each step into so many shards, whatever the number of ranks: parameters, running statistics and
+            states then have the same bits for any number of ranks, see `shards`. At least the number of ranks; on CPUs.
+        seed: of the random numbers in shards, such as those of dropout.
+        model: with `shards`, the model that is trained, for its running statistics.
 
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
@@ -69,6 +75,9 @@ class DistOpt(torch.optim.Optimizer):
         clip_grad_norm: float | None = None,
         check_every: int = DEFAULT_CHECK_EVERY,
         find_unused_parameters: bool = False,
+        shards: int | None = None,
+        seed: int = 0,
+        model: torch.nn.Module | None = None,
     ) -> None:
         """Collective."""
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -82,11 +91,16 @@ class DistOpt(torch.optim.Optimizer):
         self._params = [TrainedParameter(name, tensor) for name, tensor in _named(optimizer, named_parameters)]
         self.device = device_of(self._params)
         communicator = communicator_of(group, self.device)
-        self._engine = Engine(communicator, non_finite, 0 if partition_elements else check_every)
+        self._shards = None
+        if shards is not None:
+            if model is None:
+                raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
+            self._shards = ModelShards(shards, seed, communicator.topology, model)
+        self._engine = Engine(communicator, non_finite, 0 if partition_elements else check_every, self._shards)
         self._rule = Rule(self._engine.statistics, optimizer)
         with current_stream(self.device):
             self._engine.agreement.attach(self._params)
-        self._unused = "zero" if find_unused_parameters else "raise"
+        self._unused: Literal["zero", "raise"] = "zero" if find_unused_parameters else "raise"
         self._layout: Layout | None = None  # of the last step
         self._step: GradientCounter | None = None
         self._pass = -1  # number of the backward pass of this step
@@ -146,12 +160,46 @@ class DistOpt(torch.optim.Optimizer):
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Local. In the body of a `with`, backward passes only add to `.grad`; the next one outside sends the sums."""
+        """Local. In the body of a `with`, backward passes only add to `.grad`; the next one outside sends the sums.
+
+        With shards, for the passes of one shard.
+        """
+        if self._shards is not None and self._shards.current is None:
+            raise self._shards.refusal("no_sync around shards")
         self._collects = True
         try:
             yield
         finally:
             self._collects = False
+
+    def shards(self, *batch: Any) -> Iterator[Any]:
+        """Collective with the backward passes in it. The parts of this rank's batch, one for each of its shards.
+
+            for x, y in loader:  # batch_sampler=ResumableSampler(..., shards=8)
+                for x_part, y_part in optimizer.shards(x, y):
+                    loss_of(model(x_part), y_part).backward()
+                optimizer.step()
+
+        Each turn computes the gradients of one loss, the mean over its part; the last turn on each rank averages those
+        of all shards. `.grad` begins empty. In a turn, PyTorch's generator of the CPU begins with seed, step and shard,
+        whatever was drawn before; afterwards it is as it was before the loop. Running statistics take in the batches at
+        the end of the step.
+
+        Args:
+            batch: tensors, arrays or lists, cut along their first axis into equal parts; of one, the parts come alone,
+                of several as tuples.
+
+        Raises:
+            UsageError: the optimizer has no shards, the batch cannot be cut equally, or a turn has no backward pass.
+        """
+        if (cut := self._shards) is None:
+            raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
+
+        def fold(grads: dict[int, Array]) -> None:
+            with cut.resumed() or self._begun() as step:
+                cut.fold(step, grads, self._unused)
+
+        return cut.parts(batch, self._engine.statistics, self._params, fold)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -180,6 +228,8 @@ class DistOpt(torch.optim.Optimizer):
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
         for handle in self._handles:
             handle.remove()
+        if self._shards is not None:
+            self._shards.close()
 
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
@@ -188,7 +238,7 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
         """Collective, in a backward pass, for the hooks of parameters. The gradient of a parameter is final."""
-        if self._collects:
+        if self._collects or (self._shards is not None and self._shards.precedes_last):
             return
         number = current_backward_pass()
         if self._step is not None and number > self._pass and not is_nested_backward():
@@ -203,27 +253,27 @@ class DistOpt(torch.optim.Optimizer):
         view, grad = views_of(self._step.layout)[id(param)], tensor.grad
         assert grad is not None
         with self._step:
-            if grad.requires_grad:
-                raise UsageError(
-                    "means of gradients have no derivatives; instead of backward(create_graph=True), compute the "
-                    "gradients of a penalty by torch.autograd.grad"
-                )
             if grad is not view:
+                check_plain(grad)
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
                 tensor.grad = view
             self._step.final(param)
 
     def _open(self) -> None:
+        resumed = None if self._shards is None else self._shards.resumed()
+        self._step = resumed or self._begun()
+        self._layout, self._skips = self._step.layout, False
+
+    def _begun(self) -> GradientCounter:
+        """Collective. A new step."""
         if sum(len(group["params"]) for group in self.param_groups) != len(self._params):
             raise UsageError("the optimizer has got more parameters since it was wrapped; wrap it anew")
         engine, rule = self._engine, self._rule
         version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
         if self.partition_elements is not None:
-            self._step = engine.begin_partial(self.partition_elements, self._order, rule, version=version)
-        else:
-            options: dict[str, Any] = {"version": version, "clip": self.clip}
-            self._step = engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
-        self._layout, self._skips = self._step.layout, False
+            return engine.begin_partial(self.partition_elements, self._order, rule, version=version)
+        options: dict[str, Any] = {"version": version, "clip": self.clip}
+        return engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
 
     def _order(self) -> list[TrainedParameter]:
         """Local. The parameters that train, in the order in which their gradients usually become final."""
@@ -248,7 +298,9 @@ class DistOpt(torch.optim.Optimizer):
         self._step = None
         try:
             with step:
-                verdict = step.finish(self._unused)  # type: ignore[arg-type]
+                verdict = step.finish(self._unused)
+                if self._shards is not None:
+                    self._shards.end_last(self._engine.communicator, verdict)
         except UsageError as error:
             raise UsageError(f"{error}, or pass find_unused_parameters=True") from None
         if verdict is not None:

@@ -2,7 +2,7 @@
 
 # Without `from __future__ import annotations`, since DDP compares the annotations of a hook with classes.
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ... import compress
+from ...comm.base import Array
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
@@ -18,6 +19,7 @@ from ..checkpoint.states import plain_model
 from .communicator import communicator_of
 from .gpu import on_current_stream
 from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
+from .shards import ModelShards
 
 
 class CodecHook:
@@ -28,8 +30,16 @@ class CodecHook:
     depend on the layout of DDP's buckets, which changes after the first step.
     """
 
-    def __init__(self, params: list[TrainedParameter], engine: Engine, codec: Codec, bucket_elements: int) -> None:
+    def __init__(
+        self,
+        params: list[TrainedParameter],
+        engine: Engine,
+        codec: Codec,
+        bucket_elements: int,
+        shards: ModelShards | None = None,
+    ) -> None:
         """Local. See `hook`."""
+        self._shards = shards
         self.codec, self.bucket_elements = codec, bucket_elements
         self.device = device_of(params)
         self._params = {id(param.tensor): param for param in params}
@@ -42,8 +52,7 @@ class CodecHook:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
         if bucket.index() == 0:
             self._taken.clear()  # of a backward pass that an exception has ended
-            params = [*self._params.values()][::-1]
-            self._step = self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
+            self._step = self._begun()
         step = self._step
         assert step is not None
         views = views_of(step.layout)
@@ -59,9 +68,18 @@ class CodecHook:
                 self._finish(step)
         return future
 
+    def _begun(self) -> GradientCounter:
+        """Collective. A new step, or the one that awaits the next shard."""
+        if self._shards is not None and (step := self._shards.resumed()) is not None:
+            return step
+        params = [*self._params.values()][::-1]
+        return self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
+
     def _finish(self, step: GradientCounter) -> None:
         taken, self._taken = self._taken, []
         verdict = step.finish()
+        if self._shards is not None:
+            self._shards.end_last(self._engine.communicator, verdict)
         if verdict is not None:
             self._engine.refuse(verdict)
         views = views_of(step.layout)
@@ -69,6 +87,20 @@ class CodecHook:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 grad.copy_(views[id(self._params[id(tensor)])])
             future.set_result(bucket.buffer())
+
+    def shards(self, *batch: Any) -> Iterator[Any]:
+        """Collective with the backward passes in it. See `distopt.torch.DistOpt.shards`; for the model in DDP.
+
+        Passes of all shards but the last run inside DDP's `no_sync`.
+        """
+        if (cut := self._shards) is None:
+            raise UsageError("shards() cuts steps for hook(ddp, shards=8), and this hook has no shards")
+
+        def fold(grads: dict[int, Array]) -> None:
+            with self._begun() as step:
+                cut.fold(step, grads)
+
+        return cut.parts(batch, self._engine.statistics, [*self._params.values()], fold)
 
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
@@ -96,6 +128,8 @@ def hook(
     group: dist.ProcessGroup | None = None,
     bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
     non_finite: NonFinite = "raise",
+    shards: int | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> tuple[CodecHook, Any]:
     """Collective. A hook by which DDP averages its gradients through a codec.
@@ -110,6 +144,8 @@ def hook(
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks from `backward`, or "ignore" it, which only fp32 can.
+        shards: see `distopt.torch.DistOpt`; then `model` is DDP itself, and the state has `shards`, too.
+        seed: see `distopt.torch.DistOpt`.
         options: of the codec if it is given by name.
 
     Returns:
@@ -123,6 +159,13 @@ def hook(
     if non_finite == "skip":
         raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
     Engine.check_options(non_finite)
-    params = trained_parameters(plain_model(model)[0].named_parameters())
-    engine = Engine(communicator_of(group, device_of(params)), non_finite)
-    return CodecHook(params, engine, codec, bucket_elements), CodecHook.take
+    plain, ddp = plain_model(model)
+    if shards is not None and ddp is None:
+        raise UsageError(
+            f"with shards, single ones are computed outside of DDP's turn; pass hook(ddp, shards={shards})"
+        )
+    params = trained_parameters(plain.named_parameters())
+    communicator = communicator_of(group, device_of(params))
+    cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)
+    engine = Engine(communicator, non_finite, shards=cut)
+    return CodecHook(params, engine, codec, bucket_elements, cut), CodecHook.take

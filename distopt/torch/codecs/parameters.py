@@ -59,10 +59,34 @@ class TrainedParameter:
             return cupy.from_dlpack(row)
         return array_of(row).reshape(row.shape)
 
+    def array_like(self, grad: torch.Tensor | None) -> Array:
+        """Local. A gradient of the parameter as an array like `array`; a view, unless it is sparse.
+
+        Raises:
+            UsageError: it has derivatives.
+        """
+        assert grad is not None
+        check_plain(grad)
+        row = (grad.to_dense() if grad.is_sparse else grad).permute(self._dims)
+        return row.numpy()
+
     def tensor_of(self, array: Array) -> torch.Tensor:
         """Local. An array like `array` as a tensor of the parameter's shape and strides; a view."""
         row = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
         return row.permute([self._dims.index(dim) for dim in range(len(self._dims))])
+
+
+def check_plain(grad: torch.Tensor) -> None:
+    """Local. Check that a gradient can be averaged.
+
+    Raises:
+        UsageError: it has derivatives.
+    """
+    if grad.requires_grad:
+        raise UsageError(
+            "means of gradients have no derivatives; instead of backward(create_graph=True), compute the gradients of "
+            "a penalty by torch.autograd.grad"
+        )
 
 
 def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[TrainedParameter]:

@@ -1,0 +1,123 @@
+"""Steps in shards for PyTorch: gradients, random numbers and running statistics of each; see `distopt.sync.shards`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...comm.base import Array
+from ...errors import UsageError
+from ...launch.job.topology import Topology
+from ...sync.shards import RunningStatistics, Shards
+from ..checkpoint.states import plain_model
+from ..ddp.sync_batch_norm import SyncBatchNorm
+from ..tensors import array_of
+from .parameters import TrainedParameter
+
+
+class ModelShards(Shards):
+    """The shards of the steps of a model.
+
+    Args:
+        count: see `Shards`.
+        seed: see `Shards`.
+        topology: see `Shards`.
+        model: with or without DDP around it.
+
+    Raises:
+        UsageError: see `Shards`, or a layer has statistics that cannot be cut into shards.
+    """
+
+    def __init__(self, count: int, seed: int, topology: Topology, model: torch.nn.Module) -> None:
+        super().__init__(count, seed, topology, threads=torch.get_num_threads())
+        plain, self._ddp = plain_model(model)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for name, layer in plain.named_modules():
+            if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+                raise self.refusal(f"SyncBatchNorm ({name})")
+            if getattr(layer, "running_mean", None) is not None:
+                self._watch_layer(name, layer)
+
+    def parts(
+        self,
+        batch: Sequence[Any],
+        done: Any,
+        params: Sequence[TrainedParameter],
+        fold: Callable[[dict[int, Array]], object],
+    ) -> Iterator[Any]:
+        """Collective with the steps in it. As `walk`; `fold` takes the gradients of each shard but the last."""
+
+        @contextlib.contextmanager
+        def around(seed: np.random.SeedSequence) -> Iterator[None]:
+            precedes_last = self.precedes_last
+            for param in params:
+                param.tensor.grad = None
+            kept = torch.get_rng_state()
+            torch.default_generator.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+            try:
+                with self._without_ddp() if precedes_last else contextlib.nullcontext():
+                    yield
+            finally:
+                torch.set_rng_state(kept)
+            if precedes_last:
+                grads = {id(param): param.array_like(param.tensor.grad) for param in params if _has_grad(param)}
+                if grads:  # else the turn had no backward pass
+                    fold(grads)
+
+        return map(_aligned, self.walk(batch, done, around))
+
+    def _without_ddp(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    def close(self) -> None:
+        """Local. Let layers update their running statistics at once again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch_layer(self, name: str, layer: Any) -> None:
+        """Local. Note what each batch adds to the running statistics of a layer, and leave them alone until the end."""
+        if layer.momentum is None:
+            raise UsageError(f"{name} takes cumulative averages, momentum=None; with shards= give it a momentum")
+        if layer.running_mean.dtype not in (torch.float32, torch.float64):
+            raise UsageError(f"{name} has running statistics of {layer.running_mean.dtype}; keep them in float32")
+        kept: list[tuple[Array, Array]] = []
+
+        def arrays() -> tuple[Array, Array]:
+            return array_of(layer.running_mean), array_of(layer.running_var)
+
+        def passed(batches: int) -> None:
+            layer.num_batches_tracked += batches
+
+        running = self.watch(layer, RunningStatistics(arrays, layer.momentum, passed))
+
+        # By arrays, since autograd refuses a backward pass after a tensor operation has changed what it saved.
+        def before(*_: Any) -> None:
+            if layer.training and self.current is not None:
+                kept.append((arrays()[0].copy(), arrays()[1].copy()))
+                for array in arrays():
+                    array.fill(0)
+
+        def after(*_: Any) -> None:
+            if kept:
+                for note, array, old in zip(running.note(), arrays(), kept.pop(), strict=True):
+                    note[...], array[...] = array, old
+                layer.num_batches_tracked -= 1
+
+        self._handles.append(layer.register_forward_pre_hook(before))
+        self._handles.append(layer.register_forward_hook(after, always_call=True))
+
+
+def _has_grad(param: TrainedParameter) -> bool:
+    return param.tensor.grad is not None
+
+
+def _aligned(part: Any) -> Any:
+    """A part in memory of its own: the order of some sums, as in MKL, depends on where a matrix begins."""
+    if isinstance(part, tuple):
+        return tuple(map(_aligned, part))
+    return part.clone() if isinstance(part, torch.Tensor) else part
