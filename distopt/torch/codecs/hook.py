@@ -98,7 +98,7 @@ class CodecHook:
 
         def fold(grads: dict[int, Array]) -> None:
             with self._begun() as step:
-                cut.fold(step, grads)
+                cut.fold(step, grads, cut.unused)
 
         return cut.parts(batch, self._engine.statistics, [*self._params.values()], fold)
 
@@ -161,9 +161,7 @@ def hook(
     Engine.check_options(non_finite)
     plain, ddp = plain_model(model)
     if shards is not None and ddp is None:
-        raise UsageError(
-            f"with shards, single ones are computed outside of DDP's turn; pass hook(ddp, shards={shards})"
-        )
+        raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
     communicator = communicator_of(group, device_of(params))
     cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)

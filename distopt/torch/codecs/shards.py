@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ class ModelShards(Shards):
         topology: see `Shards`.
         model: with or without DDP around it.
 
+    Attributes:
+        unused: what DDP does about a parameter that has no gradient; see `GradientCounter.finish`.
+
     Raises:
         UsageError: see `Shards`, or a layer has statistics that cannot be cut into shards.
     """
@@ -36,6 +39,8 @@ class ModelShards(Shards):
     def __init__(self, count: int, seed: int, topology: Topology, model: torch.nn.Module) -> None:
         super().__init__(count, seed, topology, threads=torch.get_num_threads())
         plain, self._ddp = plain_model(model)
+        skips = self._ddp is not None and self._ddp.find_unused_parameters
+        self.unused: Literal["raise", "zero"] = "zero" if skips else "raise"
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, layer in plain.named_modules():
             if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
