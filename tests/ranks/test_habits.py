@@ -14,10 +14,12 @@ LAUNCHERS = ("mpiexec", "run", "main")
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
-def start(launcher: str, script: Path, *args: str, ranks: int = 2) -> Program:
+def start(
+    launcher: str, script: Path, *args: str, ranks: int = 2, distopt: tuple[str, ...] = ("-m", "distopt")
+) -> Program:
     start = {
         "mpiexec": lambda: [*mpiexec_command(ranks), *PYTHON],
-        "run": lambda: [*PYTHON, "-m", "distopt", "run", "--nproc-per-node", str(ranks)],
+        "run": lambda: [*PYTHON, *distopt, "run", "--nproc-per-node", str(ranks)],
         "main": lambda: PYTHON,
     }[launcher]()
     return Program([*start, str(script), *args], {"DISTOPT_TIMEOUT": "40"})
@@ -108,18 +110,29 @@ def test_a_rank_that_ends_by_ctrl_c_lets_others_save(launcher: str, tmp_path: Pa
     assert "Traceback" not in ended.stderr, ended.stderr
 
 
+IMPATIENT = """
+from distopt.launch.nodes import agent, owner
+from distopt.launch.supervise import spawn
+agent.SAVING_SECONDS = owner.SAVING_SECONDS = spawn.SAVING_SECONDS = 3.0
+"""
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("launcher", ["run", "main"])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_handler_of_ctrl_c_that_hangs_ends(again: bool, launcher: str, tmp_path: Path) -> None:
-    program = start(launcher, script(tmp_path, INTERRUPTED), "hang")
+    text, distopt = INTERRUPTED, ("-m", "distopt")
+    if not again:
+        text = IMPATIENT + text
+        distopt = "-c", IMPATIENT + "from distopt.cli import main; raise SystemExit(main())"
+    program = start(launcher, script(tmp_path, text), "hang", distopt=distopt)
     program.read_lines(2)
     os.killpg(program.process.pid, signal.SIGINT)
     with pytest.raises(TimeoutExpired):
         program.process.wait(1)
     if again:
         os.killpg(program.process.pid, signal.SIGINT)
-    assert program.end(25 if again else 45).code == 130
+    assert program.end(25).code == 130
 
 
 # -- children of ranks -------------------------------------------------------------------------------------------------

@@ -295,7 +295,9 @@ def test_the_page_is_served_while_the_job_runs(tmp_path, port):
 
 @pytest.mark.slow
 def test_a_terminal_shows_progress(tmp_path):
-    code, shown = on_a_terminal([TEMPLATE / "train.py", *OPTIONS.split(), "-epochs", "4", "-out", tmp_path])
+    code, shown = on_a_terminal(
+        [TEMPLATE / "train.py", *OPTIONS.split(), "-cpus", "1", "-epochs", "1", "-out", tmp_path]
+    )
     assert code == 0, shown
     assert re.search(r"\d images/s, loss=\d", shown), shown
 
