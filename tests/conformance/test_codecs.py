@@ -10,6 +10,7 @@ import pytest
 
 from distopt.comm import Work
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
+from distopt.compress.statistics import CommunicationStatistics, Statistics
 from distopt.errors import GradientError, PeerLostError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
@@ -605,6 +606,17 @@ def test_times_are_booked_where_they_are_spent(world_size, cls):
     for cost in on_ranks(world_size, body, cls=cls):
         assert cost.select_seconds >= 0.02
         assert cost.decode_seconds >= 0.04
+
+
+def test_the_summary_is_the_mean_of_the_steps_since_another_one():
+    earlier = CommunicationStatistics(2, 1, {("conv", "Fp16"): Statistics(2, 9_000, 6_000, 1.0, 2.0, 3.0, 7, 8, 0)})
+    later = CommunicationStatistics(6, 3, {("conv", "Fp16"): Statistics(6, 21_000, 10_000, 1.1, 2.2, 3.3, 7, 10, 1)})
+    later.buckets["fc", "Fp32"] = Statistics(4, 8_000, 8_000)
+    assert (later - earlier).summary() == (
+        "Communication: 0.003 MB/step of 0.005 MB dense (Fp16, Fp32), 25.00 ms select, 50.00 ms wait, "
+        "75.00 ms decode, 1 of 8 reductions dense, 2 values too small for 16 bits, 2 steps skipped"
+    )
+    assert (later - later).summary().startswith("Communication: 0.000 MB/step of 0.000 MB dense (nothing), 0.00 ms")
 
 
 @worlds

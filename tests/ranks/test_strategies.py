@@ -174,9 +174,6 @@ def counted(optimizer) -> dict[str, np.ndarray]:
     assert sum(cost.wire_bytes for cost in later.buckets.values()) == later.total.wire_bytes
     assert 0 < later.total.wire_bytes < 0.4 * later.total.dense_bytes
     assert later.total.select_seconds > 0
-    assert later.summary().startswith("Communication: 0.00")
-    assert "MB dense (ErrorFeedback(TopK))" in later.summary()
-    assert (optimizer.stats() - optimizer.stats()).summary()  # of no steps
     return {}
 
 

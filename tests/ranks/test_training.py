@@ -166,7 +166,6 @@ def bad_gradients(optimizer) -> dict[str, np.ndarray]:
     assert (dist.grad_norm, dist.stats().skipped) == (norm, 2)
     net(*batch(3, dist.global_rank), dist)
     assert dist.stats().skipped == 2
-    assert "2 steps skipped" in dist.stats().summary()
     assert np.isfinite(parameters(net)).all()
     return {"parameters": parameters(net)}
 
