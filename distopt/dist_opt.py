@@ -304,7 +304,7 @@ class DistOpt:
         cut = self._engine.shards
         if cut is None:
             raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
-        return cut.walk(batch, self._engine.statistics, lambda seed: get_default_device().seeded(seed))
+        return cut.walk(batch, self._engine.statistics, get_default_device().seeded)
 
     @property
     def watch_statistics(self) -> Callable[..., RunningStatistics] | None:
@@ -352,13 +352,14 @@ class DistOpt:
         layout = step.layout
         if layout is not self._layout:
             self._adopt(layout)
-        for param, grad in self._pairs:
-            param.grad = grad  # in every step: scripts may have assigned None, as they do for PyTorch
+        goes_on = cut is not None and cut.precedes_last
+        for param, grad in self._pairs:  # in every step: scripts may have assigned None, as they do for PyTorch
+            param.grad = None if goes_on else grad  # the sum over shards keeps the arrays that it is given
         with step:
             pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
             if self._accumulation.sums:
                 pairs = self._accumulation.taken(pairs)
-            if cut is not None and cut.precedes_last:
+            if cut is not None and goes_on:
                 cut.fold(step, {id(param): grad.array for param, grad in pairs})
                 return None
             for param, _ in pairs:

@@ -15,6 +15,8 @@ from ..shards import Node, block_of
 from .base import Codec, Steps
 from .state import BadGradient, CodecState
 
+_QUIET = np.errstate(over="ignore", invalid="ignore")  # of bad gradients, which the verdict names
+
 
 @dataclass(frozen=True)
 class Tree(Codec):
@@ -41,7 +43,8 @@ class Tree(Codec):
         blocks = [block_of(self.shards, rank, n) for rank in range(n)]
         memory["mine"] = blocks[topology.rank]
         memory["nodes"] = [root.within(block) for block in blocks]
-        memory["sums"], memory["spare"], memory["merges"] = [], [], {}
+        memory["views"] = [state.bucket[p.offset : p.offset + p.size].reshape(p.shape) for p in state.parts]
+        memory["sums"], memory["merges"] = [], {}
         for node in memory["nodes"][topology.rank]:
             _count_merges(node, memory["merges"])
         # The sum of two numbers does not depend on their order, so two ranks may leave it to the communicator.
@@ -55,52 +58,46 @@ class Tree(Codec):
         memory["mean"] = state.empty(each * n, state.bucket.dtype.name, xp=np)
         memory["mean"].fill(0)
 
+    @_QUIET
     def fold(self, state: CodecState, shard: int, grads: Sequence[Array | None]) -> None:
         """Local. Add the gradients of one of this rank's shards, but for its last, to the sums. Shards come in order.
 
         Args:
             state: of the bucket.
             shard: its number.
-            grads: an array in the shape of each part of the bucket; None for zeros.
+            grads: an array in the shape of each part of the bucket; None for zeros. They become part of the sums, where
+                later ones are added in place.
         """
-        memory = state.memory
-        sums: list[Array] = memory["sums"]
-        if shard == memory["mine"].start:
-            self._clear(state)
-        merges = memory["merges"].get(shard, 0)
-        if not merges:
-            sums.append(memory["spare"].pop() if memory["spare"] else np.zeros_like(state.bucket))
-        for part, grad in zip(state.parts, grads, strict=True):
-            into = sums[-1][part.offset : part.offset + part.size].reshape(part.shape)
-            if merges and grad is not None:
-                np.add(into, grad, out=into)
-            elif not merges:
-                into[...] = 0 if grad is None else grad
-        for _ in range(merges - 1):
+        sums: list[list[Array]] = state.memory["sums"]
+        if shard == state.memory["mine"].start:
+            sums.clear()  # of a step before, which an exception may have ended
+        given = zip(grads, state.parts, strict=True)
+        sums.append([np.zeros(p.shape, state.bucket.dtype) if grad is None else grad for grad, p in given])
+        for _ in range(state.memory["merges"].get(shard, 0)):
             right = sums.pop()
-            np.add(sums[-1], right, out=sums[-1])
-            memory["spare"].append(right)
+            for into, added in zip(sums[-1], right, strict=True):
+                np.add(into, added, out=into)
 
-    @staticmethod
-    def _clear(state: CodecState) -> None:
-        """Drop the sums of a step before, which an exception may have ended."""
-        state.memory["spare"] += state.memory["sums"]
-        state.memory["sums"].clear()
-
+    @_QUIET
     def _complete(self, state: CodecState) -> list[Array]:
         """The sums of this rank's nodes; the bucket holds the last shard, and then the last sum."""
         memory, bucket = state.memory, state.bucket
-        sums, last = memory["sums"], memory["mine"].stop - 1
+        sums: list[list[Array]] = memory["sums"]
+        last, views = memory["mine"].stop - 1, memory["views"]
         if last == memory["mine"].start:
-            self._clear(state)
+            sums.clear()
         merges, count = memory["merges"].get(last, 0), len(memory["nodes"][state.topology.rank])
         if len(sums) != merges + count - 1:  # an exception has ended the step: the bucket holds NaN
             return [bucket] * count
         for _ in range(merges):
-            left = sums.pop()
-            np.add(left, bucket, out=bucket)
-            memory["spare"].append(left)
-        return [*sums, bucket]
+            for left, into in zip(sums.pop(), views, strict=True):
+                np.add(left, into, out=into)
+        whole = [np.zeros_like(bucket) for _ in sums]
+        for flat, arrays in zip(whole, sums, strict=True):
+            for part, array in zip(state.parts, arrays, strict=True):
+                flat[part.offset : part.offset + part.size].reshape(part.shape)[...] = array
+        sums.clear()
+        return [*whole, bucket]
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`; the bucket holds the gradients of this rank's last shard."""
@@ -148,6 +145,7 @@ def _count_merges(node: Node, merges: dict[int, int]) -> None:
             _count_merges(child, merges)
 
 
+@_QUIET
 def _sum_of(node: Node, arrived: Mapping[Node, Array]) -> Array:
     """The sum of a node from those of nodes in it, in the memory of one of them."""
     if node in arrived:

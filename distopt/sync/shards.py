@@ -121,14 +121,14 @@ class Shards:
         self,
         batch: Sequence[Any],
         done: CommunicationStatistics,
-        around: Callable[[np.random.SeedSequence], AbstractContextManager[object]],
+        around: Callable[[Sequence[int]], AbstractContextManager[object]],
     ) -> Iterator[Any]:
         """Collective with the steps in it. The parts of a batch of this rank, one for each of its shards.
 
         Args:
             batch: arrays, tensors or lists, as long as each other, cut along their first axis.
             done: counts the steps.
-            around: the context of each turn, from the seed of its random numbers.
+            around: the context of each turn, from the seed of its random numbers: seed, step and shard.
 
         Yields:
             A tuple of parts, or one part where the batch is one array.
@@ -156,7 +156,7 @@ class Shards:
             self.current = shard
             parts = tuple(array[place * each : (place + 1) * each] for array in batch)
             try:
-                with around(np.random.SeedSequence([self.seed, number, shard])):
+                with around((self.seed, number, shard)):
                     yield parts[0] if len(parts) == 1 else parts
                 if self.current is not None:
                     raise UsageError(f"shard {shard} has given no gradients; each turn of the loop takes one loss")

@@ -65,6 +65,8 @@ class Device:
         """
         if self.recording:
             raise UsageError("random numbers, such as those of dropout, would be the same in every replay of a graph")
+        if self._rng is None:
+            self._rng = self.xp.random.default_rng(self._seed)
         return self._rng
 
     def id(self) -> int:
@@ -88,7 +90,8 @@ class Device:
     @contextmanager
     def seeded(self, seed: Any) -> Iterator[None]:
         """Local. In the body of a `with`, `rng` is another generator, made from `seed`; then the one of before."""
-        kept, self._rng = self._rng, self.xp.random.default_rng(seed)
+        kept, self._rng = self._rng, None
+        self._seed = seed  # a generator takes 20 us to make, and most steps need none
         try:
             yield
         finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from ...comm.base import Array
@@ -58,12 +58,13 @@ class ModelShards(Shards):
         """Collective with the steps in it. As `walk`; `fold` takes the gradients of each shard but the last."""
 
         @contextlib.contextmanager
-        def around(seed: np.random.SeedSequence) -> Iterator[None]:
+        def around(seed: Sequence[int]) -> Iterator[None]:
             precedes_last = self.precedes_last
             for param in params:
-                param.tensor.grad = None
+                # DDP asks for a gradient of each parameter that any shard has used.
+                param.tensor.grad = torch.zeros_like(param.tensor) if self.unused == "zero" else None
             kept = torch.get_rng_state()
-            torch.default_generator.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+            torch.default_generator.manual_seed(_number_of(seed))
             try:
                 with self._without_ddp() if precedes_last else contextlib.nullcontext():
                     yield
@@ -115,6 +116,11 @@ class ModelShards(Shards):
 
         self._handles.append(layer.register_forward_pre_hook(before))
         self._handles.append(layer.register_forward_hook(after, always_call=True))
+
+
+def _number_of(seed: Sequence[int]) -> int:
+    """64 bits, which differ between seeds."""
+    return int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "little")
 
 
 def _has_grad(param: TrainedParameter) -> bool:
