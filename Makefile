@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -71,6 +71,11 @@ faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults.soak
 	$(BIN)/python -m tests.faults.healing --kinds SIGKILL,SIGSTOP,all,twice,server
 	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
+
+# Training in shards on every layout of ranks, and its hash; see docs/guide/one_hash.md. Ten minutes on two cores.
+NETS ?= cnn,norm,resnet18
+one-hash: $(VENV)/.with-$(TEST_EXTRAS)
+	$(BIN)/python -m tests.one_hash --nets $(NETS)
 
 # Faults planted in a copy of the sources, one after the other, and whether the tests of their rooms notice: an hour or two.
 # The same faults before and after a refactoring: make mutants MUTANTS="--list FILE".

@@ -51,6 +51,17 @@ model = torch.nn.Linear(5, 3)
 loss_function = torch.nn.CrossEntropyLoss()
 batches = [(torch.randn(4, 5), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
 """,
+    "docs/guide/one_hash.md": """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+import distopt.torch
+import torch.distributed as dist
+dist.init_process_group("distopt")
+model = torch.nn.Linear(5, 3)
+loss_function = torch.nn.CrossEntropyLoss()
+data = TensorDataset(torch.randn(100, 5), torch.randint(0, 3, (100,)))
+""",
     "docs/guide/template.md": f"""
 import sys
 sys.path.insert(0, {str(ROOT / "examples" / "template")!r})
