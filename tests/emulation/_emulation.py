@@ -41,7 +41,6 @@ device_synchronize = partial(_call, "cudaDeviceSynchronize")
 malloc = partial(_made, "cudaMalloc")  # of bytes
 free = partial(_call, "cudaFree")
 malloc_host = partial(_made, "cudaMallocHost")
-free_host = partial(_call, "cudaFreeHost")
 memcpy_async = partial(_call, "cudaMemcpyAsync")  # to, from, bytes, kind, stream
 memset_async = partial(_call, "cudaMemsetAsync")  # to, value, bytes, stream
 
@@ -78,10 +77,10 @@ def pool_free(address: int, n_bytes: int, stream: int, spoil: Any = memset_async
 # -- streams and events ------------------------------------------------------------------------------------------------
 stream_destroy = partial(_call, "cudaStreamDestroy")
 stream_synchronize = partial(_call, "cudaStreamSynchronize")  # runs what is in it; the way to look at arrays, too
+event_create = partial(_made, "cudaEventCreateWithFlags", 0)
 event_destroy = partial(_call, "cudaEventDestroy")
 event_record = partial(_call, "cudaEventRecord")  # event, stream
 event_synchronize = partial(_call, "cudaEventSynchronize")
-event_elapsed_ms = partial(_made, "cudaEventElapsedTime", kind=ctypes.c_float)  # start, stop
 
 
 def stream_create(non_blocking: bool = False, priority: int = 0) -> int:
@@ -94,10 +93,6 @@ def stream_query(stream: int) -> bool:
 
 def stream_wait_event(stream: int, event: int) -> None:
     _call("cudaStreamWaitEvent", stream, event, 0)
-
-
-def event_create(disable_timing: bool = False) -> int:
-    return int(_made("cudaEventCreateWithFlags", 2 * disable_timing))
 
 
 def event_query(event: int) -> bool:

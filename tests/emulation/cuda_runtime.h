@@ -13,27 +13,32 @@
 
 #include "emulation/device_code.h"
 
+// X(name, number)
+#define EMULATION_ERRORS(X)                 \
+  X(cudaSuccess, 0)                         \
+  X(cudaErrorInvalidValue, 1)               \
+  X(cudaErrorMemoryAllocation, 2)           \
+  X(cudaErrorInvalidConfiguration, 9)       \
+  X(cudaErrorInsufficientDriver, 35)        \
+  X(cudaErrorNoDevice, 100)                 \
+  X(cudaErrorInvalidDevice, 101)            \
+  X(cudaErrorInvalidResourceHandle, 400)    \
+  X(cudaErrorNotReady, 600)                 \
+  X(cudaErrorStreamCaptureUnsupported, 900) \
+  X(cudaErrorStreamCaptureInvalidated, 901) \
+  X(cudaErrorStreamCaptureUnmatched, 903)   \
+  X(cudaErrorStreamCaptureIsolation, 905)   \
+  X(cudaErrorStreamCaptureImplicit, 906)    \
+  X(cudaErrorCapturedEvent, 907)            \
+  X(cudaErrorStreamCaptureWrongThread, 908)
+
 enum cudaError_t : int {
-  cudaSuccess = 0,
-  cudaErrorInvalidValue = 1,
-  cudaErrorMemoryAllocation = 2,
-  cudaErrorInvalidConfiguration = 9,
-  cudaErrorInsufficientDriver = 35,
-  cudaErrorNoDevice = 100,
-  cudaErrorInvalidDevice = 101,
-  cudaErrorInvalidResourceHandle = 400,
-  cudaErrorNotReady = 600,
-  cudaErrorStreamCaptureUnsupported = 900,
-  cudaErrorStreamCaptureInvalidated = 901,
-  cudaErrorStreamCaptureUnmatched = 903,
-  cudaErrorStreamCaptureIsolation = 905,
-  cudaErrorStreamCaptureImplicit = 906,
-  cudaErrorCapturedEvent = 907,
-  cudaErrorStreamCaptureWrongThread = 908,
+#define EMULATION_NUMBER(name, number) name = number,
+  EMULATION_ERRORS(EMULATION_NUMBER)
+#undef EMULATION_NUMBER
 };
 
 enum cudaMemcpyKind : int {
-  cudaMemcpyHostToHost = 0,
   cudaMemcpyHostToDevice = 1,
   cudaMemcpyDeviceToHost = 2,
   cudaMemcpyDeviceToDevice = 3,
@@ -49,9 +54,7 @@ struct Event;
 using cudaStream_t = emulation::Stream*;
 using cudaEvent_t = emulation::Event*;
 
-constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
-constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
-#define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
+constexpr unsigned cudaStreamNonBlocking = 1;
 
 extern "C" {  // for ctypes
 
@@ -62,12 +65,10 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device);
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes);
 cudaError_t cudaFree(void* pointer);  // waits for the device, as the real one does
 cudaError_t cudaMallocHost(void** pointer, std::size_t bytes);
-cudaError_t cudaFreeHost(void* pointer);
 // Pageable host memory makes the host wait, as on a real device; pinned memory is read and written when its turn comes.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream = 0);
@@ -84,7 +85,6 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = 0);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop);
 
 }  // extern "C"
 
@@ -112,33 +112,21 @@ enum cudaMemoryType : int {
 struct cudaPointerAttributes {
   cudaMemoryType type;
 };
-struct cudaPitchedPtr {
-  void* ptr;
-};
-struct cudaMemcpy3DParms {
-  cudaPitchedPtr srcPtr, dstPtr;
-};
 
 namespace emulation {
 struct Graph;
-struct Node;
 }  // namespace emulation
 using cudaGraph_t = emulation::Graph*;
 using cudaGraphExec_t = emulation::Graph*;
-using cudaGraphNode_t = const emulation::Node*;
 
 extern "C" {
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count);
-cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type);
-cudaError_t cudaGraphMemcpyNodeGetParams(cudaGraphNode_t node, cudaMemcpy3DParms* parameters);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags = 0);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream);
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
-cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);  // an executable one, too
 }  // extern "C"
 
 #include "emulation/launch.h"

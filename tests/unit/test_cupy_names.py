@@ -18,7 +18,7 @@ public = lambda thing: [name for name in vars(thing) if not name.startswith("_")
 own = {"FUNCTIONS", "TYPES", "annotations", "Any", "SimpleNamespace", "compile_kernels"}
 print(json.dumps({
     "cupy": [*cupy.FUNCTIONS, *cupy.TYPES, "empty", "full", "zeros", "ones", "arange", "array", "asarray", "asnumpy",
-             "ascontiguousarray", "from_dlpack", "shares_memory", "may_share_memory", "ndarray"],
+             "ascontiguousarray", "from_dlpack", "ndarray"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
     "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer", "UnownedMemory"],

@@ -135,11 +135,3 @@ def from_dlpack(array: Any) -> ndarray:
     """Of arrays of this module, and what exports one."""
     own: ndarray = array.__dlpack__()
     return own
-
-
-def shares_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
-    return _numpy.shares_memory(a._host, b._host)
-
-
-def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
-    return _numpy.may_share_memory(a._host, b._host)

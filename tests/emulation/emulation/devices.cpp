@@ -59,39 +59,11 @@ using namespace emulation;
 
 const char* cudaGetErrorString(cudaError_t code) {
   switch (code) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInsufficientDriver:
-      return "cudaErrorInsufficientDriver";
-    case cudaErrorNoDevice:
-      return "cudaErrorNoDevice";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorStreamCaptureUnsupported:
-      return "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated:
-      return "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureUnmatched:
-      return "cudaErrorStreamCaptureUnmatched";
-    case cudaErrorStreamCaptureIsolation:
-      return "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream";
-    case cudaErrorStreamCaptureImplicit:
-      return "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking "
-             "stream";
-    case cudaErrorCapturedEvent:
-      return "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream";
-    case cudaErrorStreamCaptureWrongThread:
-      return "cudaErrorStreamCaptureWrongThread";
+#define EMULATION_NAME(name, number) \
+  case name:                         \
+    return #name;
+    EMULATION_ERRORS(EMULATION_NAME)
+#undef EMULATION_NAME
   }
   return "unrecognized error code";
 }
@@ -128,11 +100,5 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
   if (length < 13) return cudaErrorInvalidValue;
   const int bus = visible_devices()[static_cast<std::size_t>(device)] + 1;
   std::snprintf(text, static_cast<std::size_t>(length), "0000:%02X:00.0", static_cast<unsigned>(bus));
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = 0;
-  *greatest = -5;
   return cudaSuccess;
 }

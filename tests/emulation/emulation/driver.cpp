@@ -62,7 +62,9 @@ EXPORT Status cuCtxSetCurrent(Context* context) {
   return status_of(cudaSetDevice(static_cast<int>(reinterpret_cast<std::intptr_t>(context) - 1)));
 }
 EXPORT Status cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-  return in_context([=] { return cudaDeviceGetStreamPriorityRange(least, greatest); });
+  *least = 0;
+  *greatest = -5;
+  return in_context([] { return cudaSuccess; });
 }
 
 EXPORT Status cuStreamCreateWithPriority(Stream** stream, unsigned flags, int priority) {
@@ -89,16 +91,18 @@ EXPORT Status cuEventRecord(Event* event, Stream* stream) {
 }
 EXPORT Status cuEventQuery(Event* event) { return status_of(cudaEventQuery(event_of(event))); }
 
-EXPORT Status cuGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count) {
-  return status_of(cudaGraphGetNodes(graph, nodes, count));
+// The nodes of a graph are asked for twice: how many there are, then which.
+EXPORT Status cuGraphGetNodes(cudaGraph_t graph, const emulation::Node** nodes, std::size_t* count) {
+  *count = graph->nodes.size();
+  for (std::size_t i = 0; nodes && i < *count; ++i) nodes[i] = &graph->nodes[i];
+  return Status::success;
 }
-EXPORT Status cuGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
-  return status_of(cudaGraphNodeGetType(node, type));
+EXPORT Status cuGraphNodeGetType(const emulation::Node* node, cudaGraphNodeType* type) {
+  *type = node->type;
+  return Status::success;
 }
 // CUDA_MEMCPY3D in words: from each base on the type of memory, the address on the host, and that on the device.
-EXPORT Status cuGraphMemcpyNodeGetParams(cudaGraphNode_t node, std::size_t* words) {
-  cudaMemcpy3DParms copy{};
-  if (const cudaError_t code = cudaGraphMemcpyNodeGetParams(node, &copy)) return status_of(code);
+EXPORT Status cuGraphMemcpyNodeGetParams(const emulation::Node* node, std::size_t* words) {
   const auto put = [&](std::size_t base, const void* pointer) {
     cudaPointerAttributes attributes{};
     static_cast<void>(cudaPointerGetAttributes(&attributes, pointer));
@@ -106,7 +110,7 @@ EXPORT Status cuGraphMemcpyNodeGetParams(cudaGraphNode_t node, std::size_t* word
     words[base] = on_host ? 1 : 4;  // host, or unified, which the address tells more of
     words[base + (on_host ? 1 : 2)] = reinterpret_cast<std::size_t>(pointer);
   };
-  put(4, copy.srcPtr.ptr);
-  put(15, copy.dstPtr.ptr);
+  put(4, node->from);
+  put(15, node->to);
   return Status::success;
 }

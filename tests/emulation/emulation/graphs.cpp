@@ -84,27 +84,6 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::size_t* count) {
-  if (!nodes) {
-    *count = graph->nodes.size();
-    return cudaSuccess;
-  }
-  *count = std::min(*count, graph->nodes.size());
-  for (std::size_t i = 0; i < *count; ++i) nodes[i] = &graph->nodes[i];
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
-  *type = node->type;
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphMemcpyNodeGetParams(cudaGraphNode_t node, cudaMemcpy3DParms* parameters) {
-  if (node->type != cudaGraphNodeTypeMemcpy) return cudaErrorInvalidValue;
-  *parameters = {{const_cast<void*>(node->from)}, {node->to}};
-  return cudaSuccess;
-}
-
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   *executable = new Graph(*graph);
   return cudaSuccess;
@@ -116,9 +95,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  const std::unique_ptr<Graph> owner(executable);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
   return cudaSuccess;
 }
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaGraphExecDestroy(graph); }

@@ -37,23 +37,6 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
   return cudaSuccess;
 }
 
-cudaError_t release(void* pointer, Memory memory) {
-  if (!pointer) return cudaSuccess;
-  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
-  Allocation allocation{};
-  {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    const auto found = runtime().allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
-    if (found == runtime().allocations.end() || found->second.memory != memory) return cudaErrorInvalidValue;
-    allocation = found->second;
-  }
-  synchronize_device(allocation.device);
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  runtime().allocations.erase(reinterpret_cast<std::uintptr_t>(pointer));
-  std::free(pointer);
-  return cudaSuccess;
-}
-
 bool fits(Place place, bool device) { return device ? place == Place::device : place != Place::device; }
 
 cudaError_t check_copy(Place to, Place from, cudaMemcpyKind kind) {
@@ -70,9 +53,24 @@ cudaError_t check_copy(Place to, Place from, cudaMemcpyKind kind) {
 using namespace emulation;
 
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::device); }
-cudaError_t cudaFree(void* pointer) { return release(pointer, Memory::device); }
+cudaError_t cudaFree(void* pointer) {
+  if (!pointer) return cudaSuccess;
+  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
+  Allocation allocation{};
+  {
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    const auto found = runtime().allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
+    if (found == runtime().allocations.end() || found->second.memory != Memory::device) return cudaErrorInvalidValue;
+    allocation = found->second;
+  }
+  synchronize_device(allocation.device);
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  runtime().allocations.erase(reinterpret_cast<std::uintptr_t>(pointer));
+  std::free(pointer);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::pinned); }
-cudaError_t cudaFreeHost(void* pointer) { return release(pointer, Memory::pinned); }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;

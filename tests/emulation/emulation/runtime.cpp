@@ -132,7 +132,7 @@ std::shared_ptr<Queue>& legacy_queue(int device) {
 
 // The queue behind a handle, or null. The lock is held.
 std::shared_ptr<Queue> find(cudaStream_t stream) {
-  if (stream == nullptr || stream == cudaStreamLegacy) return legacy_queue(current_device);
+  if (stream == nullptr) return legacy_queue(current_device);
   const auto found = runtime().streams.find(reinterpret_cast<std::uintptr_t>(stream));
   return found == runtime().streams.end() ? nullptr : found->second;
 }
@@ -182,13 +182,12 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
 
 using namespace emulation;
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   if (const cudaError_t code = require_device(current_device)) return code;
   if (flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
   auto queue = std::make_shared<Queue>();
   queue->device = current_device;
-  queue->blocking = flags == cudaStreamDefault;
-  queue->priority = priority;
+  queue->blocking = flags != cudaStreamNonBlocking;
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::uintptr_t handle = new_handle();
   runtime().streams[handle] = std::move(queue);
@@ -222,11 +221,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return add(stream, {{mark->position}, [] { return true; }}, {});
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (const cudaError_t code = require_device(current_device)) return code;
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::uintptr_t handle = new_handle();
-  runtime().events[handle] = {current_device, !(flags & cudaEventDisableTiming), nullptr};
+  runtime().events[handle] = {current_device, nullptr};
   *event = reinterpret_cast<cudaEvent_t>(handle);
   return cudaSuccess;
 }
@@ -251,10 +250,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
   }
   if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
-  append(queue, {{}, [mark] {
-                   mark->time = Clock::now();
-                   return true;
-                 }});
+  append(queue, {{}, [] { return true; }});
   mark->position = end_of(queue);
   found->second.mark = std::move(mark);
   return cudaSuccess;
@@ -272,16 +268,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   std::shared_ptr<Mark> mark;
   if (const cudaError_t code = find_reached_mark(event, mark)) return code;
   return !mark || advance(mark->position, false) ? cudaSuccess : cudaErrorNotReady;
-}
-
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop) {
-  std::shared_ptr<Mark> from, to;
-  if (const cudaError_t code = find_mark(start, from)) return code;
-  if (const cudaError_t code = find_mark(stop, to)) return code;
-  if (!from || !to) return cudaErrorInvalidResourceHandle;
-  if (!advance(from->position, false) || !advance(to->position, false)) return cudaErrorNotReady;
-  *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
-  return cudaSuccess;
 }
 
 extern "C" int emulation_launch(void* stream, void (*run)(const void*), const void* arguments, std::size_t bytes) {

@@ -37,7 +37,6 @@ struct Recording {
 };
 
 // -- streams and events -----------------------------------------------------------------------------------------------
-using Clock = std::chrono::steady_clock;
 struct Queue;
 
 // A point in a queue: after its first `tasks` tasks.
@@ -54,7 +53,6 @@ struct Task {
 struct Queue {
   int device = 0;
   bool blocking = true;  // ordered with the legacy stream
-  int priority = 0;
   std::deque<Task> tasks;
   std::uint64_t added = 0, finished = 0;
   bool running = false;  // some thread is in the first task
@@ -64,13 +62,11 @@ struct Queue {
 
 struct Mark {  // what an event was recorded at
   Position position;
-  Clock::time_point time;
   std::shared_ptr<Recording> recording;  // null: work that runs
 };
 
 struct EventState {
   int device = 0;
-  bool timing = true;
   std::shared_ptr<Mark> mark;  // null: never recorded
 };
 

@@ -398,8 +398,3 @@ def _bytes_of(value: Any) -> bytes:
 
 def is_available() -> bool:
     return bool(runtime.getDeviceCount())
-
-
-def get_elapsed_time(start_event: Event, end_event: Event) -> float:
-    """Milliseconds."""
-    return float(_emulated.event_elapsed_ms(start_event.ptr, end_event.ptr))
