@@ -191,14 +191,14 @@ def test_sums_by_hand_leave_no_trace_of_a_bad_step(codec, world_size):
 
 
 @worlds
-def test_a_bad_partial_update_leaves_the_ranks_equal(world_size):
+def test_a_bad_partial_update_is_named_and_leaves_the_ranks_equal(world_size):
     def body(comm):
         own, before = Rank(comm, non_finite="skip"), []
         for bad in (True, False, True):
             before.append(own.engine.get_states())
             step = own.begin_partial(100)
             grads = gradients(own.rank)
-            if bad and own.rank == 0:
+            if bad and own.rank == world_size - 1:
                 grads[1][0] = np.nan
             own.write(step, grads)
             verdict = step.finish()
@@ -206,6 +206,7 @@ def test_a_bad_partial_update_leaves_the_ranks_equal(world_size):
             if verdict is None:
                 own.engine.partial.average(step.layout)
             else:
+                assert (verdict.rank, "the gradient of conv.b" in verdict.text) == (world_size - 1, True)
                 own.engine.refuse(verdict)
                 after = own.engine.get_states()
                 assert after.keys() == before[-1].keys()
