@@ -119,18 +119,6 @@ def test_accumulated_and_clipped_updates_are_those_of_pytorch(name, max_norm):
     assert rule.step_counter.item() == len(PARTS), "a step is an update"
 
 
-def test_accumulation_equals_one_large_batch():
-    whole, parts = (build(opt.SGD(lr=0.3)) for _ in range(2))
-    batches = [batch(number) for number in range(4)]
-    with parts.optimizer.no_sync():
-        for x, y in batches[:-1]:
-            parts(tensor.from_numpy(x), tensor.from_numpy(y), 0.25)
-    parts(*map(tensor.from_numpy, batches[-1]), 0.25)
-    whole(*(tensor.from_numpy(np.concatenate(arrays)) for arrays in zip(*batches, strict=True)), 1.0)
-    for name, param in whole.get_params().items():
-        np.testing.assert_allclose(parts.get_params()[name].array, param.array, rtol=1e-5, atol=1e-7)
-
-
 def test_parameters_that_the_last_loss_does_not_reach_are_updated_too(training):
     a, b = (Tensor(data=np.float32([value]), stores_grad=True, name=name) for name, value in (("a", 2), ("b", 3)))
     rule = opt.SGD(lr=1.0)
