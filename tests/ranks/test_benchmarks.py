@@ -42,7 +42,7 @@ SHORT = {
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
-# What tests/unit/test_bench_*.py run, and look at the results of.
+# tests/unit/test_bench_*.py run these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
 AS_ROOT = {"collectives", "network", "overlap", "slow-link", "startup"}
 ON_GPUS = {"gpu"}

@@ -8,7 +8,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# What each operation is given and what it makes, of y = conv(x, w).
+# The operands and, last, the result of each operation, as letters of y = conv(x, w).
 ROLES = {"fprop": "xwy", "dgrad": "ywx", "wgrad": "xyw"}
 
 
@@ -20,7 +20,7 @@ def down_converted(array: Array, name: str) -> Array:
 
 
 class Convolution:
-    """One of the operations, for arrays of these shapes."""
+    """An operation on arrays of fixed shapes."""
 
     def __init__(self, kind: str, *dims: list[int], padding: list[int], stride: list[int], dilation: list[int]) -> None:
         shapes = dict(zip(ROLES[kind], dims, strict=True))

@@ -10,7 +10,7 @@ using distopt::cuda::Status;
 using distopt::cuda::Stream;
 
 #define EXPORT extern "C"
-// What csrc/nccl looks for is declared here as it calls it.
+// The functions that csrc/nccl looks up, with its own parameters.
 #define DECLARE(field, symbol, parameters) EXPORT Status symbol parameters;
 DISTOPT_CUDA_DRIVER(DECLARE)
 
