@@ -1,8 +1,9 @@
 """The cost of the flight record and of the timeline, for a small collective and for a training step.
 
-An operation of a communicator whose transport does nothing is called with and without a record, and the timeline gets
-bars that it writes to a file. Then a job trains the reference CNN, and its steps take turns: without recorders, with
-the flight record, with both. Other processes disturb all three alike. Printed are ratios of lower deciles and medians.
+The timeline gets bars that it writes to a file. Then a job calls all_reduce of 1 KiB, by a communicator and by PyTorch
+if it is installed, with and without a record in turns; printed are differences of the fastest turns. Then it trains the
+reference CNN, and its steps take turns: without recorders, with the flight record, with both. Other processes disturb
+all three alike. Printed are ratios of lower deciles and medians.
 
     python -m benchmarks recorder --steps 600
 """
@@ -14,31 +15,49 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 
 import numpy as np
 
 from distopt import opt
 from distopt.cli.values import at_least
-from distopt.comm.native import NativeCommunicator
-from distopt.comm.shm import ShmCommunicator
-from distopt.flight import FlightRecord
+from distopt.comm import Communicator
 from distopt.timeline import Timeline, timeline
 
 CALLS, REPEATS, WARM_UP_STEPS = 2000, 25, 30
+CALLS_A_TURN, TURNS, SMALL = 50, 600, 256
 KINDS = ("no recorder", "flight record", "flight record and timeline")
 
 
-def seconds_a_call(communicator: NativeCommunicator) -> float:
-    array, took = np.ones(4, np.float32), []
-    for _ in range(REPEATS):
-        began = perf_counter()
-        for _ in range(CALLS):
-            communicator.all_reduce(array)
-        took.append((perf_counter() - began) / CALLS)
-    return min(took)  # other processes only add to it
+def print_cost_of_a_note(name: str, communicator: Communicator, all_reduce: Callable[[], object]) -> None:
+    """As a rank. `all_reduce` is carried out by the communicator."""
+    record, took = communicator.flight, (list[float](), list[float]())
+    for _ in range(TURNS):
+        for each, communicator.flight in zip(took, (None, record), strict=True):
+            began = perf_counter()
+            for _ in range(CALLS_A_TURN):
+                all_reduce()
+            each.append((perf_counter() - began) / CALLS_A_TURN)
+    if communicator.topology.rank == 0:
+        without, noted = (min(each) * 1e6 for each in took)  # other processes only add to it
+        print(f"a small collective{name}: {without:.2f} us, noted {noted - without:.2f} us more", flush=True)
+
+
+def small_collectives_of_torch() -> None:
+    """As a rank. Print the cost."""
+    import torch
+    import torch.distributed as dist
+
+    import distopt.torch  # noqa: F401 - registers the backend
+
+    dist.init_process_group("distopt")
+    tensor = torch.zeros(SMALL)
+    communicator = dist.distributed_c10d._get_default_group()._channels.first.communicator
+    print_cost_of_a_note(" of PyTorch", communicator, lambda: dist.all_reduce(tensor))
+    dist.destroy_process_group()
 
 
 def seconds_a_bar() -> float:
@@ -61,6 +80,10 @@ def train(steps: int, batch_size: int) -> None:
 
     optimizer = opt.DistOpt(sgd())
     net, x, y = compiled(optimizer, batch_size, net=CNN())
+    zeros = np.zeros(SMALL, np.float32)
+    print_cost_of_a_note("", optimizer.communicator, lambda: optimizer.communicator.all_reduce(zeros).wait())
+    if find_spec("torch"):
+        small_collectives_of_torch()
     record = optimizer.communicator.flight
     took: list[list[float]] = [[] for _ in KINDS]
     for step in range(WARM_UP_STEPS + steps):
@@ -88,12 +111,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    communicator = object.__new__(ShmCommunicator)
-    communicator.core = SimpleNamespace(all_reduce_plain=lambda *_: True, next_number=1)
-    without = seconds_a_call(communicator)
-    record = FlightRecord()
-    communicator.flight = record.open_group("world", [0, 1], 0, [record.offer()])
-    print(f"an operation noted: {(seconds_a_call(communicator) - without) * 1e6:.2f} us")
     print(f"a bar of the timeline: {seconds_a_bar() * 1e6:.2f} us", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["-m", "distopt", "run", "--nproc-per-node", str(options.np), "--timeline", folder]

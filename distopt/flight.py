@@ -37,22 +37,24 @@ from .settings import Settings
 
 _log = logging.getLogger("distopt")
 
-# Kinds of operations, and their names in PyTorch's recorder. Its analysis takes no other names.
-KINDS = {name: name for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")}
-KINDS |= {"all_gather_ragged": "all_gather_v", "all_to_all_ragged": "all_to_all"}
+# Kinds of operations, in the order of their codes in csrc/base/types.h, and their names in PyTorch's recorder. Its
+# analysis takes no other names. `empty` is never noted.
+KINDS = {name: name for name in ("barrier", "all_reduce", "reduce_scatter", "all_gather")}
+KINDS |= {"all_gather_ragged": "all_gather_v", "broadcast": "broadcast", "empty": "", "all_to_all_ragged": "all_to_all"}
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 # PyTorch's names of element types, each at the place of its code in `comm.base.DTYPES`.
 _DTYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Char", "Byte", "Short", "Bool")
 _BACKEND = "gloo"  # the analysis refuses the names of backends that are not PyTorch's
 _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
-# A ring: a head, the endings of each group (csrc/base/endings.h), the records, and texts, one JSON object a line.
+# A ring: a head; for each group, the number of its last operation plus 1, and the endings; the records; and texts, one
+# JSON object a line. csrc/base/flight.h writes records and endings, too.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
-_HEAD_BYTES, _WORD, _END, _ASKED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 64
+_HEAD_BYTES, _WORD, _END, _ASKED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
 # Words of the head, which `distopt.timeline` writes for `distopt run --watch`: steps and samples of training so far; ns
 # of waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
-_PAIR = struct.Struct("=qQ")
+_PAIR, _GROUP_HEAD_BYTES = struct.Struct("=qQ"), 16
 _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
 _RECORD_BYTES, _pack = _RECORD.size, _RECORD.pack_into
 _GROUPS = 64
@@ -98,7 +100,7 @@ class Ring:
     Attributes:
         about: how other processes open it: descriptor of its file, process, number of records, token.
         n_records: how many there are.
-        noted: how many operations this process has noted.
+        records: where they begin.
         progress: words of the head, by the numbers above.
     """
 
@@ -109,8 +111,8 @@ class Ring:
             OSError: the process has ended, or a limit has been reached.
             ValueError: that file is another.
         """
-        self.n_records, self.noted, self._n_texts = n_records, 0, 0
-        self.records = _HEAD_BYTES + _GROUPS * n_records * _PAIR.size
+        self.n_records, self._n_texts = n_records, 0
+        self.records = self.group_at(_GROUPS)
         self.texts = self.records + n_records * _RECORD_BYTES
         self._path = Path(f"/proc/{pid}/fd/{fd}")
         self.places: dict[tuple[int, int, int, str], int] = {}  # texts, by code object, offset there, depth, and label
@@ -145,7 +147,7 @@ class Ring:
         return self._n_texts
 
     def learn(self, frame: FrameType, depth: int, label: str) -> int:
-        """Local. The number of the text with a label and a place in a script, `depth` frames above `Group.note`."""
+        """Local. The number of the text with a label and a place in a script, `depth` frames above `Group.place`."""
         code = frame.f_code
         key = id(code), frame.f_lasti, depth, label if self.head[1] < _LABELLED_BYTES else ""
         if key not in self.places:
@@ -172,16 +174,13 @@ class Ring:
 
     def numbers(self) -> dict[str, int]:
         """Local. The number of the operation noted last in each group, by its name."""
-        last: dict[int, int] = {}
-        for _, number, *_, index, _, _, place in self._noted():
-            if place:
-                last[index] = max(number, last.get(index, 0))
-        return {self._group(index)["name"]: number for index, number in last.items()}
+        last = [_WORD.unpack_from(self.memory, self.group_at(index))[0] for index in range(_GROUPS)]
+        return {self._group(index)["name"]: number - 1 for index, number in enumerate(last) if number}
 
     def oldest(self, before: int) -> Operation | None:
         """Local. The first operation that has not ended of those noted before that time."""
         for at, number, _, _, index, code, _, place in sorted(self._noted(), key=lambda record: record[-1]):
-            if place and at < before and self._ending(index, number)[1] <= number:
+            if place and at < before and self.ending(index, number)[1] <= number:
                 group = self._group(index)
                 return Operation(group["name"], group["ranks"], [*KINDS][code], number)
         return None
@@ -189,10 +188,17 @@ class Ring:
     def _noted(self) -> Iterator[tuple[int, ...]]:
         return _RECORD.iter_unpack(self.memory[self.records : self.texts])
 
-    def _ending(self, index: int, number: int) -> tuple[int, int]:
-        """When the last operation in the place of this one ended, and its number plus one."""
-        slot = index * self.n_records + number % self.n_records
-        return _PAIR.unpack_from(self.memory, _HEAD_BYTES + slot * _PAIR.size)
+    def ending(self, index: int, number: int) -> tuple[int, int]:
+        """Local. When the last operation in the place of this one ended, and its number plus 1."""
+        return _PAIR.unpack_from(self.memory, self.ending_at(index, number))
+
+    def group_at(self, index: int) -> int:
+        """Local. Where the memory of a group begins."""
+        return _HEAD_BYTES + index * (_GROUP_HEAD_BYTES + self.n_records * _PAIR.size)
+
+    def ending_at(self, index: int, number: int) -> int:
+        """Local. Where the ending of an operation lies."""
+        return self.group_at(index) + _GROUP_HEAD_BYTES + number % self.n_records * _PAIR.size
 
     def _group(self, index: int) -> dict[str, Any]:
         if index >= len(self._groups):
@@ -216,7 +222,7 @@ class Ring:
 
     def _entry(self, group: dict[str, Any], text: dict[str, Any], *record: int) -> dict[str, Any]:
         at, number, count, _, index, code, dtype, place = record
-        ended_at, ended = self._ending(index, number)
+        ended_at, ended = self.ending(index, number)
         epoch, kind, types = time.time_ns() - _now(), [*KINDS][code], [_DTYPES[dtype]]
         # The counts of ragged operations may differ between ranks, which the analysis would take for a fault.
         size, sent = len(group["ranks"]), 0 if kind.endswith("ragged") else count
@@ -255,17 +261,18 @@ class Group:
         ranks: their numbers in the job.
         rank: of this process in the job.
         count: of operations, where the communicator has no numbers of its own.
-        last: number of the operation noted last.
-        endings: memory for `note_endings` of csrc.
+        layout: arguments of `record_in` of csrc.
     """
 
     def __init__(self, ring: Ring, index: int, name: str, ranks: Sequence[int], rank: int) -> None:
         self.name, self.ranks, self.rank = name, ranks, rank
-        self.count = self.last = 0
+        self.count = 0
         self._ring, self._index = ring, index
+        at = ring.group_at(index)
+        self.layout = ring.memory, _NOTED, ring.records, ring.n_records, at, index
+        self._last = memoryview(ring.memory)[at : at + _WORD.size].cast("q")
+        self._noted = memoryview(ring.memory)[_NOTED : _NOTED + _WORD.size].cast("q")
         self._depths = dict.fromkeys(KINDS, 2)  # of the script's frame below `note`, in the last operation of a kind
-        n_bytes = ring.n_records * _PAIR.size
-        self.endings = memoryview(ring.memory)[_HEAD_BYTES + index * n_bytes :][:n_bytes]
 
     def note(self, kind: str, dtype: int, count: int, label: str, number: int) -> None:
         """Local. Note an operation that is about to start.
@@ -277,32 +284,35 @@ class Group:
             label: shown beside it.
             number: of the operation, equal on all ranks.
         """
+        ring, text, place = self._ring, self.place(kind, label), self._noted[0]
+        offset = ring.records + place % ring.n_records * _RECORD_BYTES
+        _pack(ring.memory, offset, _now(), number, count, text, self._index, _CODES[kind], dtype, place + 1)
+        self._noted[0] = place + 1
+        self._last[0] = number + 1
+
+    def place(self, kind: str, label: str) -> int:
+        """Local. The number of the text that says where the script calls an operation, and its label."""
         # An operation of a kind is usually called at the same depth below the script: other frames are not looked at.
         ring, depth = self._ring, self._depths[kind]
         try:
             frame = sys._getframe(depth)
-            text = ring.places[id(frame.f_code), frame.f_lasti, depth, label]
+            return ring.places[id(frame.f_code), frame.f_lasti, depth, label]
         except (KeyError, ValueError):
             frame, self._depths[kind] = _script(sys._getframe(2))  # the caller is not the script
-            text = ring.learn(frame, self._depths[kind], label)
-        self.last = number
-        offset = ring.records + ring.noted % ring.n_records * _RECORD_BYTES
-        ring.noted = place = ring.noted + 1
-        _pack(ring.memory, offset, _now(), number, count, text, self._index, _CODES[kind], dtype, place)
+            return ring.learn(frame, self._depths[kind], label)
 
-    def take_back(self) -> None:
-        """Local. The operation noted last has not started."""
-        ring = self._ring
-        ring.noted -= 1
-        _pack(ring.memory, ring.records + ring.noted % ring.n_records * _RECORD_BYTES, *[0] * 8)
+    @property
+    def last(self) -> int:
+        """Local. The number of the operation noted last; -1 before the first."""
+        return self._last[0] - 1
 
     def end(self, number: int) -> None:
         """Local. Note that an operation has ended, where csrc does not."""
-        _PAIR.pack_into(self.endings, number % self._ring.n_records * _PAIR.size, _now(), number + 1)
+        _PAIR.pack_into(self._ring.memory, self._ring.ending_at(self._index, number), _now(), number + 1)
 
     def ended(self, number: int, before: float) -> float:
         """Local. When an operation ended, if known, but not after `before`; in seconds of the monotonic clock."""
-        at, which = _PAIR.unpack_from(self.endings, number % self._ring.n_records * _PAIR.size)
+        at, which = self._ring.ending(self._index, number)
         return min(at / 1e9, before) if which == number + 1 else before
 
 

@@ -33,7 +33,7 @@ _FLUSH_SECONDS = 0.5  # between two writes: as much is lost when a process is ki
 _ROUNDS = 24  # exchanges to compare the clocks of two hosts
 _NOTHING = nullcontext()
 _STATES = {"copy states": COPIES, "save": SAVES}
-_now = time.perf_counter  # the monotonic clock on Linux, which csrc/base/endings.h reads, too
+_now = time.perf_counter  # the monotonic clock on Linux, which csrc/base/flight.h reads, too
 
 
 class Timeline:

@@ -6,7 +6,7 @@ _PARTS = re.compile(r"\x1b\[\?7([lh])|\x1b\[(\d+)A|(\x1b\[J)|(\x1b\[2K)|(\r)|(\n
 
 
 class Terminal:
-    """Attributes: `rows`, all lines so far, of which those above the screen cannot be reached."""
+    """Attributes: `rows`, all lines so far; the cursor cannot reach those above the screen."""
 
     def __init__(self, n_rows: int, n_columns: int) -> None:
         self.rows, self.n_rows, self.n_columns = [""], n_rows, n_columns

@@ -219,28 +219,35 @@ void bind_collectives(Class& cls, Start start) {
   });
   cls.def(
       "all_reduce_plain",
-      [start](Communicator& on, nb::handle array, nb::handle op, nb::handle wire, nb::handle label, bool looks) {
+      [start](Communicator& on, nb::handle array, nb::handle op, nb::handle wire, nb::handle label, bool looks,
+              std::int64_t place) {
         Buffers held;
         std::optional<Arguments> arguments = plain_all_reduce(held, array, op, wire, label);
         using Work = decltype(start(on, std::move(*arguments), std::move(held)));
         if (!arguments || (looks && !(Communicator::finds_nonfinite && arguments->may_look())))
           return std::optional<Work>();
         arguments->looks = looks;
+        if (place >= 0)
+          on.flight().note(on.next_number(), arguments->count, static_cast<std::uint8_t>(arguments->kind),
+                           static_cast<std::uint8_t>(arguments->dtype), static_cast<std::uint32_t>(place));
         return std::optional<Work>(start(on, std::move(*arguments), std::move(held)));
       },
       nb::arg("array"), nb::arg("op"), nb::arg("wire").none(), nb::arg("label"), nb::arg("find_nonfinite"),
+      nb::arg("place"),
       "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
-      "argument is wrong.");
+      "argument is wrong. It is noted in the flight record with the text `place`, unless that is negative.");
   cls.def("barrier", [start](Communicator& on) { return start(on, Arguments{}, Buffers()); });
   cls.def_prop_ro("next_number", &Communicator::next_number, "The number of the operation that is started next.");
   cls.def(
-      "note_endings",
-      [](Communicator& on, nb::handle memory) {
+      "record_in",
+      [](Communicator& on, nb::handle memory, std::size_t counter, std::size_t records, std::size_t n_records,
+         std::size_t group, std::uint16_t index) {
         Buffers buffers;
         const Py_buffer& view = buffers.add(memory, PyBUF_WRITABLE);
-        on.endings().use(view.buf, static_cast<std::size_t>(view.len));
+        on.flight().use(static_cast<char*>(view.buf), {counter, records, n_records, group, index});
       },
-      nb::arg("memory"), "From now on, note there when operations end: see csrc/base/endings.h. It must stay.");
+      nb::arg("memory"), nb::arg("counter"), nb::arg("records"), nb::arg("n_records"), nb::arg("group"),
+      nb::arg("index"), "From now on, note operations there: see csrc/base/flight.h. The memory must stay.");
 }
 
 }  // namespace distopt

@@ -162,7 +162,7 @@ void MpiCommunicator::advance(MpiCollective& collective) {
       collective.begin();
     }
     if (!collective.advance()) return;
-    endings_.note(collective.sequence());
+    flight_.note_end(collective.sequence());
     last_finished_ = {collective.arguments(), collective.sequence()};
   } catch (const std::bad_alloc&) {
     const Process& me = processes_[context_.rank];

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/endings.h"
 #include "base/errors.h"
+#include "base/flight.h"
 #include "base/fork.h"
 #include "base/turn.h"
 #include "mpi/collective.h"
@@ -61,7 +61,7 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   std::shared_ptr<MpiCollective> oldest() const;
   // The number of the collective that is started next.
   std::uint64_t next_number() const { return started_; }
-  Endings& endings() { return endings_; }
+  Flight& flight() { return flight_; }
   // The last collective that all ranks have begun, as text.
   std::string last_agreed() const;
   std::size_t scratch_count() const { return pool_.size(); }
@@ -85,7 +85,7 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   std::deque<std::shared_ptr<MpiCollective>> queue_;
   std::shared_ptr<Hierarchy> hierarchy_;
   std::uint64_t started_ = 0;
-  Endings endings_;
+  Flight flight_;
   std::uint64_t next_tag_ = 0;
   std::chrono::steady_clock::time_point moved_{};  // when something did, or a wait began
   std::optional<std::pair<Arguments, std::uint64_t>> last_finished_;

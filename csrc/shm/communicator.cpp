@@ -177,7 +177,7 @@ void ShmCommunicator::advance(bool helps) {
             {peers_.me()}});
     }
     front.finish();
-    endings_.note(front.sequence());
+    flight_.note_end(front.sequence());
     // To release its arrays takes Python's lock, which a thread that waits for its turn may hold.
     if (helps) ended_.push_back(queue_.front());
     queue_.pop_front();

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "base/endings.h"
 #include "base/errors.h"
+#include "base/flight.h"
 #include "base/fork.h"
 #include "base/turn.h"
 #include "shm/collective.h"
@@ -61,7 +61,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   int size() const { return peers_.size(); }
   // The number of the collective that is started next.
   std::uint64_t next_number() const { return started_ + 1; }
-  Endings& endings() { return endings_; }
+  Flight& flight() { return flight_; }
   double default_timeout() const { return limits_.timeout_seconds; }
 
  private:
@@ -89,7 +89,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   std::vector<std::shared_ptr<ShmCollective>> ended_;  // in help()
   std::size_t posted_ = 0;                             // of the queue
   std::uint64_t started_ = 0;
-  Endings endings_;
+  Flight flight_;
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
   bool has_failed_ = false;  // on this rank, perhaps in the middle of a collective

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _core
-from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work, storage_of
-
-_CODES = {storage_of(name).num: code for name, code in DTYPES.items()}  # numbers are read faster than names
+from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work
 
 
 class NativeCommunicator(Communicator):
@@ -32,16 +30,10 @@ class NativeCommunicator(Communicator):
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
         # Most arrays need no more than the look that csrc takes at their buffer.
         flight = self.flight
-        if flight is not None:
-            try:
-                flight.note("all_reduce", _CODES.get(array.dtype.num, 0), array.size, label, self.core.next_number)
-            except AttributeError:  # no array
-                return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
-        work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite)
+        place = -1 if flight is None else flight.place("all_reduce", label)
+        work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite, place)
         if work is not None:
             return work
-        if flight is not None:
-            flight.take_back()
         return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
     def progress(self) -> None:  # noqa: D102
@@ -56,7 +48,7 @@ class NativeCommunicator(Communicator):
     def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:  # noqa: D102
         super().record(name, ranks, rank, offers)
         if self.flight is not None:
-            self.core.note_endings(self.flight.endings)
+            self.core.record_in(*self.flight.layout)
 
     def _next_number(self) -> int:
         return self.core.next_number

@@ -36,7 +36,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Row:
-    """What a rank does.
+    """The activity of a rank.
 
     Attributes:
         rank: its number in the job.
