@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,34 +79,37 @@ def load_newest(
 ) -> Resumed | None:
     """Collective. See `load`; states of the same step or a newer one in `memory` go before a folder."""
     names, begun = ([], False) if root is None else _found(root, communicator)
-    label = memory.agree() if memory is not None else None
+    label, topology = memory.agree() if memory is not None else None, communicator.topology
     refused: list[str] = []
     reason = ""
-    common = _common(communicator, adapters) if names else set()
+    resized = label is not None and label.world_size != topology.world_size
+    common = _common(communicator, adapters) if names or resized else set()
     for name in reversed(names):
-        if label is not None and name < name_of(label[0] + 1):
+        if label is not None and name < name_of(label.step + 1):
             break
         assert root is not None
         states, manifest, reason = {}, None, ""
         try:
             manifest = read_manifest(root / name)
-            states = _read(root / name, manifest, adapters, communicator.topology, common)
+            states = _read(root / name, manifest, adapters, topology, common)
         except (StateError, OSError) as error:
             reason = str(error)
         reason = first_reason(communicator, reason)
         if not reason and manifest is not None:
             for key, state in states.items():
                 adapters[key].put(state)
-            _tell_changes(root / name, manifest, communicator.topology)
+            _tell_changes(str(root / name), manifest.world_size, topology)
             return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused))
         refused.append(name)
-        if communicator.topology.rank == 0:
+        if topology.rank == 0:
             log.warning("checkpoint %s is refused: %s", root / name, reason)
     if memory is not None and label is not None:
-        states = _checked(adapters, _by_adapter(adapters, *memory.read(label)))
+        shared, owns = memory.read(label)
+        states = _checked(adapters, _of_rank(adapters, label.world_size, shared, owns, topology, common))
         for key, state in states.items():
             adapters[key].put(state)
-        return Resumed(None, *label, communicator.topology.world_size, tuple(refused))
+        _tell_changes("memory", label.world_size, topology)
+        return Resumed(None, label.step, label.epoch, label.world_size, tuple(refused))
     if begun or not names:
         return None
     raise StateError(
@@ -177,12 +180,25 @@ def _read(
     shared: Arrays = {}
     for rank in range(manifest.world_size):
         shared |= read_shared(folder, manifest, rank)
-    if manifest.world_size == topology.world_size:
-        states = _by_adapter(adapters, shared, *read_rank(folder, manifest, topology.rank))
-    else:
-        states = _merged(folder, manifest, adapters, topology.rank, common)
-        states = {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
-    return _checked(adapters, states)
+    before = manifest.world_size
+    ranks = [topology.rank] if before == topology.world_size else range(before)
+    owns = (read_rank(folder, manifest, rank) for rank in ranks)
+    return _checked(adapters, _of_rank(adapters, before, shared, owns, topology, common))
+
+
+def _of_rank(
+    adapters: Mapping[str, Adapter],
+    before: int,
+    shared: Arrays,
+    owns: Iterable[tuple[Arrays, dict[str, Any]]],
+    topology: Topology,
+    common: set[str],
+) -> dict[str, State]:
+    """The states for this rank, from shared arrays and from arrays and notes of this rank, or of all `before`."""
+    if before == topology.world_size:
+        return _by_adapter(adapters, shared, *next(iter(owns)))
+    states = _merged(owns, adapters, topology.rank, common)
+    return {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
 
 
 def _checked(adapters: Mapping[str, Adapter], states: dict[str, State]) -> dict[str, State]:
@@ -194,14 +210,14 @@ def _checked(adapters: Mapping[str, Adapter], states: dict[str, State]) -> dict[
 
 
 def _merged(
-    folder: Path, manifest: Manifest, adapters: Mapping[str, Adapter], rank: int, common: set[str]
+    owns: Iterable[tuple[Arrays, dict[str, Any]]], adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
     """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
     merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
     for name, adapter in adapters.items():
         merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
-    for old in range(manifest.world_size):
-        for name, state in _by_adapter(adapters, {}, *read_rank(folder, manifest, old)).items():
+    for arrays, notes in owns:
+        for name, state in _by_adapter(adapters, {}, arrays, notes).items():
             with _named(name):
                 merges[name].add(state)
     results = {name: merge.result() for name, merge in merges.items()}
@@ -305,13 +321,13 @@ def _under(name: str, arrays: Arrays) -> Arrays:
     return {key.partition("/")[2]: array for key, array in arrays.items() if key.partition("/")[0] == name}
 
 
-def _tell_changes(folder: Path, manifest: Manifest, topology: Topology) -> None:
-    before, now = manifest.world_size, topology.world_size
+def _tell_changes(place: str, before: int, topology: Topology) -> None:
+    now = topology.world_size
     if before == now or topology.rank:
         return
     new = f", rank {before} and above draw random numbers of their own" if now > before else ""
     log.warning(
         "%s was saved by %d ranks and resumes with %d: the states of each rank, such as residuals, become their "
         "mean over the %d%s, and the remaining samples of the epoch are sharded again",
-        folder, before, now, before, new,
+        place, before, now, before, new,
     )  # fmt: skip

@@ -15,7 +15,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,22 @@ _FIRST_PACE = 8  # copies before the interval is first set by their cost; the fi
 _MOST_FAR_BYTES = 1 << 20  # most bytes of a rank's own states for a copy on another node
 
 
+class Label(NamedTuple):
+    """Names the states of one step. The larger one is newer: an attempt goes on from what all ranks had agreed on.
+
+    Attributes:
+        attempt: how many times the ranks had been started before.
+        step: number of finished training steps.
+        epoch: as the script gave it.
+        world_size: number of ranks.
+    """
+
+    attempt: int
+    step: int
+    epoch: int
+    world_size: int
+
+
 class Kept(NamedTuple):
     """The states that a rank keeps after a step.
 
@@ -45,21 +62,24 @@ class Kept(NamedTuple):
         shared: its share of the arrays that all ranks share.
         far: by the number of a rank of the node before, the bytes of such an object with that rank's own.
         notes: values of JSON, by object.
+        writer: number of the rank, and how many ranks of its agent have a share.
     """
 
     own: Arrays
     shared: Arrays
     far: Arrays
     notes: dict[str, Any]
+    writer: tuple[int, int] = (0, 1)
 
-    def pack(self, label: tuple[int, int]) -> tuple[bytes, int]:
-        """Local. The JSON that describes them, of that step and epoch, and the bytes that all take."""
+    def pack(self, label: Label) -> tuple[bytes, int]:
+        """Local. The JSON that describes them, with their label, and the bytes that all take."""
         described = [[[key, a.dtype.str, a.shape] for key, a in group.items()] for group in self[:3]]
-        text = json.dumps({"label": label, "arrays": described, "notes": self.notes}).encode()
+        content = {"label": label, "writer": self.writer, "arrays": described, "notes": self.notes}
+        text = json.dumps(content).encode()
         sizes = (_aligned(array.nbytes) for group in self[:3] for array in group.values())
         return text, _aligned(HEADER.size + len(text)) + sum(sizes)
 
-    def write(self, buffer: Any, label: tuple[int, int], text: bytes) -> None:
+    def write(self, buffer: Any, label: Label, text: bytes) -> None:
         """Local. Write the JSON of `pack` and the arrays to a buffer of that size; the header validates them, last."""
         buffer[HEADER.size : HEADER.size + len(text)] = text
         begin = _aligned(HEADER.size + len(text))
@@ -68,9 +88,9 @@ class Kept(NamedTuple):
                 room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
                 room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
                 begin += _aligned(array.nbytes)
-        HEADER.pack_into(buffer, 0, label[0], len(text), label[0] + 1)
+        HEADER.pack_into(buffer, 0, label.step, len(text), label.step + 1)
 
-    def to_bytes(self, label: tuple[int, int]) -> bytes:
+    def to_bytes(self, label: Label) -> bytes:
         """Local. All in one piece, to be sent."""
         text, n_bytes = self.pack(label)
         buffer = bytearray(n_bytes)
@@ -89,7 +109,7 @@ class Kept(NamedTuple):
                 groups[-1][key] = array
                 begin += _aligned(array.nbytes)
         own, shared, far = groups
-        return cls(own, shared, far, content["notes"])
+        return cls(own, shared, far, content["notes"], tuple(content["writer"]))
 
 
 class Memory:
@@ -101,18 +121,22 @@ class Memory:
         fds: of their slots.
         ranks: all ranks of the job.
         node: names the node of the agent.
+        attempt: how many times the ranks have been started before.
     """
 
-    def __init__(self, place: int, n_ranks: int, fds: list[int], ranks: Ranks, node: str) -> None:
+    def __init__(self, place: int, n_ranks: int, fds: list[int], ranks: Ranks, node: str, attempt: int = 0) -> None:
         self._slots = [_StateSlot(fd) for fd in fds]
         self._n_slots = len(fds) // n_ranks  # of each rank
         self._own = self._slots[self._n_slots * place :][: self._n_slots]
+        # With those of ranks that this agent no longer starts: each slot is looked after by one rank.
+        self._held = [slot for i, slot in enumerate(self._slots) if i // self._n_slots % n_ranks == place]
         self._place, self._n_ranks = place, n_ranks
         self._ranks = ranks
         self._rank = ranks.topology.rank
-        self._node = node
+        self._node, self._attempt = node, attempt
         self._nodes: list[str] = []  # of all ranks
-        self._missing: set[int] = set()  # ranks whose agents have lost what they kept
+        self._givers: dict[int, int] = {}  # for each rank that has kept states, the rank that has them now
+        self._donor = ""  # a node with all shared arrays
         self._far: list[int] = []  # ranks whose states this one keeps copies of
         self._sends = False  # whether there are such copies
         self._spread: _StateSlot | None = None  # the slot with the newest states
@@ -130,43 +154,48 @@ class Memory:
         if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
         place, n_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"])
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"], attempt)
 
-    def agree(self) -> tuple[int, int] | None:
-        """Collective. Step and epoch of the newest states that exist for every rank; None without such states.
+    def agree(self) -> Label | None:
+        """Collective. The label of the newest states that exist of every rank then; None without such states.
 
-        This rank's states of later steps are dropped: those steps will be repeated.
+        Newer states are dropped: those steps will be repeated.
         """
-        valid = [slot for slot in self._own if slot.label]
-        far = [(number, slot.label) for slot in valid for number in slot.far]
-        kept = [self._node, [slot.label for slot in valid], far]
+        kept = [self._node, [[slot.label, *slot.writer, slot.far] for slot in self._held if slot.label]]
         gathered = [json.loads(each) for each in self._ranks.all_gather_bytes(json.dumps(kept).encode())]
-        self._nodes = [node for node, _, _ in gathered]
+        self._nodes = [node for node, _ in gathered]
         self._far = self._neighbours()
         self._sends = len(set(self._nodes)) > 1
         newest = None
-        for label in sorted({tuple(label) for _, labels, _ in gathered for label in labels}):
-            missing = {rank for rank, (_, labels, _) in enumerate(gathered) if list(label) not in labels}
-            copies = {number for _, _, far in gathered for number, of in far if tuple(of) == label}
-            if missing <= copies and {self._nodes[rank] for rank in missing} != set(self._nodes):
-                newest, self._missing = label, missing
-        for slot in self._own:
+        for label in sorted({Label(*slot[0]) for _, slots in gathered for slot in slots}):
+            found = [(giver, slot) for giver, (_, slots) in enumerate(gathered) for slot in slots if slot[0] == [*label]]
+            writers = {slot[1]: giver for giver, slot in found}
+            givers = {number: giver for giver, slot in found for number in slot[3]} | writers
+            shares = Counter((self._nodes[giver], slot[2]) for giver, slot in found)
+            whole = [node for (node, n_shares), count in shares.items() if count == n_shares]
+            if whole and givers.keys() == set(range(label.world_size)):
+                newest, self._givers, self._donor = label, givers, min(whole)
+        for slot in self._held:
             if newest is None or slot.label > newest:
                 slot.clear()
         self._spread = max((slot for slot in self._own if slot.far), key=lambda slot: slot.label, default=None)
         return newest
 
-    def read(self, label: tuple[int, int]) -> tuple[Arrays, Arrays, dict[str, Any]]:
-        """Collective. Of that step and epoch: the shared arrays, this rank's own, and its notes."""
-        found = {number // self._n_slots: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
-        mine = found.get(self._place)
-        shared: Arrays = {}
-        if self._missing:
-            shared, mine = self._fetch(label, mine)
-        assert mine is not None
-        for kept in found.values():
-            shared |= kept.shared
-        return shared, mine.own, mine.notes
+    def read(self, label: Label) -> tuple[Arrays, list[tuple[Arrays, dict[str, Any]]]]:
+        """Collective. Of the label agreed on: the shared arrays; and a rank's own, with its notes.
+
+        The latter are this rank's if there were as many ranks, else those of each rank then.
+        """
+        found = [slot.read() for slot in self._slots if slot.label == label]
+        shared = {key: array for kept in found for key, array in kept.shared.items()}
+        of_ranks = {kept.writer[0]: kept for kept in found}
+        resized = label.world_size != self._ranks.topology.world_size
+        absent = [number for number, giver in self._givers.items() if resized or giver != number]
+        if absent:
+            shared = self._fetch(label, of_ranks, absent)
+        numbers = range(label.world_size) if resized else [self._rank]
+        return shared, [(of_ranks[number].own, of_ranks[number].notes) for number in numbers]
 
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
@@ -181,13 +210,13 @@ class Memory:
 
     def keep(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
         """Local, at times collective: on all ranks. Keep the states after this step."""
-        label = step, epoch
+        label = Label(self._attempt, step, epoch, self._ranks.topology.world_size)
         if any(slot.label == label for slot in self._own):
             return
         begin = time.perf_counter()
         states = look_at(adapters)
         share = share_of(self._place, self._n_ranks, states.shared)
-        kept = Kept(states.own, {}, {}, states.notes)
+        kept = Kept(states.own, {}, {}, states.notes, (self._rank, self._n_ranks))
         spreads = self._sends and self._n_copies % _FAR_EVERY == 0
         far = self._exchange(kept.to_bytes(label)) if spreads else {}
         slot = min((slot for slot in self._own if slot is not self._spread), key=lambda slot: slot.label)
@@ -229,19 +258,24 @@ class Memory:
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
 
-    def _fetch(self, label: tuple[int, int], mine: Kept | None) -> tuple[Arrays, Kept | None]:
-        """Collective. Send states to ranks whose agents have lost them; the shared arrays and this rank's states."""
-        missing = {self._nodes[rank] for rank in self._missing}
-        donor = next(node for node in sorted(set(self._nodes)) if node not in missing)
+    def _fetch(self, label: Label, of_ranks: dict[int, Kept], wanted: Iterable[int]) -> Arrays:
+        """Collective. Exchange states that other agents have; return the shared arrays, and add to `of_ranks`.
+
+        Args:
+            label: of the states.
+            of_ranks: what each rank has kept, as far as the agent has it.
+            wanted: the ranks whose own states others need.
+        """
         given = Kept({}, {}, {}, {})
-        if mine is not None:
-            shared = mine.shared if self._node == donor else {}
-            far = {rank: copy for rank, copy in mine.far.items() if int(rank) in self._missing}
-            given = Kept({}, shared, far, {})
+        for kept in [slot.read() for slot in self._held if slot.label == label]:
+            given.shared.update(kept.shared if self._node == self._donor else {})
+            own = Kept(kept.own, {}, {}, kept.notes, kept.writer).to_bytes(label)
+            for number, copy in {**kept.far, str(kept.writer[0]): np.frombuffer(own, np.uint8)}.items():
+                if int(number) in wanted and self._givers[int(number)] == self._rank:
+                    given.far[number] = copy
         gathered = [Kept.read(each) for each in self._ranks.all_gather_bytes(given.to_bytes(label))]
-        if self._rank in self._missing:
-            mine = Kept.read(next(each.far[str(self._rank)] for each in gathered if str(self._rank) in each.far).data)
-        return {key: array for each in gathered for key, array in each.shared.items()}, mine
+        of_ranks.update({int(number): Kept.read(copy.data) for each in gathered for number, copy in each.far.items()})
+        return {key: array for each in gathered for key, array in each.shared.items()}
 
 
 class _StateSlot:
@@ -251,10 +285,11 @@ class _StateSlot:
         self._fd = fd
         self._map = mmap.mmap(fd, 0) if os.fstat(fd).st_size else None
         self.label: tuple[int, ...] = ()  # of its states, if there are any
+        self.writer: tuple[int, ...] = ()
         self.far: list[int] = []
         if self._map is not None and HEADER.unpack_from(self._map)[2]:
             content, _ = _described(self._map)
-            self.label = tuple(content["label"])
+            self.label, self.writer = Label(*content["label"]), tuple(content["writer"])
             self.far = [int(key) for key, _, _ in content["arrays"][2]]
 
     def clear(self) -> None:
@@ -262,14 +297,14 @@ class _StateSlot:
         if self._map is not None:
             HEADER.pack_into(self._map, 0, 0, 0, 0)
 
-    def write(self, label: tuple[int, int], kept: Kept) -> None:
+    def write(self, label: Label, kept: Kept) -> None:
         self.clear()
         text, n_bytes = kept.pack(label)
         if self._map is None or len(self._map) < n_bytes:
             os.ftruncate(self._fd, n_bytes)
             self._map = mmap.mmap(self._fd, n_bytes)
         kept.write(self._map, label, text)
-        self.label = label
+        self.label, self.writer = label, kept.writer
 
     def count(self, step: int) -> None:
         if self._map is not None:

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,8 +44,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         parser.add_argument(*spellings, dest=name.replace("-", "_"), **how)
 
-    add("nnodes", type=_nodes, default=1, metavar="N", help="number of nodes (default: 1)")
-    add("nproc-per-node", type=_ranks, default=1, metavar="N", help="ranks on this node, or cpu for one per core")
+    add("nnodes", type=_range_of(at_least(1)), default="1", metavar="N", help="number of nodes (default: 1)")
+    add(
+        "nproc-per-node",
+        type=_range_of(_ranks),
+        default="1",
+        metavar="N",
+        help="ranks on this node, or cpu for one per core; with --heal, both may be a range, as 1:4",
+    )
     add(
         "node-rank", type=at_least(0), metavar="N", help="number of this node (default: the owner of the endpoint says)"
     )
@@ -84,11 +91,17 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_run)
 
 
-def _nodes(text: str) -> int:
-    least, _, most = text.partition(":")
-    if most and least != most:
-        raise argparse.ArgumentTypeError(f"{text!r} is a range, but a job keeps its size; give one number")
-    return at_least(1)(least)
+def _range_of(number: Callable[[str], int]) -> Callable[[str], tuple[int, int]]:
+    """For a number, or two of them as torchrun's MIN:MAX: the least and the most."""
+
+    def parse(text: str) -> tuple[int, int]:
+        least, colon, most = text.partition(":")
+        found = number(least), number(most if colon else least)
+        if found[0] > found[1]:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range; give the smaller number first")
+        return found
+
+    return parse
 
 
 def _ranks(text: str) -> int:
@@ -115,14 +128,19 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     """
     from ..launch.nodes.options import RunOptions
 
-    if args.node_rank is not None and args.node_rank >= args.nnodes:
-        raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
+    (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
+    if args.node_rank is not None and args.node_rank >= nodes:
+        raise UsageError(f"--node-rank {args.node_rank} of --nnodes {nodes}: nodes are numbered from 0")
+    if (least, fewest) != (nodes, ranks) and not args.heal:
+        raise UsageError("a range of nodes or ranks needs --heal: all ranks start again, with states from memory")
+    if least < nodes and (args.node_rank is not None or args.rdzv_backend == "static" or args.master_addr):
+        raise UsageError("nodes of a range get new numbers when one is lost; leave --node-rank out, and --master-addr")
     if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
         raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
-    if args.standalone and args.nnodes > 1:
-        raise UsageError(f"--standalone is for one node, --nnodes is {args.nnodes}; leave one of them out")
+    if args.standalone and nodes > 1:
+        raise UsageError(f"--standalone is for one node, --nnodes is {nodes}; leave one of them out")
     host, port, static = "127.0.0.1", args.master_port or 0, False
-    if args.nnodes > 1:
+    if nodes > 1:
         if args.rdzv_endpoint and args.master_addr:
             raise UsageError("--rdzv-endpoint and --master-addr both say where the nodes meet; give one of them")
         static = args.rdzv_backend == "static" or (args.rdzv_backend is None and bool(args.master_addr))
@@ -134,14 +152,16 @@ def options_of(args: argparse.Namespace) -> RunOptions:
             _check_host(f"--master-addr {args.master_addr}", args.master_addr, "give a host, its port by --master-port")
             host, port = args.master_addr, args.master_port or _MASTER_PORT
         else:
-            raise UsageError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
+            raise UsageError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
     if args.watch and Settings.from_env().flight_records == 0:
         raise UsageError("--watch reads flight records; unset DISTOPT_FLIGHT_RECORDS=0 or TORCH_FR_BUFFER_SIZE=0")
     _check_script(args.script, module=args.module)
     return RunOptions(
         program=(sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments),
-        ranks=args.nproc_per_node,
-        nodes=args.nnodes,
+        ranks=ranks,
+        nodes=nodes,
+        spare_ranks=ranks - fewest,
+        spare_nodes=nodes - least,
         node_rank=args.node_rank,
         host=host,
         port=port,
@@ -233,7 +253,7 @@ def _check_tasks(options: RunOptions) -> None:
 
     own = (DISTOPT_RUN.rank, DISTOPT_RUN.size, DISTOPT_RUN.local_rank, DISTOPT_RUN.local_size)
     info = launcher({name: value for name, value in os.environ.items() if name not in own})
-    if info is not None and info.size not in {1, options.nodes}:
+    if info is not None and info.size not in {1, *range(options.nodes - options.spare_nodes, options.nodes + 1)}:
         raise UsageError(
             f"{info.name} has started {info.size} copies of distopt run ({info.source}), which is right only with "
             f"--nnodes {info.size} and --rdzv-endpoint HOST:PORT, not with --nnodes {options.nodes}; or start one copy"

@@ -6,7 +6,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from distopt.checkpoint import Checkpoint, load
 from distopt.checkpoint.adapters import InPlace
 from distopt.checkpoint.folder import list_checkpoints
-from distopt.checkpoint.memory import _FAR_EVERY, Kept, Memory
+from distopt.checkpoint.memory import _FAR_EVERY, Kept, Label, Memory
 from distopt.launch.end_together.report import supervisor
 from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
 from distopt.launch.job.topology import Topology
@@ -67,9 +68,9 @@ def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
 def test_what_is_kept_is_what_is_read(shape, dtype):
     numbers = np.random.default_rng(len(shape))
     own, shared, far = ({f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype)} for name in "abc")
-    kept = Kept(own, shared, far, {"a": {"notes": [1, None, "x"]}})
-    back = Kept.read(kept.to_bytes((3, 2)))
-    assert back.notes == kept.notes
+    kept = Kept(own, shared, far, {"a": {"notes": [1, None, "x"]}}, (5, 3))
+    back = Kept.read(kept.to_bytes(Label(0, 3, 2, 1)))
+    assert back[3:] == kept[3:]
     for before, after in zip(kept[:3], back[:3], strict=True):
         assert before.keys() == after.keys()
         for key, array in before.items():
@@ -87,13 +88,14 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
         memory.keep(step, step // 2, {"own": InPlace(arrays), "all": Shared(arrays)})
         assert slots.steps == [step]
     again = memory_of(slots, monkeypatch)
-    assert again.agree() == (3, 1)
+    label = again.agree()
+    assert label == Label(0, 3, 1, 1)
     monkeypatch.setattr(supervisor, "say", lambda what, **content: said.append((what, content)))
     said = []
     for step in (4, 5):
         again.due(step)
     assert said == [("stepped", {"step": 4})], "the first new step alone"
-    shared, own, _ = again.read((3, 1))
+    shared, [(own, _)] = again.read(label)
     for name, found in (("own", own), ("all", shared)):
         assert found.keys() == {f"{name}/w", f"{name}/v"}
         for key, array in arrays.items():
@@ -134,7 +136,8 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, ki
         ready, begun = os.pipe()
         if (pid := os.fork()) == 0:
             memory, at = memory_of(slots, monkeypatch), step
-            at = (memory.agree() or (0, 0))[0]
+            label = memory.agree()
+            at = label.step if label else 0
             os.write(begun, b"!")
             while True:
                 at += 1
@@ -149,9 +152,9 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, ki
         memory = memory_of(slots, monkeypatch)
         label = memory.agree()
         if label is not None:
-            assert label[0] >= step
-            step = label[0]
-            _, arrays, _ = memory.read(label)
+            assert label.step >= step
+            step = label.step
+            _, [(arrays, _)] = memory.read(label)
             assert np.all(arrays["x/w"] == step)
             assert arrays["x/n"] == [step]
     assert step > 0
@@ -159,15 +162,24 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, ki
         assert torn > 0
 
 
+def kept(rank: int, *steps: int, attempt: int = 0, far: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
+    """Report of a rank, on a node of its own."""
+    return [str(rank), [[[attempt, step, 0, 3], rank, n_shares, list(far)] for step in steps]]
+
+
 @pytest.mark.parametrize(
     ("others", "newest"),
     [
-        ([["1", [[6, 0], [4, 0]], []], ["2", [[6, 0], [4, 0]], []]], (6, 0)),
+        ([kept(1, 6, 4), kept(2, 6, 4)], 6),
         # Rank 2 was killed before it had kept step 6; all give that up.
-        ([["1", [[6, 0], [4, 0]], []], ["2", [[4, 0], [2, 0]], []]], (4, 0)),
+        ([kept(1, 6, 4), kept(2, 4, 2)], 4),
         # Node 2 is new. Of what its rank had of its own, rank 1 has a copy, or none.
-        ([["1", [[4, 0]], [[2, [4, 0]]]], ["2", [], []]], (4, 0)),
-        ([["1", [[4, 0]], []], ["2", [], []]], None),
+        ([kept(1, 4, far=[2]), kept(2)], 4),
+        ([kept(1, 4), kept(2)], None),
+        # Node 1 has been absent from the attempt after: newer steps of an older attempt do not count.
+        ([kept(1, 8, 9, attempt=-1, far=[0, 2]), kept(2, 4, far=[1])], 4),
+        # One of two shares of the shared arrays of node 1 is lost, and node 0 has none of this step.
+        ([kept(1, 9, n_shares=2, far=[0, 2]), kept(2)], None),
     ],
 )
 def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, others, newest):
@@ -183,8 +195,9 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
     for step in (4, 6):
         first.keep(step, 0, {"x": InPlace({"w": np.array([step])})})
     payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
-    assert memory(payloads).agree() == newest
-    assert slots.steps == [newest[0] if newest else 0]
+    label = memory(payloads).agree()
+    assert (label and label.step) == newest
+    assert slots.steps == [newest or 0]
 
 
 class Exchange:
@@ -249,8 +262,8 @@ def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
     newest = 1 + _FAR_EVERY  # with copies on the other node
 
     def go_on(rank: int, memory: Memory) -> None:
-        assert memory.agree() == (newest, 0)
-        shared, own, _ = memory.read((newest, 0))
+        assert (label := memory.agree()) == Label(0, newest, 0, 3)
+        shared, [(own, _)] = memory.read(label)
         for found, name in ((shared, "all"), (own, "own")):
             for key, array in states_of(rank, newest)[name].look().arrays.items():
                 np.testing.assert_array_equal(found[f"{name}/{key}"], array)
@@ -267,9 +280,9 @@ def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
     torn = 1 + _FAR_EVERY
 
     def go_on(rank: int, memory: Memory) -> None:
-        assert memory.agree() == (torn - 1, 0)
+        assert memory.agree() == Label(0, torn - 1, 0, 3)
         memory.keep(torn, 0, states_of(rank, torn))
-        assert {slot.label for slot in memory._own} == {(1, 0), (torn - 1, 0), (torn, 0)}
+        assert {slot.label for slot in memory._own} == {Label(0, step, 0, 3) for step in (1, torn - 1, torn)}
 
     on_ranks(nodes, train(torn))
     for fd in nodes["0"].fds[3:] + nodes["1"].fds:
@@ -281,7 +294,7 @@ def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
 @pytest.mark.parametrize("last", [3, 10, 2 * _FAR_EVERY - 2])  # copies that need no other rank
 def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
     def resume(rank: int, memory: Memory) -> None:
-        assert memory.agree() == (last - 1, 0)
+        assert memory.agree() == Label(0, last - 1, 0, 3)
 
     on_ranks(nodes, lambda rank, memory: train(last - (rank == 2))(rank, memory))
     on_ranks(nodes, resume)

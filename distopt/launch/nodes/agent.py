@@ -102,7 +102,7 @@ class _Agent:
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
-        self._attempt = 0
+        self._attempt = -1  # the last one that it was part of
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()
@@ -170,7 +170,7 @@ class _Agent:
             self._owner.watch = self._watch
             if listener is not None:
                 self._owner.listen(listener)
-            self._say("hello", ranks=options.ranks)
+            self._hello()
         else:
             self._come(f"the node that owns {options.endpoint}", CONNECT_SECONDS)
 
@@ -210,7 +210,7 @@ class _Agent:
                 self._handle_signals()
         if link is not None:
             self._owner = _Remote(link, name, self._selector, self._inbox)
-            self._say("hello", ranks=options.ranks)
+            self._hello()
 
     def _look_at_link(self) -> None:
         """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
@@ -237,6 +237,9 @@ class _Agent:
                 owner.say({"say": "beat"})
 
     # -- orders of the owner ---------------------------------------------------------------------------------------
+    def _hello(self) -> None:
+        self._say("hello", ranks=self._options.ranks, spare=self._options.spare_ranks, attempt=self._attempt)
+
     def _say(self, say: str, **content: Any) -> None:
         before, self._held = self._held, _hold_port()  # every attempt gets another
         before.close()
@@ -272,15 +275,14 @@ class _Agent:
         _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
-        self._attempt = order["attempt"]
-        self._reported, self._ended, self._kill_at = 0, False, float("inf")
+        self._attempt, self._reported, self._ended, self._kill_at = order["attempt"], 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
         self._common = variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
         try:
-            for local_rank in range(options.ranks):
+            for local_rank in range(order["ranks"]):
                 rank = order["first"] + local_rank
                 folder = None
                 if options.log_dir is not None:

@@ -12,8 +12,10 @@ class RunOptions:
 
     Attributes:
         program: the words that start a rank.
-        ranks: number of ranks on this node.
-        nodes: number of nodes.
+        ranks: number of ranks on this node, the largest of a range.
+        nodes: number of nodes, the largest of a range.
+        spare_ranks: how many of these ranks a job that heals can do without.
+        spare_nodes: how many of these nodes a job that heals can do without.
         node_rank: number of this node, or None if the owner of the endpoint gives it.
         host: host of the endpoint; unused on one node.
         port: port of the endpoint; on one node, the port of PyTorch's store, or 0 for a free one.
@@ -29,6 +31,8 @@ class RunOptions:
     program: tuple[str, ...]
     ranks: int = 1
     nodes: int = 1
+    spare_ranks: int = 0
+    spare_nodes: int = 0
     node_rank: int | None = None
     host: str = "127.0.0.1"
     port: int = 0

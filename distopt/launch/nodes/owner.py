@@ -34,6 +34,7 @@ _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its rank
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
 SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
 _SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
+_LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 _MOST_ATTEMPTS = 5  # attempts of healing without a new step
 
 
@@ -46,10 +47,13 @@ class Node:
         pid: its process.
         wanted: the number that its command line gives it, or `NO_RANK`.
         ranks: how many ranks it starts.
+        most: how many it starts unless one of them keeps failing.
+        spare: how many of these the job can do without.
+        attempt: the last one that it was part of; -1: none.
         port: a free TCP port of its host.
         send: sends it a message.
         address: how the other nodes reach it.
-        number: its number among the nodes.
+        number: its number among the nodes; -1: it takes part in the next attempt.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
         steps: the newest that each of its ranks has done; 0: none, for example if the agent has replaced another.
@@ -63,6 +67,9 @@ class Node:
     send: Callable[[dict[str, Any]], None]
     address: str
     ranks: int = 0
+    most: int = 0
+    spare: int = 0
+    attempt: int = -1
     port: int = 0
     number: int = -1
     ended: bool = False
@@ -103,7 +110,7 @@ class Owner(Gate):
     ) -> None:
         super().__init__(key, selector)
         self._own = own
-        self._size = options.nodes
+        self._size, self._least = options.nodes, options.nodes - options.spare_nodes
         self._options = options
         self._warn = warn
         self._nodes = [own]
@@ -117,6 +124,9 @@ class Owner(Gate):
         self._end_by = float("inf")  # on that clock
         self._finished = False
         self._warned = False
+        self._came_at = 0.0  # when the last node came, on the clock
+        self._has_stepped = False  # whether this attempt has led to a step
+        self._newcomers = ""  # the nodes for which all ranks end and start again
         self._say_at = Settings.from_env().stall_warning  # when to print how many nodes are missing, on the clock
         self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
         self._failed_at = 0.0  # on the clock
@@ -143,20 +153,22 @@ class Owner(Gate):
             seconds = self._clock.seconds() - self._failed_at
             if self._cause:
                 self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
-            self._cause = ""
+            self._cause, self._has_stepped = "", True
+            self._take_in()
             return
         node.port, node.steps = int(message["port"]), message["steps"]
         if say == "hello":
-            before, node.ranks, node.away = node.ranks, int(message["ranks"]), False
-            if before and before != node.ranks:
-                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
+            before, node.most, node.away = node.most, int(message["ranks"]), False
+            node.ranks, node.spare, node.attempt = node.most, message["spare"], message["attempt"]
+            if before and before != node.most and not self._is_elastic:
+                self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
                 return
-            if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
-                self._number()
-                if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
-                    self._attempt = 0
-                    self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
-                self._start("")
+            self._came_at = self._clock.seconds()
+            if self._attempt < 0:
+                self._begin(self._size)
+            elif node.number < 0:
+                self._warn(f"{node.name} has come, and takes part when the ranks have done a step")
+                self._take_in()
         else:
             node.signals = [int(signum) for signum in message["signals"]]
             for one in message["failures"]:
@@ -170,6 +182,22 @@ class Owner(Gate):
         if all(each.ended for each in self._nodes):
             self._decide()
 
+    def _begin(self, least: int) -> None:
+        """Start all ranks for the first time under this owner, if so many nodes have come."""
+        if len(self._nodes) >= least and all(each.ranks for each in self._nodes):
+            self._number()
+            if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
+                self._attempt = max(0, *(each.attempt for each in self._nodes))
+                self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
+            self._start("")
+
+    def _take_in(self) -> None:
+        """End all ranks, to start them again with the nodes that have come, unless no step of theirs would remain."""
+        new = [node for node in self._nodes if node.number < 0 and node.ranks]
+        if new and self._has_stepped and not self._failures and not any(node.ended for node in self._members):
+            self._newcomers = f"{', '.join(node.name for node in new)} has come"
+            self._end()
+
     def _beat(self) -> None:
         """Give all other nodes a sign of life, and look for theirs."""
         for link, node in list(self._by_link.items()):
@@ -182,6 +210,8 @@ class Owner(Gate):
         """Local. Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()
+        if self._attempt < 0 and now > self._came_at + _LAST_CALL_SECONDS:
+            self._begin(self._least)
         if self._attempt < 0:
             came = f"{len(self._nodes)} of {self._size} nodes have come: {self._names()}"
             if now > self._options.timeout:
@@ -209,15 +239,16 @@ class Owner(Gate):
                 if (node.host, node.pid) == (link.host, link.pid):
                     self._drop(old)
                     self._lost(old)
-            if self._place_of(link) is not None:
+            if self._place_of(link) is not None or (size == self._size > max(self._least, len(self._nodes))):
                 return ""
-        if self._attempt >= 0 or len(self._nodes) == self._size:
-            return f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
         reason = ""
         if size != self._size:
             reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._size}"
         elif link.rank != NO_RANK and link.rank in [node.wanted for node in self._nodes]:
             reason = f"{who} was started with --node-rank {link.rank}, and so was another node"
+        if self._attempt >= 0 or len(self._nodes) == self._size:
+            full = f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
+            return (reason if self._is_elastic else "") or full
         if reason:
             self._finish(2, f"{reason}; correct the line on one of them")
         return reason
@@ -230,7 +261,7 @@ class Owner(Gate):
         address = self._own.address if is_own(link.address) else link.address
         node = self._place_of(link)
         if node is None:
-            node = Node(link.host, link.pid, link.rank, send, address)
+            node = Node(link.host, link.pid, link.rank, send, address, ended=self._attempt >= 0)
             self._nodes.append(node)
         else:
             node.host, node.pid, node.send, node.address = link.host, link.pid, send, address
@@ -270,6 +301,16 @@ class Owner(Gate):
         """The signals that agents have passed on."""
         return [signum for node in self._nodes for signum in node.signals]
 
+    @property
+    def _is_elastic(self) -> bool:
+        """Whether nodes may be lost or come."""
+        return self._least < self._size
+
+    @property
+    def _members(self) -> list[Node]:
+        """The nodes of this attempt, in their order."""
+        return [node for node in self._nodes if node.number >= 0]
+
     # -- decisions -------------------------------------------------------------------------------------------------
     def _names(self) -> str:
         return ", ".join(node.name for node in self._nodes)
@@ -284,13 +325,18 @@ class Owner(Gate):
     def _start(self, text: str) -> None:
         self._attempt += 1
         self._failures.clear()
+        self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")
+        self._nodes = [node for node in self._nodes if not node.away]  # the job can do without them
+        if self._is_elastic:
+            self._number()
         first, total = 0, sum(node.ranks for node in self._nodes)
         common = {
             "do": "start",
             "text": text,
             "attempt": self._attempt,
             "size": total,
+            "nodes": len(self._nodes),
             "job": self._job,
             "owner": self._own.name,
             "salt": self._salt,
@@ -300,7 +346,7 @@ class Owner(Gate):
         for node in self._nodes:
             node.ended = False
         for node in list(self._nodes):
-            node.send({**common, "first": first, "node": node.number})
+            node.send({**common, "first": first, "node": node.number, "ranks": node.ranks})
             first += node.ranks
 
     def _end(self) -> None:
@@ -321,6 +367,9 @@ class Owner(Gate):
     def _gone(self, node: Node) -> None:
         if self._finished:
             return
+        if node.number < 0:
+            self._nodes.remove(node)
+            return
         node.ended = True
         rank = self._first_rank(node)
         last = rank + node.ranks - 1
@@ -329,18 +378,25 @@ class Owner(Gate):
         self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
         if self._options.heal:
             node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
-            cure = "waiting for it, or for the same line typed on another in its place"
-            self._warn(f"{text}; {cure}")
+            self._warn(f"{text}; {self._cure}")
         self._end()
         if all(each.ended for each in self._nodes):
             self._decide()
+
+    @property
+    def _cure(self) -> str:
+        left = sum(not node.away for node in self._nodes)
+        if left >= self._least:
+            return f"going on with {left} of {self._size} nodes"
+        return "waiting for it, or for the same line typed on another in its place"
 
     def _first_rank(self, node: Node) -> int:
         return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
         """Finish the job or start it again: all ranks have ended, and each node that is not away can start them."""
-        if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
+        lacks = any(node.away for node in self._nodes) and sum(not node.away for node in self._nodes) < self._least
+        if lacks and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:
             self._finish(0, "")
@@ -355,7 +411,9 @@ class Owner(Gate):
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
         elif any(signum in ENDING_SIGNALS for signum in self._signals):
             self._finish(first.code, first.text)
-        elif self._options.heal and (first.is_of_node or not first.is_final):
+        elif self._newcomers and first.is_consequence:
+            self._start_again(self._newcomers)
+        elif self._options.heal and (first.is_of_node or not first.is_final or self._spare(first)):
             self._heal(first)
         elif first.is_final or self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
@@ -366,19 +424,35 @@ class Owner(Gate):
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless they keep failing at the same step."""
         # An agent without --heal reports no steps.
-        steps = [step for node in self._nodes for step in node.steps or [0] * node.ranks]
+        steps = [step for node in self._nodes for step in (node.steps or [0] * node.ranks)[: node.ranks]]
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()
+            for node in self._nodes:  # ranks that kept failing get another chance
+                node.ranks = node.most
         text = re.sub(r" \(pid \d+\)|; flight record in \S+", "", first.text)
-        if (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
+        if (short := self._spare(first)) is not None and (first.is_final or (step, text) in self._healed):
+            short.ranks -= 1
+            self._healed = [(step, "")]
+            self._start_again(f"{first.text}; going on with {short.ranks} of {short.most} ranks on {short.name}")
+        elif (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
             self._finish(first.code, f"{first.text}; so it did before, after step {step}")
         elif len(self._healed) == _MOST_ATTEMPTS:
             self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")
         else:
             self._healed.append((step, text))
-            self._start(f"{self._cause}; no step was done since" if self._cause else "")
-            self._cause = first.text
+            self._start_again(first.text)
+
+    def _start_again(self, cause: str) -> None:
+        self._start(f"{self._cause}; no step was done since" if self._cause else "")
+        self._cause = cause
+
+    def _spare(self, first: Failure) -> Node | None:
+        """The node of a rank that has been killed or cannot be started, if the node may go on with fewer ranks."""
+        if first.is_of_node or not (first.code >= _SIGNALLED or first.is_final):
+            return None
+        node = max((node for node in self._members if self._first_rank(node) <= first.rank), key=self._first_rank)
+        return node if node.ranks > node.most - node.spare else None
 
     def _finish(self, code: int, text: str) -> None:
         if not self._finished:

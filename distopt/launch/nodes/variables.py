@@ -24,13 +24,13 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
     return {
         "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
         **env,
-        **thread_variables(options.ranks, env),
+        **thread_variables(options.ranks, env),  # the same with fewer ranks: bits may depend on it
         **DISTOPT_RUN.variables(
             job=order["job"],
             size=order["size"],
-            local_size=options.ranks,
+            local_size=order["ranks"],
             node=order["node"],
-            nodes=options.nodes,
+            nodes=order["nodes"],
             address=order["address"],
             port=order["port"],
             attempt=order["attempt"],
