@@ -169,10 +169,10 @@ class Memory:
         self._sends = len(set(self._nodes)) > 1
         newest = None
         for label in sorted({Label(*slot[0]) for _, slots in gathered for slot in slots}):
-            found = [(giver, slot) for giver, (_, slots) in enumerate(gathered) for slot in slots if slot[0] == [*label]]
-            writers = {slot[1]: giver for giver, slot in found}
-            givers = {number: giver for giver, slot in found for number in slot[3]} | writers
-            shares = Counter((self._nodes[giver], slot[2]) for giver, slot in found)
+            found = [(rank, slot) for rank, (_, slots) in enumerate(gathered) for slot in slots if slot[0] == [*label]]
+            writers = {slot[1]: rank for rank, slot in found}
+            givers = {number: rank for rank, slot in found for number in slot[3]} | writers
+            shares = Counter((self._nodes[rank], slot[2]) for rank, slot in found)
             whole = [node for (node, n_shares), count in shares.items() if count == n_shares]
             if whole and givers.keys() == set(range(label.world_size)):
                 newest, self._givers, self._donor = label, givers, min(whole)

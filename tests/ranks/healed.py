@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
     parser.add_argument("--folder")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
-    parser.add_argument("--same", action="store_true", help="equal batches on 1, 2 or 4 ranks, which give the same bits")
+    parser.add_argument(
+        "--same", action="store_true", help="equal batches on 1, 2 or 4 ranks, which give the same bits"
+    )
     args = parser.parse_args()
     world = distopt.init()
     numbers = np.random.default_rng(17 if args.same else 17 + world.rank)

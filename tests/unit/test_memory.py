@@ -262,7 +262,8 @@ def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
     newest = 1 + _FAR_EVERY  # with copies on the other node
 
     def go_on(rank: int, memory: Memory) -> None:
-        assert (label := memory.agree()) == Label(0, newest, 0, 3)
+        label = memory.agree()
+        assert label == Label(0, newest, 0, 3)
         shared, [(own, _)] = memory.read(label)
         for found, name in ((shared, "all"), (own, "own")):
             for key, array in states_of(rank, newest)[name].look().arrays.items():

@@ -155,7 +155,9 @@ def started_ranks(job: OneNode) -> int:
     return job.told[-1]["ranks"]
 
 
-@pytest.mark.parametrize("failure", [replace(SIGKILL, rank=1), Failure(1, 2, "rank 1 cannot be started", is_final=True)])
+@pytest.mark.parametrize(
+    "failure", [replace(SIGKILL, rank=1), Failure(1, 2, "rank 1 cannot be started", is_final=True)]
+)
 def test_a_node_that_can_do_without_ranks_goes_on_with_fewer_until_there_are_new_steps(failure):
     job = OneNode(heal=True, spare=2)
     counts = [started_ranks(job)]
@@ -254,7 +256,9 @@ def test_nodes_are_lost_and_come_again():
     job.come("h2")
     job.say("h0", "stepped", step=1)
     job.go("h1")
-    assert re.search(r"node 1 \(ranks 2 to 3\), h1 .* cannot be reached; .*; going on with 2 of 3 nodes$", job.lines[-1])
+    assert re.search(
+        r"node 1 \(ranks 2 to 3\), h1 .* cannot be reached; .*; going on with 2 of 3 nodes$", job.lines[-1]
+    )
     assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0}
     job.say("h2", "ended", [PEER_LOST], steps=[7, 7])
     job.say("h0", "ended", steps=[7, 7])
