@@ -1,0 +1,86 @@
+"""A job in shards, whose ranks and hosts may come and go; prints each tenth step, and a digest of its states at the end.
+
+distopt run --heal --nproc-per-node 1:2 -m tests.ranks.elastic --steps 100
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+import distopt
+from distopt import autograd, device, layer, model, opt, tensor
+from distopt.checkpoint import Checkpoint
+from distopt.data import ShardedSampler
+
+SHARDS = 8
+
+
+class Network(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = layer.Conv2d(3, 3), layer.BatchNorm2d(), layer.Linear(4)
+        self.dropout = layer.Dropout(0.2)
+
+    def forward(self, x):
+        return self.last(self.dropout(autograd.flatten(autograd.relu(self.norm(self.first(x))))))
+
+    def train_one_batch(self, x, y):
+        loss = autograd.softmax_cross_entropy(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--every", type=int, default=40)
+    parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
+    args = parser.parse_args()
+    if args.lost and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        local_rank, first, last = args.lost.split(":")
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["LOCAL_RANK"] == local_rank and int(first) <= attempt <= int(last):
+            os.kill(os.getpid(), signal.SIGKILL)
+    world = distopt.init()
+    device.get_default_device().SetRandSeed(3)
+    network = Network()
+    network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=SHARDS, seed=5))
+    numbers = np.random.default_rng(17)
+    x, y = numbers.standard_normal((200, 1, 8, 8), np.float32), numbers.integers(0, 4, 200).astype(np.int32)
+    sampler = ShardedSampler(len(x), world.world_size, world.rank, 2, shards=SHARDS)
+    network.compile([tensor.from_numpy(x[:2])], is_train=True)
+    parts = {"model": network, "optimizer": network.optimizer, "sampler": sampler}
+    checkpoint = Checkpoint(args.folder, every=args.every, keep=1000, **parts)
+    resumed = checkpoint.resume()
+    came = f"resumed from {resumed.world_size}" if resumed else "anew"
+    print(f"rank {world.rank} is {os.getpid()} after {checkpoint.steps}, one of {world.world_size}, {came}", flush=True)
+    for epoch in range(checkpoint.epoch, 1_000_000):
+        sampler.set_epoch(epoch)
+        for chosen in sampler:
+            for part in network.optimizer.shards(chosen):
+                network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
+            time.sleep(args.pause)
+            checkpoint.step(epoch)
+            if checkpoint.steps % 10 == 0 and world.rank == 0:
+                print(f"step {checkpoint.steps}", flush=True)
+            if checkpoint.steps >= args.steps:
+                break
+        if checkpoint.steps >= args.steps:
+            break
+    checkpoint.close()
+    digest = hashlib.blake2b(digest_size=8)
+    for thing in (network, network.optimizer):
+        for name, states in sorted(thing.get_states().items()):
+            digest.update(name.encode() + np.asarray(tensor.to_numpy(states)).tobytes())
+    print(f"ends with {digest.hexdigest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Ranks and hosts of a job in shards come and go: it ends with the bits of an undisturbed job of any other size."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults.healing import RUN, SECONDS, Job
+from tests.processes import ROOT, patience
+
+JOB = ["-m", "tests.ranks.elastic"]
+PORT = 29_487
+
+
+def run(ranks: int, *words: str) -> list[str]:
+    """Lines of a job on one node."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*RUN[:-1], str(ranks), *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patience(SECONDS))
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).splitlines()
+
+
+def ends_of(lines: list[str]) -> set[str]:
+    return {line.partition("ends with")[2] for line in lines if "ends with" in line}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """Starts a job, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*commands: list[str]) -> Job:
+            job = Job(*commands)
+            stack.callback(job.kill)
+            return job
+
+        yield started
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("after", [3, 1, 2, 8])
+def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, after):
+    [want] = ends_of(run(1, *JOB, "--steps", "45", "--pause", "0"))
+    options = ["--folder", str(tmp_path), "--every", "20", "--pause", "0"]
+    run(4, *JOB, *options, "--steps", "27")
+    lines = run(after, *JOB, *options, "--steps", "45")
+    assert ends_of(lines) == {want}
+    assert [line for line in lines if re.search(rf"rank 0 is \d+ after 20, one of {after}, resumed from 4$", line)]
+    assert any(f"was saved by 4 ranks and resumes with {after}" in line for line in lines)
+
+
+def test_a_rank_that_cannot_be_started_again_is_left_out_until_the_next_fault(start):
+    want = ends_of(run(1, *JOB, "--steps", "400", "--pause", "0"))
+    # Rank 1 of attempts 1 and 2 is killed at once; attempt 3 does without it.
+    job = start([*RUN[:-1], "1:2", "--heal", *JOB, "--steps", "400", "--pause", "0.02", "--lost", "1:1:2"])
+    job.fork_server()
+    job.more_steps()
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    job.wait_for(r"rank 1 on .* was ended by SIGKILL.*; going on with 1 of 2 ranks on .*; healed: ")
+    assert job.wait_for(r"rank 0 is \d+ after (\d+), one of 1, resumed from 2$")[0][1] != "0"
+    job.more_steps()
+    os.kill(job.pid_of(0), signal.SIGKILL)
+    job.wait_for("; healed: ", 2)
+    assert job.wait_for(r"rank 1 is \d+ after (\d+), one of 2, resumed from 1$")[0][1] != "0"
+    assert set(job.end()) == want
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_host_is_lost_and_comes_back(start, net, tmp_path, folder):
+    want = ends_of(run(1, *JOB, "--steps", "500", "--pause", "0"))
+    options = ["--folder", str(tmp_path)] if folder else []
+    meet = ["--heal", "--nnodes", "1:2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
+    words = [*RUN, *meet, *JOB, "--steps", "500", "--pause", "0.02", *options]
+    job = start(*(host.inside(words) for host in net.hosts))
+    job.wait_for(r"rank 3 is \d+ after 0, one of 4, anew")
+    job.more_steps()
+    os.kill(job.pid_of(3), signal.SIGKILL)
+    job.wait_for("; healed: ")
+    job.kill_agent(1)  # and its ranks, and the states that they have kept
+    job.wait_for("node 1 .* cannot be reached.*; going on with 1 of 2 nodes")
+    job.wait_for("; healed: ", 2)
+    job.wait_for(r"rank 1 is \d+ after \d+, one of 2, resumed from 4$")
+    job.more_steps()
+    job.start_agent(1)
+    job.wait_for("has come, and takes part when the ranks have done a step")
+    job.wait_for("has come; healed: ")
+    assert job.wait_for(r"rank 3 is \d+ after (\d+), one of 4, resumed from 2$")[0][1] != "0"
+    job.more_steps()
+    net.cut(silently=True)  # the agent and its ranks live, and keep states of steps that are done again
+    job.wait_for("going on with 1 of 2 nodes", 2)
+    job.wait_for("; healed: ", 4)
+    job.more_steps()
+    net.mend()
+    job.wait_for("has come; healed: ", 2)
+    job.more_steps()
+    job.kill_agent(0)  # the owner of the endpoint
+    job.wait_for("the node that owns .* cannot be reached; waiting for it")
+    job.start_agent(0)
+    job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
+    assert set(job.end()) == want
