@@ -11,6 +11,7 @@
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
+| `DISTOPT_HASH` | | hashes after every step, for `distopt diff`: `every`, beside checkpoints, or a folder |
 | `DISTOPT_WATCH` | | set by `distopt run --watch`: count steps, samples and waits for it |
 | `DISTOPT_TIMELINE` | | folder for the timeline of each rank (default: no timelines) |
 | `DISTOPT_JOB_SECRET` | | any text, equal on all ranks: keeps others out where ranks meet without mpiexec |
@@ -39,6 +40,7 @@ class Settings:
     nccl_library: str | None = None
     flight_records: int = 256
     flight_folder: str | None = None
+    hash: str | None = None
     timeline: str | None = None
     watch: bool = False
     job_secret: str = field(default="", repr=False)
@@ -62,6 +64,7 @@ class Settings:
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
+            hash=env.get("DISTOPT_HASH") or None,
             timeline=env.get("DISTOPT_TIMELINE") or None,
             watch=env.get("DISTOPT_WATCH", "") == "1",
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),

@@ -11,8 +11,6 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,9 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
+from ..settings import Settings
 from ..timeline import timeline
 from .adapters import adapters_of, copy_of, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
+from .hashes import HashLog, settings_of
 from .load import communicator_of, first_reason, load_newest
 from .memory import Memory
 from .preemption import Preemption
@@ -112,6 +112,8 @@ class Checkpoint:
         self._failure = ""  # of the last save
         self._held = contextlib.ExitStack()  # the lock
         self._memory: Memory | None = None  # of an agent that heals
+        self._settings: dict[str, str] = {}
+        self._hashes: HashLog | None = None
 
     # -- resuming -----------------------------------------------------------------------------------------------------
     def resume(self, reset: bool = False) -> Resumed | None:
@@ -130,11 +132,14 @@ class Checkpoint:
             UsageError: signals are to be handled, and this is not the main thread.
         """
         self._memory = Memory.of_agent(self._communicator)
-        if self._root is None and self._memory is None:
+        where = Settings.from_env().hash
+        if self._root is None and self._memory is None and not where:
             return None
         if self._preemptible and self._preemption is None:
             self._preemption = Preemption(self._communicator)
         try:
+            if self._root is not None or where:
+                self._settings = settings_of(self._communicator)
             if self._root is not None:
                 self._claim(self._root, reset and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
             resumed = load_newest(self._root, self._communicator, adapters_of(self._objects), self._memory)
@@ -149,6 +154,9 @@ class Checkpoint:
                 self._first = False
                 self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
             self._refused.update(resumed.refused)
+        if where:
+            self._hashes = HashLog(where, self._root, self._communicator, self._settings, resumed is not None)
+            self._held.callback(self._hashes.close)
         return resumed
 
     def _claim(self, root: Path, reset: bool) -> None:
@@ -201,6 +209,8 @@ class Checkpoint:
         """
         self.steps += 1
         self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
+        if self._hashes is not None:
+            self._hashes.add(self.steps, self.epoch, adapters_of(self._objects))
         if self._preemption is not None and (signum := self._preemption.due()):
             self._leave(self._preemption, signum)
         if self._memory is not None and self._memory.due(self.steps):
@@ -239,7 +249,7 @@ class Checkpoint:
             epoch=self.epoch,
             world_size=self._communicator.topology.world_size,
             objects=sorted(adapters),
-            versions=_versions(),
+            versions=self._settings,
         )
         with timeline.span("copy states"):
             shared, own, notes = self._copy(adapters)
@@ -313,6 +323,7 @@ class Checkpoint:
             self.save()
         self._wait()
         if self._root is None or not self._run:
+            self._abandon()
             return
         self._run = ""
         reason = first_reason(self._communicator, self._failure)
@@ -338,13 +349,6 @@ class Checkpoint:
         else:  # other ranks may have left
             self._wait()
             self._abandon()
-
-
-@cache
-def _versions() -> dict[str, str]:
-    from .. import __version__
-
-    return {"distopt": __version__, "numpy": version("numpy")}
 
 
 def _described(error: Exception, path: Path) -> str:

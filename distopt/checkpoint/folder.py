@@ -43,7 +43,7 @@ class Manifest:
         epoch: as the script gave it.
         world_size: number of ranks that saved.
         objects: names of the saved objects.
-        versions: of the software, for people.
+        versions: of the software, and other settings, for people and `distopt diff`; see `hashes.settings_of`.
     """
 
     save: str

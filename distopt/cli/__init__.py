@@ -1,4 +1,4 @@
-"""The `distopt` command: `distopt run`, `distopt doctor` and `distopt timeline`.
+"""The `distopt` command: `distopt run`, `distopt doctor`, `distopt timeline` and `distopt diff`.
 
 The room may import every other one, and none imports it.
 """
@@ -27,10 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
     if words[:1] != ["run"]:  # `run` starts at once, without the imports of the others
-        from . import doctor, timeline
+        from . import diff, doctor, timeline
 
         doctor.add_parser(commands)
         timeline.add_parser(commands)
+        diff.add_parser(commands)
     return run_command(parser, words)
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from ..comm import Communicator
 from ..errors import MismatchError, UsageError
+from ..kernels.digest import digests
 from .bucket import Parameter
-from .digest import digests
 
 STEPS = "step_counter"  # the constant that grows with every update
 

@@ -1,4 +1,4 @@
-"""A job in shards, whose ranks and hosts may come and go; prints each tenth step, and a digest of its states at the end.
+"""A job in shards, whose ranks and hosts may come and go; prints each tenth step, and a digest of its states last.
 
 distopt run --heal --nproc-per-node 1:2 -m tests.ranks.elastic --steps 100
 """

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,9 +17,9 @@ JOB = ["-m", "tests.ranks.elastic"]
 PORT = 29_487
 
 
-def run(ranks: int, *words: str) -> list[str]:
+def run(ranks: int, *words: str, **variables: str) -> list[str]:
     """Lines of a job on one node."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [*RUN[:-1], str(ranks), *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patience(SECONDS))
     assert done.returncode == 0, done.stderr
@@ -45,13 +46,21 @@ def start() -> Iterator[Callable[..., Job]]:
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("after", [3, 1, 2, 8])
 def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, after):
-    [want] = ends_of(run(1, *JOB, "--steps", "45", "--pause", "0"))
-    options = ["--folder", str(tmp_path), "--every", "20", "--pause", "0"]
-    run(4, *JOB, *options, "--steps", "27")
-    lines = run(after, *JOB, *options, "--steps", "45")
+    job, log = [*JOB, "--every", "20", "--pause", "0", "--folder"], {"DISTOPT_HASH": "every"}
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    [want] = ends_of(run(1, *job, one, "--steps", "45", **log))
+    run(4, *job, other, "--steps", "27", **log)
+    lines = run(after, *job, other, "--steps", "45", **log)
     assert ends_of(lines) == {want}
     assert [line for line in lines if re.search(rf"rank 0 is \d+ after 20, one of {after}, resumed from 4$", line)]
     assert any(f"was saved by 4 ranks and resumes with {after}" in line for line in lines)
+    diff = [sys.executable, "-m", "distopt", "diff", one, other]
+    done = subprocess.run(diff, cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS))
+    assert done.stdout.splitlines() == [
+        "45 steps in both logs, 1 to 45: the same bits",
+        "2 checkpoints of both: the same bits",
+        *([f"ranks of each host: 1 | {after}"] if after != 1 else []),
+    ]
 
 
 def test_a_rank_that_cannot_be_started_again_is_left_out_until_the_next_fault(start):

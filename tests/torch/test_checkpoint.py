@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distopt import checkpoint
+from distopt import checkpoint, cli
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.states import decode, encode
@@ -405,6 +405,25 @@ def test_the_files_are_those_of_nn_and_hold_no_pickle(tmp_path):
         "checkpoint.json",
         "rank-00000.safetensors",
     ]
+
+
+def test_the_first_array_of_two_runs_that_differs_is_named(tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        monkeypatch.setenv("DISTOPT_HASH", str(tmp_path / name))
+        torch.manual_seed(4)
+        model, *more = objects = job(tmp_path / f"of {name}")
+        objects[-1].resume()
+        train(*objects, 2)
+        if name == "b":
+            with torch.no_grad():
+                model.norm.weight[1] *= 1.5
+        train(model, *more, 2)
+        objects[-1].save()
+        objects[-1].close()
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out.startswith("step 3: model/inner.weight differs; ")
+    assert cli.main(["diff", str(tmp_path / "of a"), str(tmp_path / "of b")]) == 1
+    assert capsys.readouterr().out.startswith("checkpoint of step 4: model/inner.bias differs in ")
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_files_of_a_checkpoint(saved):
     manifest = json.loads((saved / step_name(3) / "checkpoint.json").read_text())
     assert (manifest["step"], manifest["epoch"], manifest["world_size"]) == (3, 0, 2)
     assert manifest["objects"] == ["array", "noise", "weights"]
-    assert set(manifest["versions"]) == {"distopt", "numpy"}
+    assert {"distopt", "numpy", "python", "instruction set", "ranks of each host"} <= set(manifest["versions"])
     from safetensors.numpy import load_file
 
     first, second = (load_file(saved / step_name(3) / rank_file(rank)) for rank in range(2))

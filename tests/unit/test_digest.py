@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from distopt.kernels.digest import digests
 from distopt.launch import Job
-from distopt.sync.digest import digests
 from tests.conformance.ranks import run_ranks_ok
 from tests.emulation import build
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.base import Array
-from ..kernels import array_module, kernels_of
+from . import array_module, kernels_of
+from .base import Array
 
 # The raw output of a bit generator is the same in all versions of NumPy.
 _WEIGHTS = np.random.PCG64(20).random_raw(4096)

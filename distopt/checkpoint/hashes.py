@@ -1,0 +1,108 @@
+"""`DISTOPT_HASH`: a log of hashes of all states after every step, by which `distopt diff` compares two runs.
+
+A line of the log is an object in JSON. One with "names" and "settings" holds for the lines after it. Each of these has
+"step", "epoch" and "arrays", the hash of each of "names". Of several lines for one step, which was done again after a
+fault, the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from threadpoolctl import ThreadpoolController
+
+from .. import _core
+from ..errors import UsageError
+from ..kernels import array_module
+from ..kernels.digest import digests
+from .adapters import look_at
+
+if TYPE_CHECKING:
+    from .adapters import Adapter, Ranks
+
+LOG = "hashes.jsonl"
+
+
+def settings_of(ranks: Ranks) -> dict[str, str]:
+    """Collective. All that bits may depend on besides the script; where ranks differ, the values of all of them."""
+    from .. import __version__
+
+    own = {"distopt": __version__, "numpy": version("numpy"), "python": platform.python_version()}
+    own["instruction set"] = _core.isa()
+    if (torch := sys.modules.get("torch")) is not None:
+        own |= {"torch": torch.__version__, "torch's instruction set": torch.backends.cpu.get_cpu_capability()}
+    own |= {f"threads of {each['internal_api']}": str(each["num_threads"]) for each in ThreadpoolController().info()}
+    gathered = [json.loads(each) for each in ranks.all_gather_bytes(json.dumps(own).encode())]
+    hosts = ranks.topology.hosts
+    found = {"ranks of each host": ", ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))}
+    for key in dict.fromkeys(key for each in gathered for key in each):
+        found[key] = ", ".join(sorted({each.get(key, "none") for each in gathered}))
+    return found
+
+
+class HashLog:
+    """The log of this run, which rank 0 writes.
+
+    Args:
+        where: "every", for a file beside checkpoints, or a folder.
+        root: folder of the checkpoints, or None.
+        ranks: all ranks.
+        settings: of the run.
+        resumes: whether the run resumes, and adds to its log.
+
+    Raises:
+        UsageError: there are no checkpoints for the file to be beside.
+        OSError: from the file system.
+    """
+
+    def __init__(self, where: str, root: Path | None, ranks: Ranks, settings: Mapping[str, str], resumes: bool) -> None:
+        folder = root if where == "every" else Path(where)
+        if folder is None:
+            raise UsageError("DISTOPT_HASH=every is for a Checkpoint with a folder; set DISTOPT_HASH to a folder")
+        self._settings = settings
+        self._names: list[str] = []
+        self._file = None
+        if ranks.topology.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / LOG).open("a" if resumes else "w", buffering=1)
+            self._file.write("\n")  # the last line may be cut
+
+    def add(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
+        """Local, on all ranks. Add the hashes of the states after a step."""
+        states = look_at(adapters)
+        if self._file is None:
+            return
+        arrays = {**states.shared, **states.own}
+        if list(arrays) != self._names:
+            self._names = list(arrays)
+            self._file.write(json.dumps({"names": self._names, "settings": self._settings}) + "\n")
+        hashes = [f"{digests([array_module(a).ascontiguousarray(a)])[0]:016x}" for a in arrays.values()]
+        self._file.write(json.dumps({"step": step, "epoch": epoch, "arrays": hashes}) + "\n")
+
+    def close(self) -> None:
+        """Local. Close the file, and add no more; idempotent."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def read_log(path: Path) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
+    """Local. The hashes of arrays in a log, by step and name, and the settings of the last part of the run."""
+    names: list[str] = []
+    settings: dict[str, str] = {}
+    hashes = {}
+    for line in path.read_text().splitlines():
+        if not line.endswith("}"):  # empty, or cut by the end of the process
+            continue
+        content: dict[str, Any] = json.loads(line)
+        if "names" in content:
+            names, settings = content["names"], content["settings"]
+        else:
+            hashes[int(content["step"])] = dict(zip(names, content["arrays"], strict=True))
+    return hashes, settings

@@ -1,0 +1,180 @@
+"""`distopt diff` and the log of hashes that DISTOPT_HASH writes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from distopt import cli
+from distopt.checkpoint import Checkpoint, checkpoint
+from distopt.checkpoint.hashes import LOG, read_log
+from distopt.cli.diff import how_much
+from distopt.errors import UsageError
+
+NAMES = ["model/w", "model/b", "numbers/"]
+
+
+class KilledError(Exception):
+    """The run is killed."""
+
+
+def train(folder, steps=6, *, every=3, at=None, change=None, kill_at=None) -> None:
+    """States that depend on name and step; those of step `at` on are changed by `change`."""
+    model = {"w": np.ones((3, 4), np.float32), "b": np.ones(5)}
+    numbers = np.arange(4)
+    saver = Checkpoint(folder, every=every, keep=9, model=model, numbers=numbers)
+    saver.resume()
+    while saver.steps < steps:
+        step = saver.steps + 1
+        for place, array in enumerate((*model.values(), numbers)):
+            array[...] = (array * 3 + np.arange(array.size).reshape(array.shape) + place + step) % 17
+        if step == at:
+            change(model)
+        saver.step()
+        if step == kill_at:
+            saver._wait()
+            saver._abandon()  # as the end of a process does
+            raise KilledError
+    saver.close()
+
+
+def next_float(model) -> None:
+    model["b"][2:4] = np.nextafter(model["b"][2:4], np.inf)
+
+
+def diff(capsys, *runs) -> tuple[int, str]:
+    code = cli.main(["diff", *map(str, runs)])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+@pytest.mark.parametrize("hashes", [True, False])
+def test_the_first_step_and_array_that_differ_and_by_how_much(tmp_path, monkeypatch, capsys, hashes):
+    if hashes:
+        monkeypatch.setenv("DISTOPT_HASH", "every")
+    train(tmp_path / "a")
+    train(tmp_path / "b", at=2, change=next_float)
+    train(tmp_path / "c")
+    code, text = diff(capsys, tmp_path / "a", tmp_path / "c")
+    assert code == 0
+    assert "2 checkpoints of both: the same bits" in text
+    assert ("6 steps in both logs, 1 to 6: the same bits" in text) == hashes
+    code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert ("step 2: model/b differs; 1 of 3 arrays differ\n" in text) == hashes
+    found = text.splitlines()[-1]
+    assert found.startswith("checkpoint of step 3: model/b differs in 2 of 5 elements, by at most ")
+    code, text = diff(capsys, tmp_path / "a" / "step-0000000006", tmp_path / "b")
+    assert code == 1
+    assert "checkpoint of step 6: model/b differs in " in text
+
+
+def test_logs_alone(tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        monkeypatch.setenv("DISTOPT_HASH", str(tmp_path / name))
+        train(None, at=5 if name == "b" else None, change=next_float)
+    code, text = diff(capsys, tmp_path / "a" / LOG, tmp_path / "b")
+    assert code == 1
+    assert text == (
+        "step 5: model/b differs; 1 of 3 arrays differ\n"
+        "no checkpoint of both from step 5 on differs: save one to see by how much\n"
+    )
+
+
+def test_settings_that_differ_are_told(tmp_path, monkeypatch, capsys):
+    for name, isa in (("a", "avx2"), ("b", "portable")):
+        monkeypatch.setattr(checkpoint, "settings_of", lambda _, isa=isa: {"instruction set": isa, "numpy": "2"})
+        train(tmp_path / name)
+    code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert (code, text) == (0, "2 checkpoints of both: the same bits\ninstruction set: avx2 | portable\n")
+
+
+def test_a_log_goes_on_when_the_run_resumes_and_begins_anew_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    train(tmp_path / "a")
+    with pytest.raises(KilledError):
+        train(tmp_path / "b", kill_at=5, at=5, change=next_float)
+    log = tmp_path / "b" / LOG
+    log.write_text(log.read_text()[:-20])  # the end of the process has cut it
+    assert sorted(read_log(log)[0]) == [1, 2, 3, 4]
+    train(tmp_path / "b")
+    assert read_log(log) == read_log(tmp_path / "a" / LOG)
+    assert list(read_log(log)[0][1]) == NAMES
+    steps = [json.loads(line).get("step") for line in log.read_text().splitlines() if line.endswith("}")]
+    assert steps == [None, 1, 2, 3, 4, None, 4, 5, 6]
+    train(tmp_path / "b", steps=0)
+    assert sorted(read_log(log)[0]) == [1, 2, 3, 4, 5, 6]
+    for folder in (tmp_path / "b").glob("step-*"):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    train(tmp_path / "b", steps=2)
+    assert sorted(read_log(log)[0]) == [1, 2]
+
+
+def test_an_incomplete_checkpoint_is_left_out(tmp_path, capsys):
+    for name in "ab":
+        train(tmp_path / name)
+    (tmp_path / "a" / "step-0000000006" / "rank-00000.safetensors").unlink()
+    assert diff(capsys, tmp_path / "a", tmp_path / "b") == (0, "1 checkpoints of both: the same bits\n")
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [((3, 0), "has neither whole checkpoints nor hashes.jsonl"), ((2, 4), "has neither"), ((3, 6), "")],
+)
+def test_nothing_to_compare(tmp_path, capsys, steps, words):
+    for name, n in zip("ab", steps, strict=True):
+        train(tmp_path / name, n)
+    if not words:
+        runs = tmp_path / "a" / "step-0000000003", tmp_path / "b" / "step-0000000006"
+        code, text = diff(capsys, *runs)
+        assert (code, "no step in common" in text) == (2, True)
+        return
+    code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 2
+    assert words in text
+
+
+def test_beside_no_checkpoints_there_is_no_place(monkeypatch):
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    with pytest.raises(UsageError, match="DISTOPT_HASH=every is for a Checkpoint with a folder"):
+        train(None)
+
+
+def test_unset_nothing_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HashLog", None)
+    looked = []
+    monkeypatch.setattr(checkpoint, "adapters_of", lambda objects: looked.append(1) or {})
+    saver = Checkpoint(tmp_path, w=np.ones(3))
+    saver.resume()
+    before = len(looked)
+    saver.step()
+    assert len(looked) == before
+    saver.close()
+    assert not (tmp_path / LOG).exists()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (np.float32([1, 2]), np.float32([1, 2]), ""),
+        (np.float32([0.0, 2]), np.float32([-0.0, 2]), "differs in 1 of 2 elements, by at most 0 (1 ulp)"),
+        (
+            np.float32([1, -1]),
+            np.float32([np.nextafter(np.float32(1), np.float32(2)), -1 - 2**-22]),
+            "differs in 2 of 2 elements, by at most 2.38e-07 (2 ulp)",
+        ),
+        (np.float32(1e-45), np.float32(-1e-45), "differs in 1 of 1 elements, by at most 2.8e-45 (3 ulp)"),
+        (np.float16([1, 2]), np.float16([1, 4]), "differs in 1 of 2 elements, by at most 2 (1024 ulp)"),
+        (np.int64([7, -1]), np.int64([7, 1]), "differs in 1 of 2 elements, by at most 2"),
+        (np.uint8([255]), np.uint8([0]), "differs in 1 of 1 elements, by at most 255"),
+        (np.bool_([True]), np.bool_([False]), "differs in 1 of 1 elements, by at most 1"),
+        (np.zeros(3), np.zeros((3, 1)), "is float64 of shape (3,), and float64 of shape (3, 1)"),
+        (np.zeros(3), None, "is in one run only"),
+        ("0f", "0e", "differs"),
+        ("0f", "0f", ""),
+    ],
+)
+def test_how_much(one, other, text):
+    assert how_much(one, other) == text
