@@ -1,7 +1,7 @@
 """`DISTOPT_HASH`: a log of hashes of all states after every step, by which `distopt diff` compares two runs.
 
-A line of the log is an object in JSON. One with "names" and "settings" holds for the lines after it. Each of these has
-"step", "epoch" and "arrays", the hash of each of "names". Of several lines for one step, which was done again after a
+A line of the log is an object in JSON. The keys "names" and "settings" apply to the lines below, whose keys are "step",
+"epoch" and "arrays", the hash of each of "names". Of several lines for one step, which was done again after a
 fault, the last one counts.
 """
 
@@ -57,7 +57,7 @@ class HashLog:
         resumes: whether the run resumes, and adds to its log.
 
     Raises:
-        UsageError: there are no checkpoints for the file to be beside.
+        UsageError: the file is to be beside checkpoints, and these have no folder.
         OSError: from the file system.
     """
 

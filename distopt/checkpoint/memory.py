@@ -39,7 +39,7 @@ _MOST_FAR_BYTES = 1 << 20  # most bytes of a rank's own states for a copy on ano
 
 
 class Label(NamedTuple):
-    """Names the states of one step. The larger one is newer: an attempt goes on from what all ranks had agreed on.
+    """Names the states of one step. The larger one is newer: an attempt begins with what all ranks had agreed on.
 
     Attributes:
         attempt: how many times the ranks had been started before.

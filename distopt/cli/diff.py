@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 class Run:
-    """What a run has left.
+    """Logs and checkpoints of a run.
 
     Args:
         path: its folder, or a log.

@@ -70,7 +70,7 @@ def test_a_rank_that_cannot_be_started_again_is_left_out_until_the_next_fault(st
     job.fork_server()
     job.more_steps()
     os.kill(job.pid_of(1), signal.SIGKILL)
-    job.wait_for(r"rank 1 on .* was ended by SIGKILL.*; going on with 1 of 2 ranks on .*; healed: ")
+    job.wait_for(r"rank 1 on .* was ended by SIGKILL.*; continuing with 1 of 2 ranks on .*; healed: ")
     assert job.wait_for(r"rank 0 is \d+ after (\d+), one of 1, resumed from 2$")[0][1] != "0"
     job.more_steps()
     os.kill(job.pid_of(0), signal.SIGKILL)
@@ -93,17 +93,17 @@ def test_a_host_is_lost_and_comes_back(start, net, tmp_path, folder):
     os.kill(job.pid_of(3), signal.SIGKILL)
     job.wait_for("; healed: ")
     job.kill_agent(1)  # and its ranks, and the states that they have kept
-    job.wait_for("node 1 .* cannot be reached.*; going on with 1 of 2 nodes")
+    job.wait_for("node 1 .* cannot be reached.*; continuing with 1 of 2 nodes")
     job.wait_for("; healed: ", 2)
     job.wait_for(r"rank 1 is \d+ after \d+, one of 2, resumed from 4$")
     job.more_steps()
     job.start_agent(1)
-    job.wait_for("has come, and takes part when the ranks have done a step")
+    job.wait_for("has come, and takes part after the next step")
     job.wait_for("has come; healed: ")
     assert job.wait_for(r"rank 3 is \d+ after (\d+), one of 4, resumed from 2$")[0][1] != "0"
     job.more_steps()
     net.cut(silently=True)  # the agent and its ranks live, and keep states of steps that are done again
-    job.wait_for("going on with 1 of 2 nodes", 2)
+    job.wait_for("continuing with 1 of 2 nodes", 2)
     job.wait_for("; healed: ", 4)
     job.more_steps()
     net.mend()

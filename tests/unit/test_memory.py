@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distopt.checkpoint import Checkpoint, load
-from distopt.checkpoint.adapters import InPlace
+from distopt.checkpoint.adapters import InPlace, State
 from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import _FAR_EVERY, Kept, Label, Memory
 from distopt.launch.end_together.report import supervisor
@@ -215,9 +215,18 @@ class Exchange:
         return gathered
 
 
+class Own(InPlace):
+    def __init__(self, rank: int, arrays: dict[str, np.ndarray]) -> None:
+        super().__init__(arrays)
+        self._rank = rank
+
+    def look(self) -> State:
+        return State(super().look().arrays, {"rank": self._rank})
+
+
 def states_of(rank: int, step: int) -> dict[str, InPlace]:
     shared = {"w": np.arange(50.0) * step, "v": np.full((2, 3), step, np.float32)}
-    return {"all": Shared(shared), "own": InPlace({"x": np.full(3, 100 * rank + step)})}
+    return {"all": Shared(shared), "own": Own(rank, {"x": np.full(3, 100 * rank + step)})}
 
 
 NODES = ["0", "0", "1"]  # of three ranks
@@ -232,20 +241,23 @@ def nodes() -> Iterator[dict[str, Slots]]:
         each.close()
 
 
-def on_ranks(nodes: dict[str, Slots], body: Callable[[int, Memory], object]) -> None:
-    barrier, payloads, passed = threading.Barrier(3), [b""] * 3, []
+def on_ranks(
+    nodes: dict[str, Slots], body: Callable[[int, Memory], object], of: Sequence[str] = NODES, attempt=0
+) -> None:
+    """Call `body` on each rank of an attempt, in a thread; `of` names the nodes of the ranks."""
+    barrier, payloads, passed = threading.Barrier(len(of)), [b""] * len(of), []
 
     def run(rank: int) -> None:
-        ranks, node = Exchange(rank, barrier, payloads), NODES[rank]
-        body(rank, Memory(NODES[:rank].count(node), NODES.count(node), nodes[node].fds, ranks, node))
+        ranks, node = Exchange(rank, barrier, payloads), of[rank]
+        body(rank, Memory(of[:rank].count(node), of.count(node), nodes[node].fds, ranks, node, attempt))
         passed.append(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(of))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(passed) == [0, 1, 2]
+    assert sorted(passed) == list(range(len(of)))
 
 
 def train(steps: int) -> Callable[[int, Memory], object]:
@@ -299,3 +311,65 @@ def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
 
     on_ranks(nodes, lambda rank, memory: train(last - (rank == 2))(rank, memory))
     on_ranks(nodes, resume)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        ["0", "0"],  # node 1 is lost
+        ["0"],  # and a rank of node 0, whose slots stay
+        ["1"],  # node 0 is lost
+        ["0", "1"],  # a rank of node 0
+        ["0", "0", "1", "2", "2"],  # node 2 comes
+        ["1", "0", "0"],  # the nodes have other numbers
+    ],
+)
+def test_other_ranks_get_all_states(nodes, after):
+    newest = 1 + _FAR_EVERY  # with copies on the other node
+
+    def resume(rank: int, memory: Memory) -> None:
+        label = memory.agree()
+        assert label == Label(0, newest, 0, 3)
+        shared, owns = memory.read(label)
+        numbers = [rank] if len(after) == 3 else range(3)
+        assert len(owns) == len(numbers)
+        for number, (own, notes) in zip(numbers, owns, strict=True):
+            np.testing.assert_array_equal(own["own/x"], states_of(number, newest)["own"].look().arrays["x"])
+            assert notes == {"own": {"rank": number}}
+        for key, array in states_of(0, newest)["all"].look().arrays.items():
+            np.testing.assert_array_equal(shared[f"all/{key}"], array)
+        memory.keep(newest + 1, 0, states_of(rank, newest + 1))
+
+    def resume_again(rank: int, memory: Memory) -> None:
+        """From the states of the attempt before, though slots of older ones have not been written again."""
+        label = memory.agree()
+        assert label == Label(1, newest + 1, 0, len(after))
+        _, [(own, _)] = memory.read(label)
+        np.testing.assert_array_equal(own["own/x"], states_of(rank, newest + 1)["own"].look().arrays["x"])
+
+    on_ranks(nodes, train(newest))
+    lost = {"0", "1"} - set(after)
+    for node in [*lost, "2"]:
+        if node in nodes:
+            nodes[node].close()
+        nodes[node] = Slots(2, 3)
+    on_ranks(nodes, resume, after, 1)
+    on_ranks(nodes, resume_again, after, 2)
+
+
+def test_an_agent_that_was_absent_does_not_offer_old_states(nodes):
+    """Node 1 is cut off with copies of all states, and node 0 has done other steps since."""
+    last = 1 + _FAR_EVERY
+
+    def without_it(rank: int, memory: Memory) -> None:
+        memory.agree()
+        memory.keep(2, 0, states_of(rank, 2))
+
+    def together(rank: int, memory: Memory) -> None:
+        assert memory.agree() == Label(1, 2, 0, 2)
+
+    on_ranks(nodes, train(last))
+    nodes["0"].close()
+    nodes["0"] = Slots(2, 3)
+    on_ranks(nodes, without_it, ["0", "0"], 1)
+    on_ranks(nodes, together, NODES, 2)

@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from distopt.launch.nodes.node import NO_RANK, Node
 from distopt.launch.nodes.options import RunOptions
-from distopt.launch.nodes.owner import NO_RANK, Node, Owner
+from distopt.launch.nodes.owner import Owner
 from distopt.launch.supervise.ranks import Failure
 
 SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")
@@ -178,7 +179,7 @@ def test_ranks_that_were_left_out_start_again_at_the_next_healing_after_a_step()
         job.say("ended", [SIGKILL], steps=[8] * 4)
         assert started_ranks(job) == count
     line = job.say("stepped", step=9)
-    assert line.startswith(f"{SIGKILL.text}; going on with 3 of 4 ranks on host (pid 7); healed: step 9 was done")
+    assert line.startswith(f"{SIGKILL.text}; continuing with 3 of 4 ranks on host (pid 7); healed: step 9 was done")
     job.say("ended", [replace(SIGKILL, rank=1)], steps=[9] * 4)
     assert started_ranks(job) == 4
 
@@ -191,7 +192,7 @@ class Connection:
 
 
 class Nodes:
-    """An owner of a job of 1 to 3 nodes with 2 ranks each; the others come and go by connections that do not exist."""
+    """An owner of a job of 1 to 3 nodes with 2 ranks each; the others have connections that do not exist."""
 
     def __init__(self, least=1):
         self.lines, self.told = [], {}
@@ -257,14 +258,14 @@ def test_nodes_are_lost_and_come_again():
     job.say("h0", "stepped", step=1)
     job.go("h1")
     assert re.search(
-        r"node 1 \(ranks 2 to 3\), h1 .* cannot be reached; .*; going on with 2 of 3 nodes$", job.lines[-1]
+        r"node 1 \(ranks 2 to 3\), h1 .* cannot be reached; .*; continuing with 2 of 3 nodes$", job.lines[-1]
     )
     assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0}
     job.say("h2", "ended", [PEER_LOST], steps=[7, 7])
     job.say("h0", "ended", steps=[7, 7])
     assert job.orders() == {"h0": (0, 0, 2, 4), "h2": (1, 2, 2, 4)}
     job.come("h1")
-    assert job.lines[-1].endswith("has come, and takes part when the ranks have done a step")
+    assert job.lines[-1].endswith("has come, and takes part after the next step that a Checkpoint counts")
     assert job.orders() == {"h0": (0, 0, 2, 4), "h2": (1, 2, 2, 4)}
     job.say("h0", "stepped", step=8)
     assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0}
@@ -335,3 +336,14 @@ def test_a_job_has_no_more_nodes_than_its_most():
     job = Nodes()
     job.wait()
     assert job.owner._refusal(link, 4) == "h3 (pid 9) was started with --nnodes 4, h0 (pid 100) with --nnodes 3"
+
+
+def test_a_signal_ends_the_job_of_all_nodes_and_says_how_to_take_out_one():
+    job = Nodes()
+    job.come("h1")
+    job.wait()
+    ended = [Failure(2, 130, "rank 2 was ended by SIGINT")]
+    job.say("h1", "ended", ended, signals=[signal.SIGINT])
+    job.say("h0", "ended", [Failure(0, 137, "", is_consequence=True)])
+    text = "SIGINT: all 4 ranks have ended; to take out one node, end its distopt run by SIGKILL"
+    assert job.last("h0") == job.last("h1") == {"do": "finish", "code": 130, "text": text}

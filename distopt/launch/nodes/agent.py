@@ -40,7 +40,8 @@ from ..stopwatch import Stopwatch
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
 from ..supervise.screen import outputs
-from .owner import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
+from .node import NO_RANK, Node
+from .owner import BEAT_SECONDS, SILENT_SECONDS, Owner
 from .variables import variables
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import re
 import selectors
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
@@ -23,12 +22,12 @@ from ..gate import Gate, Link
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
+from .node import NO_RANK, Node
 
 if TYPE_CHECKING:
     from .options import RunOptions
     from .watch import Watch
 
-NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
@@ -36,52 +35,6 @@ SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
 _SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 _MOST_ATTEMPTS = 5  # attempts of healing without a new step
-
-
-@dataclass(eq=False)
-class Node:
-    """An agent, as the owner sees it.
-
-    Attributes:
-        host: name of its host.
-        pid: its process.
-        wanted: the number that its command line gives it, or `NO_RANK`.
-        ranks: how many ranks it starts.
-        most: how many it starts unless one of them keeps failing.
-        spare: how many of these the job can do without.
-        attempt: the last one that it was part of; -1: none.
-        port: a free TCP port of its host.
-        send: sends it a message.
-        address: how the other nodes reach it.
-        number: its number among the nodes; -1: it takes part in the next attempt.
-        ended: whether all its ranks have ended, or the agent itself.
-        signals: those that it has passed on to its ranks.
-        steps: the newest that each of its ranks has done; 0: none, for example if the agent has replaced another.
-        away: whether it is cut off or lost, and the others wait for it, or for another in its place.
-        heard: since the last sign of life.
-    """
-
-    host: str
-    pid: int
-    wanted: int
-    send: Callable[[dict[str, Any]], None]
-    address: str
-    ranks: int = 0
-    most: int = 0
-    spare: int = 0
-    attempt: int = -1
-    port: int = 0
-    number: int = -1
-    ended: bool = False
-    signals: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    away: bool = False
-    heard: Stopwatch = field(default_factory=Stopwatch)
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-        return f"{self.host} (pid {self.pid})"
 
 
 class Owner(Gate):
@@ -167,7 +120,7 @@ class Owner(Gate):
             if self._attempt < 0:
                 self._begin(self._size)
             elif node.number < 0:
-                self._warn(f"{node.name} has come, and takes part when the ranks have done a step")
+                self._warn(f"{node.name} has come, and takes part after the next step that a Checkpoint counts")
                 self._take_in()
         else:
             node.signals = [int(signum) for signum in message["signals"]]
@@ -387,7 +340,7 @@ class Owner(Gate):
     def _cure(self) -> str:
         left = sum(not node.away for node in self._nodes)
         if left >= self._least:
-            return f"going on with {left} of {self._size} nodes"
+            return f"continuing with {left} of {self._size} nodes"
         return "waiting for it, or for the same line typed on another in its place"
 
     def _first_rank(self, node: Node) -> int:
@@ -403,14 +356,15 @@ class Owner(Gate):
             return
         first = first_of(self._failures.values(), between_hosts=len(self._nodes) > 1)
         total = sum(node.ranks for node in self._nodes)
+        cure = "; to take out one node, end its distopt run by SIGKILL" if self._is_elastic else ""
         by_signal = [signum for signum in self._signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:
             by_signal = [signum for signum in self._signals if signum in ENDING_SIGNALS]
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
-            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
+            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended{cure}")
         elif any(signum in ENDING_SIGNALS for signum in self._signals):
-            self._finish(first.code, first.text)
+            self._finish(first.code, f"{first.text}{cure}")
         elif self._newcomers and first.is_consequence:
             self._start_again(self._newcomers)
         elif self._options.heal and (first.is_of_node or not first.is_final or self._spare(first)):
@@ -434,7 +388,7 @@ class Owner(Gate):
         if (short := self._spare(first)) is not None and (first.is_final or (step, text) in self._healed):
             short.ranks -= 1
             self._healed = [(step, "")]
-            self._start_again(f"{first.text}; going on with {short.ranks} of {short.most} ranks on {short.name}")
+            self._start_again(f"{first.text}; continuing with {short.ranks} of {short.most} ranks on {short.name}")
         elif (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
             self._finish(first.code, f"{first.text}; so it did before, after step {step}")
         elif len(self._healed) == _MOST_ATTEMPTS:
@@ -448,7 +402,7 @@ class Owner(Gate):
         self._cause = cause
 
     def _spare(self, first: Failure) -> Node | None:
-        """The node of a rank that has been killed or cannot be started, if the node may go on with fewer ranks."""
+        """The node of a rank that has been killed or cannot be started, if the node may do without it."""
         if first.is_of_node or not (first.code >= _SIGNALLED or first.is_final):
             return None
         node = max((node for node in self._members if self._first_rank(node) <= first.rank), key=self._first_rank)
