@@ -11,10 +11,10 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from .. import _core
@@ -33,7 +33,7 @@ def settings_of(ranks: Ranks) -> dict[str, str]:
     """Collective. All that bits may depend on besides the script; where ranks differ, the values of all of them."""
     from .. import __version__
 
-    own = {"distopt": __version__, "numpy": version("numpy"), "python": platform.python_version()}
+    own = {"distopt": __version__, "numpy": np.__version__, "python": platform.python_version()}
     own["instruction set"] = _core.isa()
     if (torch := sys.modules.get("torch")) is not None:
         own |= {"torch": torch.__version__, "torch's instruction set": torch.backends.cpu.get_cpu_capability()}

@@ -1,4 +1,4 @@
-"""A job in shards, whose ranks and hosts may come and go; prints each tenth step, and a digest of its states last.
+"""A job in shards, whose ranks and hosts may come and go; prints each step, and a digest of its states last.
 
 distopt run --heal --nproc-per-node 1:2 -m tests.ranks.elastic --steps 100
 """
@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
+    parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--every", type=int, default=40)
     parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
@@ -66,9 +67,9 @@ def main() -> None:
         for chosen in sampler:
             for part in network.optimizer.shards(chosen):
                 network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
-            time.sleep(args.pause)
+            time.sleep(0 if args.until.is_file() else args.pause)
             checkpoint.step(epoch)
-            if checkpoint.steps % 10 == 0 and world.rank == 0:
+            if world.rank == 0:
                 print(f"step {checkpoint.steps}", flush=True)
             if checkpoint.steps >= args.steps:
                 break

@@ -140,7 +140,6 @@ class Owner(Gate):
         if len(self._nodes) >= least and all(each.ranks for each in self._nodes):
             self._number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
-                self._attempt = max(0, *(each.attempt for each in self._nodes))
                 self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
             self._start("")
 
@@ -276,7 +275,8 @@ class Owner(Gate):
         self._nodes.sort(key=lambda node: node.number)
 
     def _start(self, text: str) -> None:
-        self._attempt += 1
+        # Kept states of a later attempt are newer, even if another owner has counted it.
+        self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
         self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")

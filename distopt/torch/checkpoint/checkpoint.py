@@ -30,9 +30,9 @@ class Checkpoint(checkpoint.Checkpoint):
     - `ResumableSampler`, which resumes after the last sample that was trained;
     - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
 
-    Parameters of DDP's models and the states of their optimizers are the same on all ranks, and each rank writes a
-    share. Each rank writes all of its other states, such as buffers and the shards of FSDP2. Jobs with shards resume
-    with the same number of ranks only.
+    Parameters of DDP's models and of a `DistOpt` with shards, and the states of their optimizers, are the same on all
+    ranks, and each rank writes a share. Each rank writes all of its other states, such as buffers and the shards of
+    FSDP2. Jobs with shards of FSDP2 resume with the same number of ranks only.
 
     Args:
         folder: of the checkpoints, on a file system that all ranks see; with None, nothing is saved.

@@ -56,6 +56,9 @@ def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
     """
     models = [plain_model(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
     alike = {id(p) for model in models if model is not None and replicated for p in model.parameters()}
+    optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+    agreed = [group for each in optimizers if getattr(each, "parameters_agree", False) for group in each.param_groups]
+    alike |= {id(p) for group in agreed for p in group["params"]}
     parts = {name: _part_of(name, thing, alike) for name, thing in objects.items()}
     # Optimizers come last: a schedule that is constructed changes the learning rates of its optimizer.
     return dict(sorted(parts.items(), key=lambda item: isinstance(item[1], OptimizerState)))

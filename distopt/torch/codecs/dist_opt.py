@@ -120,6 +120,11 @@ class DistOpt(torch.optim.Optimizer):
         """Local. The states of the wrapped optimizer."""
         return self.optimizer.state
 
+    @property
+    def parameters_agree(self) -> bool:
+        """Local. Whether parameters and states are known to be the same on all ranks, as with shards."""
+        return self._shards is not None
+
     def __getstate__(self) -> Any:
         raise UsageError("a DistOpt cannot be copied or pickled; save its state_dict")
 

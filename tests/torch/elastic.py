@@ -1,0 +1,80 @@
+"""A job of PyTorch in shards, whose ranks and hosts may come and go; prints as `tests.ranks.elastic` does.
+
+distopt run --heal --nproc-per-node 1:2 -m tests.torch.elastic ddp --steps 100
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distopt.torch
+
+from .resumed import digest
+
+SHARDS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("by", choices=["dist-opt", "ddp"])
+    parser.add_argument("--backend", default="distopt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
+    parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    dist.init_process_group(args.backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3000), nn.Dropout(0.2),
+        nn.Linear(3000, 4),
+    )  # fmt: skip
+    sgd = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    parts = {"model": net, "optimizer": sgd}
+    if args.by == "ddp":
+        parts["model"] = model = DistributedDataParallel(net)
+        parts["hook"], function = distopt.torch.hook(model, shards=SHARDS, seed=5)
+        model.register_comm_hook(parts["hook"], function)
+        cut, step = parts["hook"], sgd
+    else:
+        model = net
+        cut = step = parts["optimizer"] = distopt.torch.DistOpt(
+            sgd, net.named_parameters(), shards=SHARDS, seed=5, model=net
+        )
+    torch.manual_seed(100 + rank)
+    images = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    labels = images.flatten(1)[:, :4].argmax(1)
+    sampler = distopt.torch.ResumableSampler(len(images), 2, seed=2, shards=SHARDS)
+    checkpoint = distopt.torch.Checkpoint(args.folder, every=40, sampler=sampler, **parts)
+    resumed = checkpoint.resume()
+    came = f"resumed from {resumed.world_size}" if resumed else "anew"
+    print(f"rank {rank} is {os.getpid()} after {checkpoint.steps}, one of {size}, {came}", flush=True)
+    while checkpoint.steps < args.steps:
+        sampler.set_epoch(checkpoint.epoch)
+        for chosen in sampler:
+            for part in cut.shards(chosen):
+                nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
+            step.step()
+            time.sleep(0 if args.until.is_file() else args.pause)
+            checkpoint.step()
+            if rank == 0:
+                print(f"step {checkpoint.steps}", flush=True)
+            if checkpoint.steps == args.steps:
+                break
+        else:
+            checkpoint.save(checkpoint.epoch + 1)
+    checkpoint.close()
+    print(f"ends with {digest(net, sgd)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
