@@ -119,13 +119,13 @@ def _run(args: argparse.Namespace) -> int:
     if text:
         print(f"step {step}: {text}")
     elif logged:
-        print(f"{len(logged)} steps in both logs, {logged[0]} to {logged[-1]}: the same bits")
+        print(f"steps in both logs: {len(logged)}, from {logged[0]} to {logged[-1]}, with the same bits")
     if amount:
         print(f"checkpoint of step {at}: {amount}")
     elif text:
         print(f"no checkpoint of both from step {step} on differs: save one to see by how much")
-    else:
-        print(f"{len(saved)} checkpoints of both: the same bits")
+    elif saved:
+        print(f"checkpoints of both runs: {len(saved)}, with the same bits")
     for name in {**one.settings, **other.settings}:
         mine, theirs = (run.settings.get(name, "unknown") for run in (one, other))
         if mine != theirs:

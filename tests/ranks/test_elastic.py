@@ -57,8 +57,8 @@ def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, after):
     diff = [sys.executable, "-m", "distopt", "diff", one, other]
     done = subprocess.run(diff, cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS))
     assert done.stdout.splitlines() == [
-        "45 steps in both logs, 1 to 45: the same bits",
-        "2 checkpoints of both: the same bits",
+        "steps in both logs: 45, from 1 to 45, with the same bits",
+        "checkpoints of both runs: 2, with the same bits",
         *([f"ranks of each host: 1 | {after}"] if after != 1 else []),
     ]
 

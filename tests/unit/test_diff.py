@@ -57,8 +57,8 @@ def test_the_first_step_and_array_that_differ_and_by_how_much(tmp_path, monkeypa
     train(tmp_path / "c")
     code, text = diff(capsys, tmp_path / "a", tmp_path / "c")
     assert code == 0
-    assert "2 checkpoints of both: the same bits" in text
-    assert ("6 steps in both logs, 1 to 6: the same bits" in text) == hashes
+    assert "checkpoints of both runs: 2, with the same bits" in text
+    assert ("steps in both logs: 6, from 1 to 6, with the same bits" in text) == hashes
     code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
     assert code == 1
     assert ("step 2: model/b differs; 1 of 3 arrays differ\n" in text) == hashes
@@ -86,7 +86,7 @@ def test_settings_that_differ_are_told(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(checkpoint, "settings_of", lambda _, isa=isa: {"instruction set": isa, "numpy": "2"})
         train(tmp_path / name)
     code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
-    assert (code, text) == (0, "2 checkpoints of both: the same bits\ninstruction set: avx2 | portable\n")
+    assert (code, text) == (0, "checkpoints of both runs: 2, with the same bits\ninstruction set: avx2 | portable\n")
 
 
 def test_a_log_goes_on_when_the_run_resumes_and_begins_anew_with_it(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_an_incomplete_checkpoint_is_left_out(tmp_path, capsys):
     for name in "ab":
         train(tmp_path / name)
     (tmp_path / "a" / "step-0000000006" / "rank-00000.safetensors").unlink()
-    assert diff(capsys, tmp_path / "a", tmp_path / "b") == (0, "1 checkpoints of both: the same bits\n")
+    assert diff(capsys, tmp_path / "a", tmp_path / "b") == (0, "checkpoints of both runs: 1, with the same bits\n")
 
 
 @pytest.mark.parametrize(
