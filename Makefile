@@ -76,6 +76,7 @@ faults: $(VENV)/.with-$(TEST_EXTRAS)
 NETS ?= cnn,norm,resnet18
 one-hash: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.one_hash --nets $(NETS)
+	$(BIN)/python -m tests.faults.elastic --hosts $$([ $$(id -u) -ne 0 ] && echo 1 || echo 2)
 
 # Faults planted in a copy of the sources, one after the other, and whether the tests of their rooms notice: an hour or two.
 # The same faults before and after a refactoring: make mutants MUTANTS="--list FILE".

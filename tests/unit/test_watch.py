@@ -7,11 +7,12 @@ import selectors
 import struct
 import termios
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
 from distopt.flight import FlightRecord, Operation
-from distopt.launch.nodes.watch import Row, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.nodes.watch import Row, Watch, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal
 
@@ -68,6 +69,22 @@ def test_the_straggler_waits_least_by_much():
 
 def test_a_node_that_says_nothing_is_named():
     assert states([running(0, at=100.0), running(1, at=93.0)])[1] == "no report for 7 s"
+
+
+def test_ranks_that_there_are_no_more_are_forgotten():
+    class Lines:
+        text = b""
+
+        def write(self, text: bytes) -> None:
+            self.text += text
+
+    watch, shown = Watch("json", Lines(), "a"), Lines()
+    for rank in range(4):
+        watch.take(asdict(running(rank)))
+    watch.forget(3)
+    watch._output = shown
+    watch._show([watch._rows[rank] for rank in sorted(watch._rows)], 0.0, at_the_end=True)
+    assert [json.loads(line)["rank"] for line in shown.text.splitlines()] == [0, 1, 2]
 
 
 def test_a_table_of_64_ranks_fits_a_screen_of_24_lines():

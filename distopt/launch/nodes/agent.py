@@ -276,6 +276,8 @@ class _Agent:
         _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
+        if self._watch is not None:
+            self._watch.forget(order["size"])
         self._attempt, self._reported, self._ended, self._kill_at = order["attempt"], 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))

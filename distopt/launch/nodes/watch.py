@@ -171,6 +171,10 @@ class Watch:
         elif isinstance(self._output, Screen):
             self._output.show()
 
+    def forget(self, n_ranks: int) -> None:
+        """Local. There are only so many ranks from now on."""
+        self._rows = {rank: row for rank, row in self._rows.items() if rank < n_ranks}
+
     def take(self, row: dict[str, Any]) -> None:
         """Local. A row of another node."""
         operation = row.pop("operation")
