@@ -178,7 +178,7 @@ def kept(rank: int, *steps: int, attempt: int = 0, far: Sequence[int] = (), n_sh
         ([kept(1, 4), kept(2)], None),
         # Node 1 has been absent from the attempt after: newer steps of an older attempt do not count.
         ([kept(1, 8, 9, attempt=-1, far=[0, 2]), kept(2, 4, far=[1])], 4),
-        # One of two shares of the shared arrays of node 1 is lost, and node 0 has none of this step.
+        # A share of the shared arrays of node 1 is lost, and node 0 has kept nothing after this step.
         ([kept(1, 9, n_shares=2, far=[0, 2]), kept(2)], None),
     ],
 )

@@ -326,7 +326,7 @@ def test_another_owner_goes_on_counting_attempts():
     job.wait()
     assert job.last("h0")["attempt"] == job.last("h1")["attempt"] == 7
     job.say("h0", "stepped", step=5)
-    job.come("h2", steps=(3, 3), attempt=9)  # it has been part of attempts of which this owner knows nothing
+    job.come("h2", steps=(3, 3), attempt=9)  # it has been part of attempts that this owner does not know
     for host, rank in (("h0", 0), ("h1", 2)):
         job.say(host, "ended", [Failure(rank, 137, "", is_consequence=True)], steps=[5, 5])
     assert {job.last(host)["attempt"] for host in ("h0", "h1", "h2")} == {10}
