@@ -50,6 +50,10 @@ class CodecHook:
     @on_current_stream
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
+        if self._shards is not None and self._shards.idles:
+            idle: Future[torch.Tensor] = Future()
+            idle.set_result(bucket.buffer())
+            return idle
         if bucket.index() == 0:
             self._taken.clear()  # of a backward pass that an exception has ended
             self._step = self._begun()

@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...launch.job.topology import Topology
 from ...sync.shards import RunningStatistics, Shards
 from ..checkpoint.states import plain_model
+from ..ddp.bucket_order import Idle
 from ..ddp.sync_batch_norm import SyncBatchNorm
 from ..tensors import array_of
 from .parameters import TrainedParameter
@@ -79,6 +80,11 @@ class ModelShards(Shards):
 
     def _without_ddp(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    @property
+    def idles(self) -> bool:
+        """Local. Whether DDP only lays out its buckets, for a job that resumes."""
+        return self._ddp is not None and isinstance(self._ddp.module, Idle)
 
     def close(self) -> None:
         """Local. Let layers update their running statistics at once again."""

@@ -40,7 +40,7 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
     if not order or set(order) - parameters.keys() or order == bucket_order(ddp):
         return
     kept = {name: parameters[name].grad for name in order}
-    ddp.module = _Idle([parameters[name] for name in order])
+    ddp.module = Idle([parameters[name] for name in order])
     sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # the idle module has no buffers
     try:
         for _ in range(2 if ddp.static_graph else 1):  # DDP watches the last pass
@@ -52,8 +52,8 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
         parameters[name].grad = grad
 
 
-class _Idle(nn.Module):
-    """Computes zero from all parameters. The gradient of the parameter added last is ready first."""
+class Idle(nn.Module):
+    """The module of DDP in idle passes. Computes zero from all parameters. The gradient of the parameter added last is ready first."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
