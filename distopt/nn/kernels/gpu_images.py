@@ -113,8 +113,11 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     shape = (len(x), m, *size) if pooling is None else pooling[0].shape
     checked(dy, shape, x.dtype)
     checked_or_none(y, shape, x.dtype)
+    checked_or_none(dw, w.shape, x.dtype)
+    checked_or_none(db, (m,), x.dtype)
 
     def collect(first: int, images: int, rows: bool) -> Array:
+        """The gradient before bias, ReLU and pooling, of some images: as rows [M, images * places] or as images."""
         if pooling is None and not rows and y is None:
             return dy
         some, places = slice(first, first + images), size[0] * size[1]
@@ -126,25 +129,6 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
             _max_pool_backward((images, m), pooling[1], *given, pooling[0][some], before, rows)
         return before
 
-    return _convolution_backward(saved, collect, dw, db, need_dx)
-
-
-def _convolution_backward(
-    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, need_dx: bool
-) -> Array | None:
-    """The gradients of a convolution.
-
-    Args:
-        saved: of the convolution.
-        collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
-            rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
-        dw: overwritten, if given.
-        db: overwritten, if given.
-        need_dx: whether the gradient of x is returned.
-    """
-    x, w, window, *_ = saved
-    checked_or_none(dw, w.shape, x.dtype)
-    checked_or_none(db, (len(w),), x.dtype)
     dx = cupy.empty(x.shape, x.dtype) if need_dx else None
     to_w = None if dw is None else gpu_cudnn.plan("wgrad", x, w, window)
     to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
@@ -155,7 +139,7 @@ def _convolution_backward(
     if to_w is not None:
         to_w(x, slope, dw)
     if db is not None:
-        _channel_sums(slope, (len(x), len(w)), window[8] * window[9], False, False, db)
+        _channel_sums(slope, (len(x), m), size[0] * size[1], False, False, db)
     if to_x is not None:
         to_x(slope, w, dx)
     return dx
@@ -179,7 +163,7 @@ def parts_of(batch: Pair, pixels: int) -> int:
 def _lowered_backward(
     saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
 ) -> None:
-    """As `_convolution_backward`; dx is overwritten, if given."""
+    """As `conv2d_backward`, by products, in chunks of images that `collect` gives; dx is overwritten, if given."""
     x, w, window, *_ = saved
     matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
