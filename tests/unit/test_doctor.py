@@ -85,6 +85,16 @@ def test_the_real_doctor_ends_well(capfd):
     assert last == "Training on the CPUs of this machine works."
 
 
+def test_settings_are_listed_without_the_secret(monkeypatch):
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "7")
+    monkeypatch.setenv("DISTOPT_JOB_SECRET", "sesame")
+    finding = host.settings()
+    assert finding.state == "ok"
+    assert "DISTOPT_TIMEOUT=7" in finding.found
+    assert "DISTOPT_JOB_SECRET=..." in finding.found
+    assert "sesame" not in finding.found
+
+
 # -- children ----------------------------------------------------------------------------------------------------------
 def in_child(monkeypatch, code):
     """Have the next question answered by `code`."""
