@@ -1,7 +1,7 @@
 """Steps in shards: what makes a step the same, to the bit, for any number of ranks.
 
 A step has a fixed number of shards. Each has random numbers of its own, keyed by seed, step and shard; gradients meet
-in a fixed tree (`compress.Tree`); running statistics take in the shards in their order, whoever computed them.
+in a fixed tree (`compress.Tree`); running statistics take in the shards in their order.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Shards:
             A tuple of parts, or one part where the batch is one array.
 
         Raises:
-            UsageError: the lengths differ, or are no multiple of the number of this rank's shards; or the body has not
-                given gradients.
+            UsageError: the lengths differ, or cannot be cut into this rank's shards equally; or the body has not given
+                gradients.
         """
         lengths = {len(array) for array in batch}
         each, rest = divmod(min(lengths, default=0), len(self.mine))

@@ -1,4 +1,4 @@
-"""What shards cost: a step in shards, one that accumulates the same micro-batches, and a plain one, in turn.
+"""The cost of shards: a step in shards, one that accumulates the same micro-batches, and a plain one, in turn.
 
     distopt run --nproc-per-node 2 -m tests.one_hash.cost nn cnn
 

@@ -155,7 +155,7 @@ def _all(turns):
 
 
 def with_exception(front: str) -> dict[str, np.ndarray]:
-    """Rank 0 fails in the middle of its shards, and goes on with the next step, as all others do."""
+    """Rank 0 fails in the middle of its shards, and continues with the next step, as all others do."""
     run = Run(front)
     for step, indices in zip(range(3), run.sampler, strict=False):
         if step != 1:

@@ -222,7 +222,7 @@ def test_other_number_of_ranks_in_the_middle():
 
 
 def _with_exception(comm):
-    """Rank 0 fails in the middle of its shards, and goes on with the next step, as all others do."""
+    """Rank 0 fails in the middle of its shards, and continues with the next step, as all others do."""
     run, steps = Run(comm), {0: Run.step, 1: _broken, 2: Run.step, 3: Run.step}
     for step, indices in zip(steps, run.sampler, strict=False):
         if step == 1 and comm.topology.rank > 0:
