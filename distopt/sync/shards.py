@@ -33,6 +33,7 @@ class RunningStatistics:
 
     Attributes:
         noted: what the batches of a shard add to them; emptied after each shard.
+        waits: whether a shard is at work, so that batches are noted.
     """
 
     def __init__(
@@ -40,10 +41,13 @@ class RunningStatistics:
     ) -> None:
         self.arrays, self.momentum, self.passed = arrays, momentum, passed
         self.noted: list[Array] = []
+        self.waits = False
 
     def note(self) -> tuple[Array, Array]:
-        """Local. Zeros in place of both, for a batch to be taken in."""
+        """Local. Zeros in place of both, for a batch to be taken in; outside of shards, they themselves."""
         mean, var = self.arrays()
+        if not self.waits:
+            return mean, var
         self.noted += np.zeros_like(mean), np.zeros_like(var)
         return self.noted[-2], self.noted[-1]
 
@@ -74,12 +78,14 @@ class Shards:
         current: the shard whose gradients come next; None outside of `walk`, and after they came.
 
     Raises:
-        UsageError: there are fewer shards than ranks, or a number is not an integer of at least 0.
+        UsageError: there are fewer shards than ranks, or a number is not an integer in its range.
     """
 
     def __init__(self, count: int, seed: int, topology: Topology, **facts: Any) -> None:
         self.mine = block_of(count, topology.rank, topology.world_size)
         self.count, self.seed = int(count), check_integer("seed", seed, 0)
+        if self.seed >> 63:
+            raise UsageError(f"the seed {seed} does not fit saved states; choose one below 2**63")
         self.facts = {"shards": self.count, "seed": self.seed, **facts}
         self.current: int | None = None
         self._codec = Tree(self.count)
@@ -153,7 +159,7 @@ class Shards:
                 raise UsageError("not all shards of the step were computed")
         number = done.steps
         for place, shard in enumerate(self.mine):
-            self.current = shard
+            self._begin(shard)
             parts = tuple(array[place * each : (place + 1) * each] for array in batch)
             try:
                 with around((self.seed, number, shard)):
@@ -161,7 +167,7 @@ class Shards:
                 if self.current is not None:
                     raise UsageError(f"shard {shard} has given no gradients; each turn of the loop takes one loss")
             finally:
-                self.current = None
+                self._begin(None)
 
     def resumed(self) -> Step | None:
         """Local. The step that awaits the current shard; None before this rank's first one."""
@@ -183,9 +189,15 @@ class Shards:
         """Local, in the same order on all ranks. Fold in the batches of a layer, its owner, in the order of shards."""
         return self._statistics.setdefault(id(owner), statistics)
 
+    def _begin(self, shard: int | None) -> None:
+        """Local. Let a shard be the current one, or none."""
+        self.current = shard
+        for statistics in self._statistics.values():
+            statistics.waits = shard is not None
+
     def _end(self) -> None:
         """Local. The gradients of the current shard have come."""
-        self.current = None
+        self._begin(None)
         for statistics in self._statistics.values():
             count = np.full(1, len(statistics.noted), statistics.arrays()[0].dtype)
             self._streams += count, *statistics.noted

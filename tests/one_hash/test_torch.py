@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import distopt.torch  # noqa: E402
-from distopt.errors import GradientError, UsageError  # noqa: E402
+from distopt.errors import GradientError, MismatchError, UsageError  # noqa: E402
 from tests.one_hash import nets  # noqa: E402
 from tests.one_hash.job import BATCH, SEED, SHARDS  # noqa: E402
 from tests.torch.forked import CONTEXT, place_of  # noqa: E402
@@ -126,15 +126,16 @@ def refused(front: str) -> dict[str, np.ndarray]:
         next(_all(run.cut.shards(range(share))))
     with pytest.raises(UsageError, match="is not cut into"):
         next(run.cut.shards(range(share + 1)))
-    build = distopt.torch.hook if front != "opt" else lambda net, **given: Run(front, net, **given)
-    for layer, text in (
-        (nn.SyncBatchNorm(3), r"SyncBatchNorm \(0\)"),
-        (distopt.torch.SyncBatchNorm(3), r"SyncBatchNorm \(0\)"),
-        (nn.BatchNorm2d(3, momentum=None), "cumulative averages"),
-    ):
+    layers = {
+        distopt.torch.SyncBatchNorm(3): r"SyncBatchNorm \(0\)",
+        nn.BatchNorm2d(3, momentum=None): "cumulative averages",
+    }
+    if front == "opt":  # DDP itself refuses it on CPUs
+        layers[nn.SyncBatchNorm(3)] = r"SyncBatchNorm \(0\)"
+    for layer, text in layers.items():
         net = nn.Sequential(layer)
         with pytest.raises(UsageError, match=text):
-            build(net if front == "opt" else DistributedDataParallel(net), shards=SHARDS)
+            Run(front, net)
     if front == "opt":
         with pytest.raises(UsageError, match="shards need the model"):
             distopt.torch.DistOpt(run.sgd, shards=SHARDS)
@@ -142,6 +143,11 @@ def refused(front: str) -> dict[str, np.ndarray]:
             pass
         with pytest.raises(UsageError, match="codec Fp16 would make results depend"):
             Run(front, codec="fp16").step(range(share))
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 + dist.get_rank())
+        with pytest.raises(MismatchError, match="threads"):
+            Run(front).step(range(share))
+        torch.set_num_threads(before)
     else:
         with pytest.raises(UsageError, match="pass DDP itself"):
             distopt.torch.hook(run.net, shards=SHARDS)

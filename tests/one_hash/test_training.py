@@ -254,6 +254,7 @@ def _refused(comm):
     part = indices[:BATCH]
     with pytest.raises(UsageError, match="each loss is that of one shard"):
         run.call(part)
+    assert run.net.body.layers[1].running_mean.to_numpy().any(), "outside of shards, statistics move at once"
     for part in run.opt.shards(indices):
         run.call(part)
         with pytest.raises(UsageError, match="each loss is that of one shard"):

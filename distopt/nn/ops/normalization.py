@@ -49,7 +49,7 @@ class Running(Protocol):
     """Running statistics that batches enter later."""
 
     def note(self) -> tuple[Array, Array]:
-        """Local. Zeros in place of the mean and the variance, for a batch to be taken in."""
+        """Local. Arrays for a batch to be taken in: zeros, or mean and variance themselves."""
 
 
 class Watch(Protocol):

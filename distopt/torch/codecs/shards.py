@@ -109,7 +109,7 @@ class ModelShards(Shards):
 
         # By arrays, since autograd refuses a backward pass after a tensor operation has changed what it saved.
         def before(*_: Any) -> None:
-            if layer.training and self.current is not None:
+            if layer.training and running.waits:
                 kept.append((arrays()[0].copy(), arrays()[1].copy()))
                 for array in arrays():
                     array.fill(0)
