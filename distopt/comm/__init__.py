@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
@@ -21,7 +22,7 @@ from .base import Communicator, Work
 from .checks import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
 
-__all__ = ["BACKENDS", "Communicator", "Work", "create"]
+__all__ = ["BACKENDS", "Communicator", "Work", "begin_recording", "create"]
 
 _log = logging.getLogger("distopt")
 
@@ -65,13 +66,28 @@ def create(job: Job, backend: str | None = None) -> Communicator:
         choice = _choose(job.topology, "cpu")
     module, _, cls = BACKENDS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
-    topology = job.topology
-    offers = []
-    if topology.world_size > 1:
-        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(record.offer()).encode())]
-    communicator.record("world", range(topology.world_size), topology.rank, offers)
-    timeline.open(topology.rank, topology.hosts, communicator.all_gather_bytes)
+    begin_recording(communicator, job, "world", range(job.topology.world_size))
     return communicator
+
+
+def begin_recording(
+    communicator: Communicator, job: Job, name: str, ranks: Sequence[int], begin: Callable[[], object] = lambda: None
+) -> None:
+    """Collective. Note the operations of a new communicator in the flight record, and begin the timeline.
+
+    Args:
+        communicator: of the ranks of `job`.
+        job: exchanges what they need.
+        name: of the group in the flight record, equal on all ranks.
+        ranks: their numbers in the script's job.
+        begin: see `Timeline.open`.
+    """
+    own, offers = job.topology.rank, []
+    if len(ranks) > 1:
+        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(record.offer()).encode())]
+    communicator.record(name, ranks, ranks[own], offers)
+    if ranks[0] == 0:  # whose clock is the reference
+        timeline.open(ranks[own], job.topology.hosts, communicator.all_gather_bytes, begin)
 
 
 def _choose(topology: Topology, device: str) -> str:

@@ -99,6 +99,12 @@ def test_a_table_of_64_ranks_fits_a_screen_of_24_lines():
     assert [line.split("MB  ")[1] for line in shown if " 17 " in line] == ["waiting in all_reduce #9"]
     assert [row.rank for row in chosen(rows, words, 3)] == [17, 40, 50]
     assert len(table(rows, words, 80, 300)) == 65
+    heads = [table(rows, words, columns, 24)[0].split() for columns in (90, 80, 70, 50, 40)]
+    rest = ["steps/s", "wait", "state"]
+    assert heads[0] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
+    assert heads[1] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
+    assert heads[-1] == ["rank", *rest]
+    assert [len(head) for head in heads] == sorted((len(head) for head in heads), reverse=True)
     assert all(len(line) < 30 for line in table(rows, words, 30, 24))
 
 

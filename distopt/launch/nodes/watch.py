@@ -249,6 +249,7 @@ def as_text(row: Row, state: str) -> str:
     return ", ".join([f"rank {row.rank} on {row.host}: {state}", *parts])
 
 
+_LESS = ("memory", "samples/s", "host", "steps")  # columns that a narrow terminal goes without, the first one first
 _COLUMNS = ("rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state")
 
 
@@ -256,12 +257,15 @@ def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int)
     """Local. The rows below a head, in lines that fit a terminal of that size, one less than half of its height."""
     room = max(lines // 2 - 2, 1)
     cells = [_COLUMNS, *(_cells(row, states[row.rank]) for row in chosen(rows, states, room))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    shown = []
-    for row in cells:
-        parts = [part.rjust(width) for part, width in zip(row, widths, strict=True)]
-        parts[1], parts[-1] = row[1].ljust(widths[1]), row[-1]
-        shown.append("  ".join(parts))
+    upright = {head: [head, *column] for head, *column in zip(*cells, strict=True)}
+    widths = {head: max(map(len, column)) for head, column in upright.items()}
+    for head in _LESS:
+        if sum(widths.values()) + 2 * len(widths) > columns:
+            del upright[head], widths[head]
+    for head, column in upright.items():
+        on_the_left = head in ("host", "state")
+        upright[head] = [cell.ljust(widths[head]) if on_the_left else cell.rjust(widths[head]) for cell in column]
+    shown = ["  ".join(row).rstrip() for row in zip(*upright.values(), strict=True)]
     if len(rows) > room:
         pace = median(row.steps_per_s or 0.0 for row in rows)
         waits = [row.wait_share or 0.0 for row in rows]

@@ -50,7 +50,7 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device
     seconds = Settings.from_env().timeout
     ranks = dist.get_process_group_ranks(group)
     if device.type == "cuda":
-        return communicator_on(device, StoreJob(store, rank, ranks, seconds))
+        return communicator_on(device, StoreJob(store, rank, ranks, seconds), ranks)
     communicator = communicator_of_store(store, rank, ranks, seconds)
     if not _open:
         atexit.register(_close_at_exit)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...comm import begin_recording
 from ...comm.gpu import gpu_stack
 from ...errors import UsageError
 from ...launch.job.base import Job
 from ...launch.job.topology import Topology, host_identity
 from ...launch.rendezvous.host_group import HostGroup
 from ..join import await_all
+from ..phases import watch_phases
 
 if TYPE_CHECKING:
     from ...comm import Communicator
@@ -63,12 +65,13 @@ class StoreJob(Job):
         return HostGroup(self._secret, self.topology.local_rank, self.topology.local_size, self._seconds)
 
 
-def communicator_on(device: torch.device, job: Job) -> Communicator:
+def communicator_on(device: torch.device, job: Job, ranks: Sequence[int]) -> Communicator:
     """Collective. A communicator over NCCL of ranks whose gradients are on GPUs, one for each rank.
 
     Args:
         device: the GPU of this rank's parameters.
         job: the ranks; it is closed.
+        ranks: their numbers in the script's job.
 
     Raises:
         MissingDependencyError: driver, CuPy or NCCL are missing.
@@ -80,6 +83,7 @@ def communicator_on(device: torch.device, job: Job) -> Communicator:
     try:
         gpu_stack().cupy.cuda.Device(device.index).use()
         communicator = NcclCommunicator.create(job)
+        begin_recording(communicator, job, "codecs", ranks, watch_phases)
     finally:
         job.close()
     if communicator.device_id != device.index:
