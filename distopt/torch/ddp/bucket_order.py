@@ -53,13 +53,13 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
 
 
 class Idle(nn.Module):
-    """The module of DDP in idle passes. Computes zero from all parameters. The gradient of the parameter added last is ready first."""
+    """The module of DDP in idle passes: zero from all parameters. The gradient of the one added last is ready first."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._parameters_by_readiness = parameters
 
-    def forward(self, like: torch.Tensor) -> torch.Tensor:
+    def forward(self, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
         total = torch.zeros((), device=like.device)
         for parameter in reversed(self._parameters_by_readiness):
             total = total + parameter.sum() * 0
