@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         _print_head(args, lineup, site, facts)
         rows: list[Row] = []
         for size in sizes:
-            measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
+            measured = measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
             for row in measured:
                 print(row.line(measured[0]), flush=True)
             rows += measured
@@ -231,8 +231,8 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dic
     print(_HEADER, flush=True)
 
 
-def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
-    """Measure all candidates at one size, in turns."""
+def measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
+    """Measure all candidates at one size, in turns: `args.n` batches in `args.turns` turns."""
     request = {
         "collective": args.collective,
         "count": count,
@@ -244,7 +244,7 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
     seconds: dict[tuple[str, str], list[float]] = {}
     wrong: dict[tuple[str, str], int] = {}
 
-    def measure(candidate: Candidate, turn: int) -> None:
+    def ask(candidate: Candidate, turn: int) -> None:
         samples = len(range(turn, args.n, args.turns))
         for buffers in candidate.hello["buffers"][args.collective] if samples else ():
             key = candidate.name, buffers
@@ -255,7 +255,7 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
             seconds.setdefault(key, []).extend(turn_seconds)
             wrong[key] = wrong.get(key, 0) + turn_wrong
 
-    lineup.take_turns(args.turns, measure)
+    lineup.take_turns(args.turns, ask)
     return [
         Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
         for key, values in seconds.items()

@@ -1,9 +1,10 @@
-"""Process groups of PyTorch: all-reduce, what communication adds to a DDP step, and FSDP2, over Gloo and over distopt.
+"""Process groups of PyTorch over Gloo and over distopt: all-reduce, DDP's and FSDP2's steps, tensor-parallel inference.
 
 Both run the PyTorch of this environment, and take turns in every round. Two more candidates of the steps have hooks in
 their DDP: one leaves gradients as they are; one sums an element of each bucket over distopt, so its ranks wait for each
 other, as they must with any library. FSDP2 has a third candidate over PyTorch's "fake" group, which moves nothing between
-ranks. Bytes are those that one host sends, headers included.
+ranks. Tensor-parallel inference computes one token after the other: two sums in each of 24 layers. Bytes are those that one
+host sends, headers included.
 
     python -m benchmarks pytorch --np 2
     sudo .venv/bin/python -m benchmarks pytorch --emulate 2x2 --rate 1gbit --only resnet18,mlp
@@ -26,7 +27,7 @@ from .networks.site import Site, add_places, site_of
 from .options import byte_sizes, names_of
 from .output import heading, machine, table, write_json
 from .peers.crew import Crew
-from .peers.lineup import Lineup, Setup, torch_crew
+from .peers.lineup import Candidate, Lineup, Setup, torch_crew
 
 SIZES = [1024 * 4**i for i in range(8)]
 MODELS = {
@@ -34,8 +35,9 @@ MODELS = {
     "resnet18": ("ResNet-18 at 64 x 64, batch 8", {"batch_size": 8, "image_size": 64}),
     "mlp": ("MLP of 25 M, batch 16", {"batch_size": 16}),
 }
-SUMS, SHARDED = "all-reduce", "fsdp2"
-PARTS = (SUMS, *MODELS, SHARDED)
+SUMS, SHARDED, DIVIDED = "all-reduce", "fsdp2", "tensor-parallel"
+PARTS = (SUMS, *MODELS, SHARDED, DIVIDED)
+HIDDEN, LAYERS = (512, 1024, 2048), 24  # of the network of tensor-parallel inference
 NOTHING, WAITING, FAKE, GLOO, DISTOPT, BUCKET = "nothing", "waiting", "fake", "gloo", "distopt", "bucket"
 CANDIDATES = {
     NOTHING: {"group": DISTOPT, "hook": NOTHING},
@@ -56,7 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(PARTS), default=list(PARTS), help=f"({','.join(PARTS)})")
     parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="of all-reduce (1K to 16M)")
     parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="(20)")
-    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="or sums, timed in each round (5)")
+    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="sums or tokens of each round (5)")
+    parser.add_argument("--hidden", type=hidden_sizes, default=HIDDEN, help="of tensor-parallel (512,1024,2048)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
 
 
@@ -111,6 +114,13 @@ def run(args: argparse.Namespace) -> int:
             print_head("FSDP2", "none (ms)", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
             times = (*(f"{median(each) * 1e3:.2f}" for each in (bare, gloo, ours)), f"{ratio:.2f}")
             print_row(described, *times, *sent(found, args.steps), same_bits(found))
+        if DIVIDED in args.only:
+            print_head("hidden", "none (tokens/s)", "Gloo", "distopt", "distopt / Gloo", "us a sum", "same bits")
+        for hidden in args.hidden if DIVIDED in args.only else ():
+            answers[f"{DIVIDED} {hidden}"] = found = tokens_of(hidden, site, args)
+            bare, gloo, ours = (median(of_rounds(found[name])) for name in (NOTHING, GLOO, DISTOPT))
+            speeds = (f"{1 / time:.1f}" for time in (bare, gloo, ours))
+            print_row(f"{hidden:,}", *speeds, f"{gloo / ours:.2f}", f"{sum_us(found):.0f}", same_bits(found))
     for name in wrong:
         print(f"# {name}: results are wrong, or differ between ranks")
     if args.json:
@@ -138,9 +148,41 @@ def steps_of(
         return lineup.ask(args.rounds, {**request, "steps": args.steps})
 
 
+def tokens_of(hidden: int, site: Site, args: argparse.Namespace) -> Answers:
+    """Tokens over nothing, Gloo and distopt, in turns, by the same ranks: their weights take gigabytes."""
+    names = [NOTHING, GLOO, DISTOPT]
+    found: Answers = {name: [] for name in names}
+
+    def measure(candidate: Candidate, turn: int) -> None:
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            found[name].append(candidate.crew.ask({"over": name, "tokens": args.steps, "warm_up": 1}))
+
+    with Lineup() as lineup:
+        options = {"hidden": hidden, "layers": LAYERS}
+        fill(lineup, [DISTOPT], "tensor_parallel", site, options)
+        lineup.take_turns(args.rounds, measure)
+        lineup.require_all()
+    return found
+
+
+def sum_us(found: Answers) -> float:
+    """Microseconds that each sum of a token takes over distopt: the median of the rounds."""
+    rounds = zip(of_rounds(found[DISTOPT]), of_rounds(found[NOTHING]), strict=True)
+    return median(ours - bare for ours, bare in rounds) / (2 * LAYERS) * 1e6
+
+
+def hidden_sizes(text: str) -> list[int]:
+    """The sizes of "512,1024", each a multiple of 128: two ranks have as many heads of 64 units each."""
+    sizes = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    if not all(sizes) or any(size % 128 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} are not multiples of 128; write them like 512,1024")
+    return sizes
+
+
 def same_bits(found: Answers) -> str:
-    """Whether every rank has the same parameters over Gloo and over distopt."""
-    gloo, ours = ([rank["parameters"] for rank in found[name][-1]] for name in (GLOO, DISTOPT))
+    """Whether every rank has the same parameters, or the same tokens, over Gloo and over distopt."""
+    gloo, ours = ([rank.get("bits") or rank["parameters"] for rank in found[name][-1]] for name in (GLOO, DISTOPT))
     return "yes" if gloo == ours else "no"
 
 

@@ -85,9 +85,13 @@ class Lineup(ExitStack):
         """
         found: dict[str, list[list[dict[str, Any]]]] = {candidate.name: [] for candidate in self.candidates}
         self.take_turns(turns, lambda candidate, _: found[candidate.name].append(candidate.crew.ask(request)))
+        self.require_all()
+        return found
+
+    def require_all(self) -> None:
+        """Raise a DistoptError if a candidate could not be started, or its ranks failed."""
         if self.missing:
             raise DistoptError("; ".join(f"{name}: {reason}" for name, reason in self.missing.items()))
-        return found
 
     def describe(self) -> None:
         """Print what each candidate is."""
@@ -112,12 +116,14 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     return Crew(module, rank_command(), site, launcher, _as_root()), setup
 
 
-def mpi_crew(module: str, site: Site, name: str) -> tuple[Crew, Setup]:
-    """Ranks of the MPI `name`, in its own virtual environment.
+def mpi_crew(module: str, site: Site, name: str = "") -> tuple[Crew, Setup]:
+    """Ranks of the MPI `name`, in its own virtual environment; without a name, of the MPI that distopt runs over.
 
     Raises:
-        MissingDependencyError: the environment cannot be made.
+        MissingDependencyError: the environment cannot be made, or mpiexec is missing.
     """
+    if not name:
+        return Crew(module, rank_command(), site, _own_launcher(site), _as_root()), {"library": "mpi"}
     environment = ENVIRONMENTS[name]
     environment.prepare()
     launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")

@@ -22,7 +22,8 @@ COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
 SHORT = {
     "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
-    "pytorch": "--only all-reduce,cnn --sizes 1K --rounds 1 --steps 1",
+    "pytorch": "--only all-reduce,cnn,tensor-parallel --sizes 1K --hidden 128 --rounds 1 --steps 1",
+    "never-slower": "--only small,mpi-2x1 --turns 1",
     "kernels": "--count 1000 -n 1 --peers=",
     "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
     "--json {results} --plot {plot} --output {page}",
@@ -44,7 +45,7 @@ SHORT = {
 }
 # tests/unit/test_bench_*.py run these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
-AS_ROOT = {"collectives", "network", "overlap", "slow-link", "startup"}
+AS_ROOT = {"collectives", "network", "never-slower", "overlap", "slow-link", "startup"}
 ON_GPUS = {"gpu"}
 
 

@@ -1,0 +1,220 @@
+"""distopt beside the library under it, in one table: sums over Gloo and MPI, steps and tokens over Gloo.
+
+Each row compares distopt with the best that the library below offers, in turns of one run; times are medians of turns, and
+a range is that of the turns: Gloo has two speeds, and it tells which of them was met. Rows of steps compare the
+time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open MPI with mpi4py; takes some minutes.
+
+    sudo .venv/bin/python -m benchmarks never-slower
+    sudo .venv/bin/python -m benchmarks never-slower --only small,mpi-2x1 --turns 9
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distopt.cli.values import at_least
+from distopt.errors import DistoptError
+
+from . import pytorch
+from .all_reduce import measure
+from .networks.emulation import two_hosts
+from .networks.site import EmulatedSite, Site
+from .options import names_of
+from .output import heading, machine, write_json
+from .peers.lineup import Lineup, distopt_crew, mpi_crew
+from .pytorch import DISTOPT, FAKE, GLOO, MODELS, NOTHING, Answers, of_rounds, print_head, print_row
+
+MPI = "MPI"
+SAMPLES, WARM_UP = 5, 2  # batches of a sum in each turn
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measurement of a row, in seconds.
+
+    Attributes:
+        ours, peer: one number for each turn.
+        score: what is compared with `wanted`.
+        extra: what else is worth knowing.
+    """
+
+    ours: Sequence[float]
+    peer: Sequence[float]
+    score: float
+    extra: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured, by `measure(site, args)`.
+
+    Attributes:
+        ranks: on each of two emulated hosts; 0: two ranks on this one.
+        wanted: as the table says it.
+        met: whether a score is as wanted.
+    """
+
+    work: str
+    ranks: int
+    wanted: str
+    met: Callable[[float], bool]
+    measure: Callable[[Site, argparse.Namespace], Result]
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+def sums(name: str, peer: str, n_bytes: int, site: Site, args: argparse.Namespace, *, in_us: bool = False) -> Result:
+    """All-reduces of float32: a turn's time is the median of its batches, a peer's that of its fastest operation."""
+    wanted = {"collective": "all_reduce", "dtype": "float32", "w": WARM_UP, "np": site.world_size}
+    given = argparse.Namespace(**wanted, n=args.turns * SAMPLES, turns=args.turns)
+    with Lineup() as lineup:
+        for each in (name, peer):
+            if each in (GLOO, DISTOPT):
+                pytorch.fill(lineup, [each], "all_reduce", site, {})
+            elif each == MPI:
+                lineup.add(each, partial(mpi_crew, "all_reduce", site))
+            else:
+                lineup.add(each, partial(distopt_crew, "all_reduce", site, each))
+        count = n_bytes // 4
+        rows = measure(given, lineup, count, count, n_bytes)
+        lineup.require_all()
+    if wrong := [row.who for row in rows if row.wrong]:
+        raise DistoptError(f"{', '.join(wrong)}: results of sums of {n_bytes:,} bytes are wrong")
+    best: dict[str, list[float]] = {}
+    for row in rows:
+        turns = [median(row.seconds[at : at + SAMPLES]) for at in range(0, len(row.seconds), SAMPLES)]
+        # distopt's arrays are wire memory where it has any, as gradients are.
+        if row.buffers != "ordinary" and (row.who not in best or median(turns) < median(best[row.who])):
+            best[row.who] = turns
+    ours, theirs = best[name], best[peer]
+    return Result(ours, theirs, median(ours) * 1e6 if in_us else median(theirs) / median(ours))
+
+
+# -- steps and tokens --------------------------------------------------------------------------------------------------
+def step(model: str, site: Site, args: argparse.Namespace) -> Result:
+    """The time that communication adds to a step of DDP, relative to Gloo's."""
+    found = _steps([NOTHING, GLOO, DISTOPT], {"model": model, **MODELS[model][1]}, site, args)
+    return _added(found, NOTHING)
+
+
+def sharded_step(site: Site, args: argparse.Namespace) -> Result:
+    """The time that communication adds to a step of FSDP2, relative to Gloo's."""
+    found = _steps([FAKE, GLOO, DISTOPT], {"model": "mlp", "sharded": True, **MODELS["mlp"][1]}, site, args)
+    return _added(found, FAKE)
+
+
+def tokens(hidden: int, site: Site, args: argparse.Namespace) -> Result:
+    """Tokens of tensor-parallel inference; each token has two sums a layer."""
+    found = pytorch.tokens_of(hidden, site, argparse.Namespace(rounds=args.turns, steps=args.steps))
+    bare, gloo, ours = (of_rounds(found[name]) for name in (NOTHING, GLOO, DISTOPT))
+    speeds = "tokens/s without sums {:.1f}, over Gloo {:.1f}, over distopt {:.1f}; {:.0f} us a sum"
+    extra = speeds.format(*(1 / median(each) for each in (bare, gloo, ours)), pytorch.sum_us(found))
+    return Result(ours, gloo, median(gloo) / median(ours), f"{extra}; {_bits(found)}")
+
+
+def _steps(names: list[str], options: dict[str, Any], site: Site, args: argparse.Namespace) -> Answers:
+    given = argparse.Namespace(rounds=args.turns, steps=args.steps)
+    return pytorch.steps_of(names, site, options, given, {"warm_up": 1, "interface": "lo"})
+
+
+def _added(found: Answers, without: str) -> Result:
+    bare, gloo, ours = (of_rounds(found[name]) for name in (without, GLOO, DISTOPT))
+    added = [[one - base for one, base in zip(each, bare, strict=True)] for each in (ours, gloo)]
+    extra = f"step without communication {median(bare) * 1e3:.2f} ms; {_bits(found)}"
+    return Result(*added, median(added[0]) / median(added[1]), extra)
+
+
+def _bits(found: Answers) -> str:
+    return "the same bits" if pytorch.same_bits(found) == "yes" else "OTHER BITS"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+def at_least_as(factor: float) -> dict[str, Any]:
+    return {"wanted": f">= {factor:g}", "met": lambda score: score >= factor}
+
+
+def at_most(limit: float, unit: str = "") -> dict[str, Any]:
+    return {"wanted": f"<= {limit:g}{unit}", "met": lambda score: score <= limit}
+
+
+ROWS = {
+    "small": Row(
+        "all_reduce of 1 KiB in PyTorch, one host; score in us",
+        0,
+        **at_most(10, " us"),
+        measure=partial(sums, DISTOPT, GLOO, 1 << 10, in_us=True),
+    ),
+    "torch-2x1": Row(
+        "256 KiB in PyTorch, 2 hosts x 1 rank", 1, **at_least_as(0.97), measure=partial(sums, DISTOPT, GLOO, 256 << 10)
+    ),
+    **{
+        f"torch-2x2-{size}": Row(
+            f"{size} MiB in PyTorch, 2 x 2", 2, **at_least_as(1), measure=partial(sums, DISTOPT, GLOO, size << 20)
+        )
+        for size in (1, 4, 16)
+    },
+    "mpi-2x1": Row("25.6 MB over MPI, 2 x 1", 1, **at_least_as(0.95), measure=partial(sums, "mpi", MPI, 25_600_000)),
+    "mpi-2x2": Row("64 KiB over MPI, 2 x 2, flat", 2, **at_least_as(0.95), measure=partial(sums, "mpi", MPI, 64 << 10)),
+    "hierarchical-2x2": Row(
+        "1 KiB over MPI, 2 x 2, hierarchical",
+        2,
+        **at_least_as(0.95),
+        measure=partial(sums, "hierarchical", MPI, 1 << 10),
+    ),
+    **{
+        name: Row(f"added to a DDP step: {MODELS[name][0]}", 0, **at_most(0.15), measure=partial(step, name))
+        for name in ("resnet18", "mlp")
+    },
+    "fsdp2": Row(f"added to an FSDP2 step: {MODELS['mlp'][0]}", 0, **at_most(0.3), measure=sharded_step),
+    **{
+        f"tokens-{hidden}": Row(
+            f"a token, tensor-parallel, hidden {hidden:,}", 0, **at_least_as(1), measure=partial(tokens, hidden)
+        )
+        for hidden in pytorch.HIDDEN
+    },
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), metavar="ROWS", help=f"of {','.join(ROWS)}")
+    parser.add_argument("--turns", type=at_least(1), default=7, metavar="N", help="turns of each candidate (7)")
+    parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="or tokens, timed in each turn (3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; return 0 if all rows could be measured."""
+    facts, report, failed = machine(), {}, []
+    print(f"# {heading(facts)}; medians of {args.turns} turns", flush=True)
+    print_head("row", "work", "distopt", "peer", "score", "wanted", "met", "notes")
+    with ExitStack() as stack:
+        net = stack.enter_context(two_hosts()) if any(ROWS[name].ranks for name in args.only) else None
+        for name in args.only:
+            row = ROWS[name]
+            site = EmulatedSite(net, row.ranks) if row.ranks else Site(2)
+            try:
+                result = row.measure(site, args)
+            except DistoptError as error:
+                failed.append(f"# not measured: {name}: {error}")
+                continue
+            report[name] = {"ours": result.ours, "peer": result.peer, "score": result.score, "notes": result.extra}
+            met = "yes" if row.met(result.score) else "no"
+            cells = time_of(result.ours), time_of(result.peer), f"{result.score:.2f}", row.wanted, met, result.extra
+            print_row(name, row.work, *cells)
+    print("\n".join(failed), end="\n" if failed else "")
+    if args.json:
+        write_json(args.json, {"benchmark": "never-slower", "machine": facts, "rows": report})
+    return 1 if failed else 0
+
+
+def time_of(turns: Sequence[float]) -> str:
+    """The median of some seconds, and their range."""
+    factor, unit = (1e3, "ms") if median(turns) > 1e-3 else (1e6, "us")
+    middle, low, high = (f"{value * factor:.3g}" for value in (median(turns), min(turns), max(turns)))
+    return f"{middle} {unit} ({low} to {high})"
