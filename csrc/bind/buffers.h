@@ -139,6 +139,14 @@ inline std::optional<Arguments> plain_all_reduce(Buffers& buffers, nb::handle ar
   return arguments;
 }
 
+// Notes a collective that is about to start in the flight record, with the text `place` unless that is negative.
+template <typename Communicator>
+void note(Communicator& on, const Arguments& arguments, std::int64_t place) {
+  if (place >= 0)
+    on.flight().note(on.next_number(), arguments.count, static_cast<std::uint8_t>(arguments.kind),
+                     static_cast<std::uint8_t>(arguments.dtype), static_cast<std::uint32_t>(place));
+}
+
 inline nb::dlpack::dtype storage_of(DType dtype) {
   using Code = nb::dlpack::dtype_code;
   const Code code = dtype == DType::boolean                             ? Code::Bool
@@ -227,9 +235,7 @@ void bind_collectives(Class& cls, Start start) {
         if (!arguments || (looks && !(Communicator::finds_nonfinite && arguments->may_look())))
           return std::optional<Work>();
         arguments->looks = looks;
-        if (place >= 0)
-          on.flight().note(on.next_number(), arguments->count, static_cast<std::uint8_t>(arguments->kind),
-                           static_cast<std::uint8_t>(arguments->dtype), static_cast<std::uint32_t>(place));
+        note(on, *arguments, place);
         return std::optional<Work>(start(on, std::move(*arguments), std::move(held)));
       },
       nb::arg("array"), nb::arg("op"), nb::arg("wire").none(), nb::arg("label"), nb::arg("find_nonfinite"),

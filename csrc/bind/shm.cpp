@@ -47,6 +47,23 @@ void wait(ShmCommunicator& communicator, const ShmCollective& collective, std::o
   communicator.wait(collective, timeout.value_or(communicator.default_timeout()));
 }
 
+// An all_reduce in place of memory that `owner` keeps, and that the caller has checked.
+void reduce_memory(ShmCommunicator& communicator, nb::handle owner, std::uintptr_t address, std::uint64_t count,
+                   int dtype, int op, double timeout, std::int64_t place) {
+  Arguments arguments = make_arguments("all_reduce", dtype, "", op);
+  arguments.count = count;
+  arguments.input = arguments.output = reinterpret_cast<char*>(address);
+  note(communicator, arguments, place);
+  auto collective = std::make_shared<ShmCollective>(std::move(arguments));
+  try {
+    const ShmWork work = start(communicator, std::move(collective));
+    wait(communicator, *work.collective, timeout);
+  } catch (...) {
+    owner.inc_ref();  // for good: the collective may still write there
+    throw;
+  }
+}
+
 nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, int dtype,
                              std::uint64_t bytes_available) {
   std::shared_ptr<char> memory;
@@ -167,6 +184,8 @@ void bind_communicator(nb::module_& m) {
       .def("count_cores", &ShmCommunicator::count_cores)
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
       .def("empty", &empty)
+      .def("reduce_memory", &reduce_memory, nb::arg("owner"), nb::arg("address"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("op"), nb::arg("timeout"), nb::arg("place"))
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())

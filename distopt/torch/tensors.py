@@ -61,6 +61,36 @@ _OPS_OF = {
 }
 
 
+# By the number of the operation, since PyTorch makes and compares its names slowly, and the type of the tensor.
+_KNOWN = {
+    (kind.value, dtype): reduction
+    for kind, reduction in _REDUCTIONS.items()
+    for dtype, ops in _OPS_OF.items()
+    if reduction.op in ops
+}
+# What of these communicators reduce where it lies: the codes of type and reduction, and the bytes of an element.
+_CODES = {
+    key: (DTYPES[name], OPS[_KNOWN[key].op], key[1].itemsize)
+    for key in _KNOWN
+    if (name := str(key[1]).removeprefix("torch.")) in DTYPES
+}
+
+
+def memory_of(tensor: torch.Tensor, reduce_op: Any, limit_bytes: int) -> tuple[int, int, int, int] | None:
+    """Local. Address, count, type and reduction of a small tensor that a communicator reduces where it lies.
+
+    None if the tensor has `limit_bytes` or more, is not plain memory, or if it takes more than its type and `reduce_op`
+    to say what is to be done.
+    """
+    codes = _CODES.get((reduce_op.op.value, tensor.dtype))
+    if codes is None or tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.is_cpu:
+        return None
+    (dtype, op, item_bytes), count, address = codes, tensor.numel(), tensor.data_ptr()
+    if not address or address % item_bytes or count * item_bytes >= limit_bytes or tensor.is_neg():
+        return None
+    return address, count, dtype, op
+
+
 def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
     """Local. The reduction that the `reduceOp` of an options object names, for a tensor like `tensor`.
 
@@ -68,6 +98,9 @@ def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
         ValueError: this reduction does not exist for tensors of that type or layout.
     """
     kind, factor = getattr(reduce_op, "op", reduce_op), None
+    known = _KNOWN.get((kind.value, tensor.dtype))
+    if known is not None and (known.op == "sum" or not tensor.is_sparse):
+        return known
     if kind == _RED_OPS.PREMUL_SUM:
         kind, factor = _RED_OPS.SUM, reduce_op.factor
         if isinstance(factor, torch.Tensor):

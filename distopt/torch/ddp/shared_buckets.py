@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("distopt")
 _Kind: TypeAlias = tuple[str, int]  # type and number of a storage's elements
 
-_LEAST_BYTES = 64 << 10  # a smaller storage is copied faster than it is moved
+LEAST_BYTES = 64 << 10  # a smaller storage is copied faster than it is moved
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # operations between two agreements
 _NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # a rank's wish to move the storage of an operation
 
@@ -76,7 +76,7 @@ class SharedBuckets:
 
     def look(self, tensor: torch.Tensor, *, in_backward: bool) -> None:
         """Collective, before every all_reduce. Move the storage of `tensor` if the ranks have agreed on that."""
-        if tensor.layout != torch.strided or tensor.nbytes < _LEAST_BYTES:
+        if tensor.layout != torch.strided or tensor.nbytes < LEAST_BYTES:
             return
         if len(self._wishes) == self._period:
             self._grant()

@@ -56,7 +56,8 @@ class Collectives:
         else:
             array, wire = numbers
             self._communicator.all_reduce(array, reduction.op, wire=wire, label=label).wait(seconds)
-        give_back(row, tensor)
+        if row is not tensor:
+            give_back(row, tensor)
 
     def _start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work | None:
         if not lies_in_a_row(tensor) or reduction.factor is not None:

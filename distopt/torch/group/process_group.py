@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...comm.shm import ShmCommunicator
 from ...errors import DistoptError
 from ...timeline import timeline
+from ..ddp.shared_buckets import LEAST_BYTES
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
-from ..tensors import reduction_of, refuse_nan
+from ..tensors import memory_of, reduction_of, refuse_nan
 from .channels import Channel, Channels
 from .collectives import STARTS, Collectives, of_each
+from .futures import callback_owner
 from .messages import Mail
 from .monitored_barrier import monitored_barrier
 from .queue import PendingWork
@@ -84,6 +87,8 @@ class DistoptProcessGroup(NamedGroup):
         self._barriers = 0
         self._has_left = False
         self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+        in_memory = isinstance(communicator, ShmCommunicator) and not self._check_nan
+        self._reduce = communicator.reduce_memory if in_memory else None
         self._backend = give_backend(self)
         if not _groups:
             atexit.register(_leave_at_exit)
@@ -98,6 +103,8 @@ class DistoptProcessGroup(NamedGroup):
         """
         opts = _DEFAULTS if opts is None else opts
         (tensor,) = tensors = _list(tensors)
+        if self._reduce is not None and not opts.asyncOp and self._reduce_at_once(tensor, opts):
+            return CompletedWork(tensors)
         action = Collectives.all_reduce
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
 
@@ -360,20 +367,44 @@ class DistoptProcessGroup(NamedGroup):
         except DistoptError as error:
             raise as_torch(error) from error
 
+    def _reduce_at_once(self, tensor: Tensor, opts: Any) -> bool:
+        """Collective. What `_run` does with a small all_reduce if nothing is to be done but the sum; False if there is.
+
+        Each step that it leaves out costs as much as the sum itself.
+        """
+        assert self._reduce is not None
+        memory = memory_of(tensor, opts.reduceOp, LEAST_BYTES)
+        if memory is None or is_profiling() or timeline.is_on or callback_owner() is not None:
+            return False
+        channel = self._channels.first
+        with channel.lock:
+            if not channel.queue.enter():
+                return False
+            channel.count += 1
+        try:
+            self._reduce(tensor, *memory, self._seconds_of(opts))
+        except DistoptError as error:
+            raise as_torch(error) from error
+        finally:
+            channel.queue.leave()
+        return True
+
+    def _seconds_of(self, opts: Any) -> float:
+        seconds: float = opts.timeout.total_seconds()
+        return seconds if seconds > 0 else self._seconds
+
     def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
-        seconds = opts.timeout.total_seconds()
-        if seconds <= 0:
-            seconds = self._seconds
+        seconds = self._seconds_of(opts)
         channel, collectives = self._channels.of_caller()
-        queue = channel.queue
+        queue, is_async = channel.queue, opts.asyncOp
         # False in callbacks of a backward pass: DDP waits there for the operations that it starts there.
-        in_backward = opts.asyncOp and current_autograd_node() is not None
+        in_backward = is_async and current_autograd_node() is not None
         with channel.lock:
             channel.count += 1
             if channel.shared_buckets is not None and action is Collectives.all_reduce:
                 channel.shared_buckets.look(args[0], in_backward=in_backward)
             work = None
-            if opts.asyncOp or not queue.enter():
+            if is_async or not queue.enter():
                 start = STARTS.get(action)
                 whole = partial(action, collectives, *args, seconds)
                 start = start and partial(start, collectives, *args)
@@ -381,12 +412,15 @@ class DistoptProcessGroup(NamedGroup):
                 queue.post(work)
         if work is None:
             try:
-                with timeline.span(action.__name__, waits=True):
+                if timeline.is_on:
+                    with timeline.span(action.__name__, waits=True):
+                        action(collectives, *args, seconds)
+                else:
                     action(collectives, *args, seconds)
             finally:
                 queue.leave()
             return CompletedWork(tensors)
-        if not opts.asyncOp:
+        if not is_async:
             work.wait()
         elif in_backward:
             queue.attend_after_backward(work)

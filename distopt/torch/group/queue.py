@@ -205,7 +205,9 @@ class OperationQueue:
         self.name = name
         self.flight = flight
         self._by_thread = by_thread
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+        self._waiting = 0  # number of threads that wait for the condition
         self._queue: deque[PendingWork] = deque()
         self._begun = 0  # number of operations at the front of the queue that have started
         self._busy = False  # a thread uses the communicator
@@ -220,8 +222,9 @@ class OperationQueue:
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
         """Local. Take the communicator, and return True, if the queue is empty. Call `leave` after the operation."""
-        self._let_others_go_on()
-        with self._condition:
+        if _with_operations:
+            self._let_others_go_on()
+        with self._lock:  # the condition's own; entering the condition would take six times as long
             if self._busy or self._queue:
                 return False
             self._busy = True
@@ -229,13 +232,14 @@ class OperationQueue:
 
     def leave(self) -> None:
         """Local. Give the communicator back, after `enter` has returned True."""
-        with self._condition:
+        with self._lock:
             self._busy = False
-            self._condition.notify_all()
+            if self._waiting:
+                self._condition.notify_all()
 
     def post(self, work: PendingWork) -> None:
         """Local. Add an operation, and start it if possible."""
-        with self._condition:
+        with self._lock:
             self._queue.append(work)
             _with_operations.add(self)
             if self._busy:
@@ -248,9 +252,9 @@ class OperationQueue:
         """Local. Carry out the operations up to `work`, or wait while another thread does."""
         while True:
             self._let_others_go_on()
-            with self._condition:
-                while self._busy and not work.ended:
-                    self._condition.wait()
+            with self._lock:
+                if self._busy and not work.ended:
+                    self._wait(lambda: not self._busy or work.ended)
                 if work.ended:
                     return
                 self._busy = True
@@ -258,8 +262,7 @@ class OperationQueue:
 
     def until_told(self, work: PendingWork) -> None:
         """Wait until the callbacks of `work`, which has ended, have run."""
-        with self._condition:
-            self._condition.wait_for(lambda: work.told)
+        self._wait(lambda: work.told)
 
     def tell_within_callback(self, work: PendingWork) -> None:
         """Local. If this thread waits for `work` in a callback, run all later callbacks up to those of `work`.
@@ -280,21 +283,19 @@ class OperationQueue:
         """Local. Have the queue's thread carry out all operations; how many are left at the deadline."""
         if self._queue or self._teller:
             self.attend(at_once=True)
-            with self._condition:
-                is_idle = lambda: not (self._queue or self._untold or self._teller)  # noqa: E731
-                self._condition.wait_for(is_idle, max(0.0, deadline - time.monotonic()))
+            is_idle = lambda: not (self._queue or self._untold or self._teller)  # noqa: E731
+            self._wait(is_idle, max(0.0, deadline - time.monotonic()))
         return len(self._queue)
 
     def complete_within(self, work: PendingWork, seconds: float) -> bool:
         """Local. Have the queue's thread carry out all operations; whether `work` ends within that time."""
         self.attend(at_once=True)
-        with self._condition:
-            return self._condition.wait_for(lambda: work.ended, seconds)
+        return self._wait(lambda: work.ended, seconds)
 
     def poll(self, work: PendingWork) -> bool:
         """Local. Make progress with the operations; whether `work` has ended."""
         while not work.ended:
-            with self._condition:
+            with self._lock:
                 if self._busy or work.ended:
                     break
                 self._busy = True
@@ -312,7 +313,7 @@ class OperationQueue:
         at_once = at_once or self._by_thread
         self._at_once = self._at_once or at_once
         if self._thread in (None, threading.current_thread()):  # a callback in the thread itself may wait: have another
-            with self._condition:
+            with self._lock:
                 if self._thread in (None, threading.current_thread()) and not self._closed:
                     # A daemon, since a script may end in the middle of an operation.
                     self._thread = threading.Thread(target=self._serve, name=f"distopt {self.name}", daemon=True)
@@ -347,8 +348,17 @@ class OperationQueue:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- internal ------------------------------------------------------------------------------------------------------
+    def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Local. Wait until `predicate`; whether it holds in time."""
+        with self._lock:
+            self._waiting += 1
+            try:
+                return self._condition.wait_for(predicate, seconds)
+            finally:
+                self._waiting -= 1
+
     def _first(self) -> PendingWork | None:
-        with self._condition:
+        with self._lock:
             return self._queue[0] if self._queue else None
 
     def _begin(self) -> None:
@@ -360,7 +370,7 @@ class OperationQueue:
         """Holding the communicator. Carry out the first operation, give the communicator back, and run callbacks."""
         self._begin()
         self._queue[0].carry_out()
-        with self._condition:
+        with self._lock:
             work = self._queue.popleft()
             work.ended = True
             self._untold.append(work)
@@ -374,7 +384,7 @@ class OperationQueue:
     def _tell(self) -> None:
         """Run the callbacks of operations that have ended, in order, unless another thread does."""
         while True:
-            with self._condition:
+            with self._lock:
                 if self._teller or not self._untold:
                     return
                 self._teller = threading.get_ident()
@@ -382,7 +392,7 @@ class OperationQueue:
             try:
                 work.tell()
             finally:
-                with self._condition:
+                with self._lock:
                     self._teller = 0
                     self._condition.notify_all()
 
