@@ -98,13 +98,14 @@ class ShmCommunicator(NativeCommunicator):
         self.core.close()
 
     def reduce_memory(self, owner: object, address: int, count: int, dtype: int, op: int, timeout: float) -> None:
-        """Collective; waits. `all_reduce` in place of memory that the caller has checked, without making an array of it.
+        """Collective; waits. `all_reduce` in place of memory that the caller has checked, without an array of it.
 
         Args:
             owner: keeps the memory.
             address: where it begins, aligned to elements.
             count: elements.
-            dtype, op: values of `DTYPES` and `OPS`; the type has that reduction.
+            dtype: a value of `DTYPES`.
+            op: a value of `OPS`, which the type has.
             timeout: see `Work.wait`, which has the errors.
         """
         place = -1 if self.flight is None else self.flight.place("all_reduce", "")

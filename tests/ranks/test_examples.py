@@ -69,7 +69,7 @@ def test_one_process_without_a_launcher(digits):
     "script",
     [
         *("mnist_multiprocess", "mnist_dist", "mnist_slurm", "zoo/train", "pytorch/mnist_ddp", "template/train"),
-        *("slurm/submit", "slurm/fetch_mnist"),
+        *("pytorch/tensor_parallel", "slurm/submit", "slurm/fetch_mnist"),
     ],
 )
 def test_help(script, asked):

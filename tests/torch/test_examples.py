@@ -1,4 +1,4 @@
-"""examples/pytorch/mnist_ddp.py: started in the ways that its docstring names, killed and preempted."""
+"""examples/pytorch: mnist_ddp.py started in the ways that its docstring names, killed and preempted; tensor_parallel.py."""
 
 import os
 import random
@@ -120,6 +120,28 @@ def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(
     assert "Resuming from" in last
     said = f"killed in step {step}\n{said}{left.stdout}{last}"
     assert set(digits_of(said)) == set(undisturbed), said
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_find_the_tokens_of_one_rank() -> None:
+    options = ["--hidden", "256", "--layers", "3", "--tokens", "20"]
+    script = [str(ROOT / "examples" / "pytorch" / "tensor_parallel.py"), *options]
+    env = {"OMP_NUM_THREADS": "1"}
+    said = {
+        way: run([[sys.executable, *words, *script, *more]], env)
+        for way, words, more in (
+            ("1 ranks over gloo", [], ["--backend", "gloo"]),
+            ("2 ranks over gloo", ["-m", "torch.distributed.run", "--nproc-per-node", "2"], ["--backend", "gloo"]),
+            ("2 ranks over distopt", ["-m", "distopt", "run", "--nproc-per-node", "2"], []),
+            ("4 ranks over distopt", ["-m", "torch.distributed.run", "--nproc-per-node", "4"], []),
+        )
+    }
+    tokens = [re.findall(r"^Tokens: (.*)$", text, re.MULTILINE) for text in said.values()]
+    assert len(tokens[0]) == 1
+    assert len(set(tokens[0][0].split())) > 5, "other tokens, not one again and again"
+    assert all(each == tokens[0] for each in tokens), tokens
+    for way, text in said.items():
+        assert re.search(rf"^{way}: \d+\.\d tokens/s$", text, re.MULTILINE), text
 
 
 def read_steps(program: Program, count: int) -> str:

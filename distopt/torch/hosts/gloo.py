@@ -6,6 +6,7 @@ cause.
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -81,12 +82,15 @@ class Gloo:
     ) -> None:
         self.processes = processes
         self.me = processes[rank]
+        self._rank = rank
         try:
             options = gloo_options(seconds, **({"interface": interface} if interface else {"hostname": address}))
-            # Two groups, since a wait that times out closes all connections of its group.
-            self._group, self._notices = [
+            # A wait that times out closes all connections of its group, so notices have one of their own. Collectives
+            # have two, so that data go one way in each connection: while a thread writes to a connection, Gloo's
+            # thread cannot read from it, and keeps a core busy by trying.
+            self._group, self._back, self._notices = [
                 dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(processes), options)
-                for name in ("data", "notices")
+                for name in ("data", "back", "notices")
             ]
         except RuntimeError as error:
             place = f"interface {interface}" if interface else f"address {address}"
@@ -106,7 +110,7 @@ class Gloo:
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Start to send to rank `to`, which must receive at least as many bytes."""
         try:
-            return Transfer(unrecorded(self._open().send, [data], to, tag), to)
+            return Transfer(unrecorded(self._way(to, tag, sends=True).send, [data], to, tag), to)
         except RuntimeError as error:
             raise self._lost(to, what()) from error
 
@@ -117,7 +121,7 @@ class Gloo:
             if source is None:
                 work = unrecorded(group.recv_anysource, [data], tag)
             else:
-                work = unrecorded(group.recv, [data], source, tag)
+                work = unrecorded(self._way(source, tag, sends=False).recv, [data], source, tag)
         except RuntimeError as error:
             raise self._lost(source, what()) from error
         return Transfer(work, source)
@@ -195,14 +199,14 @@ class Gloo:
 
     def _forget(self) -> None:
         """Drop the groups. Their connections close when no work holds them any more."""
-        self._group = self._notices = self._keeps = None
+        self._group = self._back = self._notices = self._keeps = None
         self._received = []
 
     def _break(self) -> None:
         """Close the connections even if works hold them, so that no other rank waits for this one."""
-        group = self._group
+        groups = [group for group in (self._group, self._back) if group is not None]
         self._forget()
-        for other, process in enumerate(self.processes if group is not None else ()):
+        for group, (other, process) in itertools.product(groups, enumerate(self.processes)):
             if process is not self.me:
                 with suppress(RuntimeError):  # a wait that times out closes all connections of the group
                     group.recv([torch.empty(1)], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
@@ -228,6 +232,11 @@ class Gloo:
                     )
                     return error
         return None
+
+    def _way(self, peer: int, tag: int, *, sends: bool) -> Any:
+        """The group of a transfer: that which collectives have for data to lower ranks, or that for all other data."""
+        group = self._open()
+        return self._back if (peer < self._rank) is sends and tag < _MESSAGE else group
 
     def _open(self) -> Any:
         if self._group is None:
