@@ -68,7 +68,7 @@ _KNOWN = {
     for dtype, ops in _OPS_OF.items()
     if reduction.op in ops
 }
-# Those that communicators reduce in place: the codes of type and reduction, and the bytes of an element.
+# The reductions that communicators make in place: the codes of type and reduction, and the bytes of an element.
 _CODES = {
     key: (DTYPES[name], OPS[_KNOWN[key].op], key[1].itemsize)
     for key in _KNOWN

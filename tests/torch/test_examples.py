@@ -1,4 +1,4 @@
-"""examples/pytorch: mnist_ddp.py started in the ways that its docstring names, killed and preempted; tensor_parallel.py."""
+"""examples/pytorch: mnist_ddp.py started as its docstring says, killed, preempted; the tokens of tensor_parallel.py."""
 
 import os
 import random
