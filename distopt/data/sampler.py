@@ -55,6 +55,7 @@ class ShardedSampler:
     Attributes:
         epoch: the epoch that determines the permutation.
         consumed: number of samples of this epoch that all ranks together have been given.
+        shards: into how many parts the permutation is dealt: the argument, or the number of ranks.
 
     Raises:
         UsageError: an argument is invalid, or a shard does not fill one batch.
@@ -82,9 +83,8 @@ class ShardedSampler:
         self.epoch = self.consumed = 0
         self._first = 0  # place in the permutation where the next iteration begins
         self._tail = tail
-        # Who the permutation is dealt to, and which of them this rank is.
-        self._hands = self.world_size if shards is None else check_integer("shards", shards, 1)
-        self._mine = np.array([self.rank] if shards is None else block_of(self._hands, self.rank, self.world_size))
+        self.shards = self.world_size if shards is None else check_integer("shards", shards, 1)
+        self._mine = np.array([self.rank] if shards is None else block_of(self.shards, self.rank, self.world_size))
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
         self.shard_size = self._share(self.size)
@@ -94,7 +94,7 @@ class ShardedSampler:
                 f"use batch_size {self.shard_size} or less, or fewer {who}" if self.shard_size else f"use fewer {who}"
             )
             raise UsageError(
-                f"a batch of {self.batch_size} is larger than {one} shard: {self.size} samples over {self._hands} "
+                f"a batch of {self.batch_size} is larger than {one} shard: {self.size} samples over {self.shards} "
                 f"{who} give {self.shard_size} each; {cure}"
             )
 
@@ -128,7 +128,7 @@ class ShardedSampler:
 
     def _hand_out(self, samples: int) -> None:
         """Count samples that this rank is given next."""
-        self.consumed += samples * self._hands
+        self.consumed += samples * self.shards
 
     def shard(self) -> NDArray[np.int64]:
         """Local. The `shard_size` indices of this rank in the current epoch, in order of use.
@@ -143,13 +143,13 @@ class ShardedSampler:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
         else:
             order = np.arange(self.size)
-        rows = first + np.arange(self._share(self.size - first)) * self._hands
+        rows = first + np.arange(self._share(self.size - first)) * self.shards
         own: NDArray[np.int64] = order[(rows + self._mine[:, None]) % self.size]
         return own
 
     def _share(self, samples: int) -> int:
         """How many of `samples` samples a rank gets, or a shard."""
-        return max(0, samples // self._hands if self._tail == "drop" else -(-samples // self._hands))
+        return max(0, samples // self.shards if self._tail == "drop" else -(-samples // self.shards))
 
     def _batches(self, samples: int) -> int:
         """Number of batches that `samples` samples of a rank, or of a shard, make."""

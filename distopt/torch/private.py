@@ -52,6 +52,7 @@ USES = {
     "torch.UntypedStorage._cdata": _MOVES,
     "torch.UntypedStorage._swap_data_ptr_": _MOVES,
     "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
+    "torch.Tensor._version": "to tell whether a backward pass has added to a gradient",
     "torch.Tensor._base": "to write the sum of complex sparse tensors",
     "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "to derive SyncBatchNorm",
     "torch.ops.aten.native_batch_norm_backward": "to compute SyncBatchNorm's gradients",
@@ -375,3 +376,8 @@ def give_backend(group: dist.ProcessGroup) -> object:
         group._set_default_backend(custom)
         return backend
     return None
+
+
+def is_changed(tensor: torch.Tensor) -> bool:
+    """Local. Whether a tensor has been changed in place since it was made."""
+    return bool(tensor._version)

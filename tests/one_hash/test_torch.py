@@ -122,8 +122,9 @@ def refused(front: str) -> dict[str, np.ndarray]:
     share = BATCH * len(run.cut._shards.mine)
     with pytest.raises(UsageError, match="each loss is that of one shard"):
         run.loss(run.x[:2], run.y[:2]).backward()
-    with pytest.raises(UsageError, match="has given no gradients"):
-        next(_all(run.cut.shards(range(share))))
+    for cut in (run.cut, Run(front, Choosing(), unused=True).cut):
+        with pytest.raises(UsageError, match="has given no gradients"):
+            next(_all(cut.shards(range(share))))
     with pytest.raises(UsageError, match="is not cut into"):
         next(run.cut.shards(range(share + 1)))
     layers = {
@@ -217,8 +218,8 @@ def test_number_of_ranks(body, front):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("front", ["opt", "ddp"])
-def test_between_hosts(front, net):  # `net`: needs root
-    del net
+@pytest.mark.usefixtures("net")  # needs root
+def test_between_hosts(front):
     assert_one_hash(plain, front, ("1", "2+1", "2+2"))
 
 

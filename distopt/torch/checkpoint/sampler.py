@@ -79,7 +79,7 @@ class ResumableSampler(ShardedSampler):
 
     def step(self) -> None:
         """Local. Count the samples of one step on all ranks."""
-        trained = self.consumed + self.batches_per_step * self.batch_size * self._hands
+        trained = self.consumed + self.batches_per_step * self.batch_size * self.shards
         self.consumed = min(trained, self.size)  # the last batch may be shorter
 
     def continue_with(self, at_start: Callable[[], None]) -> None:

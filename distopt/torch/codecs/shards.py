@@ -17,6 +17,7 @@ from ...sync.shards import RunningStatistics, Shards
 from ..checkpoint.states import plain_model
 from ..ddp.bucket_order import Idle
 from ..ddp.sync_batch_norm import SyncBatchNorm
+from ..private import is_changed
 from ..tensors import array_of
 from .parameters import TrainedParameter
 
@@ -72,11 +73,15 @@ class ModelShards(Shards):
             finally:
                 torch.set_rng_state(kept)
             if precedes_last:
-                grads = {id(param): param.array_like(param.tensor.grad) for param in params if _has_grad(param)}
+                grads = {id(param): param.array_like(param.tensor.grad) for param in params if self._has_grad(param)}
                 if grads:  # else the turn had no backward pass
                     fold(grads)
 
         return map(_aligned, self.walk(batch, done, around))
+
+    def _has_grad(self, param: TrainedParameter) -> bool:
+        grad = param.tensor.grad
+        return grad is not None and (self.unused == "raise" or is_changed(grad))
 
     def _without_ddp(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
@@ -127,10 +132,6 @@ class ModelShards(Shards):
 def _number_of(seed: Sequence[int]) -> int:
     """64 bits, which differ between seeds."""
     return int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "little")
-
-
-def _has_grad(param: TrainedParameter) -> bool:
-    return param.tensor.grad is not None
 
 
 def _aligned(part: Any) -> Any:
