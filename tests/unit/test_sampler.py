@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from distopt.data.sampler import TAILS, ShardedSampler, data_partition
 from distopt.errors import StateError, UsageError
+from distopt.shards import block_of
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 9)).filter(lambda pair: pair[0] >= pair[1])
 
@@ -226,3 +227,51 @@ def test_states_of_another_order_are_refused(change, message):
     with pytest.raises(StateError, match="not states of a sampler"):
         sampler.set_states({"epoch": 1})
     assert (sampler.epoch, sampler.consumed) == (0, 0)
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+def steps_in_shards(world_size: int, first: int = 0, states=None, **options) -> list[list[list[int]]]:
+    """For each step, the samples of each shard; `first` is the first step that is taken."""
+    samplers = [ShardedSampler(101, world_size, rank, 3, seed=4, shards=8, **options) for rank in range(world_size)]
+    for sampler in samplers:
+        if states is not None:
+            sampler.set_states(states)
+    found = []
+    for batches in zip(*samplers, strict=True):
+        shards = [block_of(8, rank, world_size) for rank in range(world_size)]
+        found.append(
+            [part.tolist() for own, mine in zip(batches, shards, strict=True) for part in own.reshape(len(mine), -1)]
+        )
+    return found[first:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("options", [{}, {"tail": "wrap", "partial_batch": True}, {"shuffle": False}])
+def test_shards_have_the_same_samples_on_any_number_of_ranks(world_size, options):
+    alone = steps_in_shards(1, **options)
+    assert steps_in_shards(world_size, **options) == alone
+    samples = [sample for step in alone for shard in step for sample in shard]
+    if options.get("tail") == "wrap":
+        assert len(alone) == 5
+        assert [len(shard) for shard in alone[-1]] == [1] * 8
+        assert len(samples) == 13 * 8
+        assert set(samples) == set(range(101))
+    else:
+        assert len(samples) == len(set(samples)) == 4 * 8 * 3
+
+
+def test_shards_resume_on_another_number_of_ranks():
+    sampler = ShardedSampler(101, 3, 1, 3, seed=4, shards=8)
+    steps = iter(sampler)
+    next(steps), next(steps)
+    assert sampler.consumed == 2 * 8 * 3
+    assert steps_in_shards(5, states=sampler.get_states()) == steps_in_shards(1, first=2)
+
+
+def test_shards_are_at_least_as_many_as_ranks_and_fill_a_batch():
+    with pytest.raises(UsageError, match="2 shards leave nothing to some of 3 ranks"):
+        ShardedSampler(101, 3, 0, 3, shards=2)
+    with pytest.raises(
+        UsageError, match=r"larger than a shard: 101 samples over 8 shards give 12 each; .*fewer shards"
+    ):
+        ShardedSampler(101, 3, 0, 13, shards=8)
