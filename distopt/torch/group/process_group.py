@@ -87,8 +87,9 @@ class DistoptProcessGroup(NamedGroup):
         self._barriers = 0
         self._has_left = False
         self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
-        in_memory = isinstance(communicator, ShmCommunicator) and not self._check_nan
-        self._reduce = communicator.reduce_memory if in_memory else None
+        self._reduce = None
+        if isinstance(communicator, ShmCommunicator) and not self._check_nan:
+            self._reduce = communicator.reduce_memory
         self._backend = give_backend(self)
         if not _groups:
             atexit.register(_leave_at_exit)
