@@ -1,4 +1,4 @@
-// The CUDA runtime on the CPU, as far as distopt needs it: the same kernels run, and can fail, on machines without a GPU.
+// The CUDA runtime on the CPU, as far as distopt needs it: the same kernels run, and can fail, without a GPU.
 //
 // Streams are lazy queues, run adversarially: a task runs only when something synchronises with its stream or with an
 // event recorded behind it, or when a stream that waits for such an event gets that far. A missing event therefore
