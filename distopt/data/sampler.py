@@ -55,7 +55,6 @@ class ShardedSampler:
     Attributes:
         epoch: the epoch that determines the permutation.
         consumed: number of samples of this epoch that all ranks together have been given.
-        shards: into how many parts the permutation is dealt: the argument, or the number of ranks.
 
     Raises:
         UsageError: an argument is invalid, or a shard does not fill one batch.
@@ -83,8 +82,8 @@ class ShardedSampler:
         self.epoch = self.consumed = 0
         self._first = 0  # place in the permutation where the next iteration begins
         self._tail = tail
-        self.shards = self.world_size if shards is None else check_integer("shards", shards, 1)
-        self._mine = np.array([self.rank] if shards is None else block_of(self.shards, self.rank, self.world_size))
+        self._given = shards
+        self._mine()
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
         self.shard_size = self._share(self.size)
@@ -97,6 +96,15 @@ class ShardedSampler:
                 f"a batch of {self.batch_size} is larger than {one} shard: {self.size} samples over {self.shards} "
                 f"{who} give {self.shard_size} each; {cure}"
             )
+
+    @property
+    def shards(self) -> int:
+        """Local. Into how many parts the permutation is dealt: the argument, or the number of ranks."""
+        return self.world_size if self._given is None else self._given
+
+    def _mine(self) -> NDArray[np.int64]:
+        """The parts of this rank."""
+        return np.array(block_of(self.shards, self.rank, self.world_size), np.int64)
 
     def __len__(self) -> int:
         """Batches per epoch, the same on all ranks."""
@@ -144,7 +152,7 @@ class ShardedSampler:
         else:
             order = np.arange(self.size)
         rows = first + np.arange(self._share(self.size - first)) * self.shards
-        own: NDArray[np.int64] = order[(rows + self._mine[:, None]) % self.size]
+        own: NDArray[np.int64] = order[(rows + self._mine()[:, None]) % self.size]
         return own
 
     def _share(self, samples: int) -> int:

@@ -304,7 +304,7 @@ def test_refused():
 def _different(comm):
     run = Run(comm, 8 + 2 * comm.topology.rank)
     with pytest.raises(MismatchError, match=r"shards"):
-        run.step(np.arange(len(run.sampler._mine) * BATCH))
+        run.step(np.arange(len(run.sampler._mine()) * BATCH))
     return {}
 
 
