@@ -48,7 +48,7 @@ class Owner(Gate):
         warn: prints a line.
 
     Attributes:
-        watch: shows what the ranks of other nodes do, if anything shall.
+        watch: shows the rows of other nodes, under --watch.
     """
 
     watch: Watch | None = None
