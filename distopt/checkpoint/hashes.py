@@ -74,8 +74,8 @@ class HashLog:
             self._file.write("\n")  # the last line may be cut
 
     def add(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
-        """Local, on all ranks. Add the hashes of the states after a step."""
-        states = look_at(adapters)
+        """Local, on all ranks. Add the hashes of the states after a step; random generators, one of each rank, have none."""
+        states = look_at({name: each for name, each in adapters.items() if not each.random})
         if self._file is None:
             return
         arrays = {**states.shared, **states.own}

@@ -17,6 +17,7 @@ _NOTE = """\
 A run is a folder of checkpoints, a checkpoint, or a log that DISTOPT_HASH has written, or its folder.
 exit codes: 0: the same bits; 1: some differ; 2: there is nothing to compare
 """
+_GENERATORS = "torch.generators/"  # global ones, which each rank seeds by itself
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -68,7 +69,8 @@ class Run:
         found = read_rank(folder, manifest, 0)[0]
         for rank in range(manifest.world_size):
             found |= read_shared(folder, manifest, rank)
-        return {name: found[name] for name in sorted(found, key=[*order, *sorted(found)].index)}
+        names = [name for name in found if not name.startswith(_GENERATORS)]
+        return {name: found[name] for name in sorted(names, key=[*order, *sorted(found)].index)}
 
 
 def how_much(one: Any, other: Any) -> str:

@@ -44,9 +44,13 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("after", [3, 1, 2, 8])
-def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, after):
-    job, log = [*JOB, "--every", "20", "--pause", "0", "--folder"], {"DISTOPT_HASH": "every"}
+@pytest.mark.parametrize(
+    ("script", "after"), [*((JOB, after) for after in (3, 1, 2, 8)), ([*TORCH, "dist-opt"], 2), ([*TORCH, "ddp"], 3)]
+)
+def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, script, after):
+    if script != JOB:
+        pytest.importorskip("torch")
+    job, log = [*script, "--every", "20", "--pause", "0", "--folder"], {"DISTOPT_HASH": "every"}
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     [want] = ends_of(run(1, *job, one, "--steps", "45", **log))
     run(4, *job, other, "--steps", "27", **log)

@@ -4,6 +4,7 @@ distopt run --heal --nproc-per-node 1:2 -m tests.torch.elastic ddp --steps 100
 """
 
 import argparse
+import itertools
 import os
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
     parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--every", type=int, default=40)
     args = parser.parse_args()
     dist.init_process_group(args.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -53,24 +55,24 @@ def main() -> None:
     images = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     labels = images.flatten(1)[:, :4].argmax(1)
     sampler = distopt.torch.ResumableSampler(len(images), 2, seed=2, shards=SHARDS)
-    checkpoint = distopt.torch.Checkpoint(args.folder, every=40, sampler=sampler, **parts)
+    checkpoint = distopt.torch.Checkpoint(args.folder, every=args.every, sampler=sampler, **parts)
     resumed = checkpoint.resume()
     came = f"resumed from {resumed.world_size}" if resumed else "anew"
     print(f"rank {rank} is {os.getpid()} after {checkpoint.steps}, one of {size}, {came}", flush=True)
-    while checkpoint.steps < args.steps:
-        sampler.set_epoch(checkpoint.epoch)
+    for epoch in itertools.count(checkpoint.epoch):
+        sampler.set_epoch(epoch)
         for chosen in sampler:
             for part in cut.shards(chosen):
                 nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
             step.step()
             time.sleep(0 if args.until.is_file() else args.pause)
-            checkpoint.step()
+            checkpoint.step(epoch)
             if rank == 0:
                 print(f"step {checkpoint.steps}", flush=True)
-            if checkpoint.steps == args.steps:
+            if checkpoint.steps >= args.steps:
                 break
-        else:
-            checkpoint.save(checkpoint.epoch + 1)
+        if checkpoint.steps >= args.steps:
+            break
     checkpoint.close()
     print(f"ends with {digest(net, sgd)}", flush=True)
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distopt import checkpoint, cli
+from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.states import decode, encode
@@ -427,9 +428,9 @@ def test_the_first_array_of_two_runs_that_differs_is_named(tmp_path, monkeypatch
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
-def given(world_size: int, rank: int, size: int = 103, **options) -> ResumableSampler:
-    sampler = ResumableSampler(size, 4, seed=3, **options)
-    sampler.world_size, sampler.rank = world_size, rank
+def given(world_size: int, rank: int, size: int) -> ResumableSampler:
+    sampler = ResumableSampler(size, 4, seed=3)
+    ShardedSampler.__init__(sampler, size, world_size, rank, 4, seed=3)  # of a rank that is not there
     return sampler
 
 
