@@ -74,7 +74,7 @@ class HashLog:
             self._file.write("\n")  # the last line may be cut
 
     def add(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
-        """Local, on all ranks. Add the hashes of the states after a step; random generators, one of each rank, have none."""
+        """Local, on all ranks. Add the hashes of the states after a step, but for random generators of ranks."""
         states = look_at({name: each for name, each in adapters.items() if not each.random})
         if self._file is None:
             return
