@@ -56,17 +56,10 @@ class Trainer:
         self.tests = DataLoader(share, batch_size=500)
         self.means, self.pace = Means(), board.Pace(self.model, args.batch_size)
         torch.manual_seed(args.seed + 1000 + self.rank)  # other noise on every rank
-        self.checkpoint = Checkpoint(
-            args.out / "checkpoints",
-            every=args.save_every,
-            preemptible=True,  # on a signal, save, have Slurm queue the job again, and leave
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            sampler=self.sampler,
-            means=self.means,
-        )
+        saved = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        saved |= {"scaler": self.scaler, "sampler": self.sampler, "means": self.means}
+        # On a signal: save, have Slurm queue the job again, and leave.
+        self.checkpoint = Checkpoint(args.out / "checkpoints", every=args.save_every, preemptible=True, **saved)
 
     def measure(self, network: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
         """Means over the samples of a batch: "loss", which training makes smaller, and any others."""

@@ -86,6 +86,7 @@ COMMANDS = {
     r"torchrun --nnodes|distopt run --nnodes": "needs two hosts: tests/ranks/test_run_hosts.py emulates them",
     r"python (script|examples/pytorch/mnist_ddp).py": "the same, in tests/torch",
     r"distopt run .*--timeline|distopt timeline ": "trains MNIST: tests/ranks/test_timeline.py has others",
+    r"DISTOPT_HASH=every distopt run|distopt diff ": "compares two trainings: tests/unit/test_diff.py",
     r"distopt run .*--heal": "waits for a fault: tests/ranks/test_heal.py",
     r"((DISTOPT_DEVICE=cpu )?python|mpiexec .* python) examples/mnist_": "minutes: make mnist and make examples",
     r"python tests/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
