@@ -218,8 +218,7 @@ class DistOpt:
         """
         if self._engine.is_joining:
             raise UsageError("statistics of all ranks need all of them; use BatchNorm2d inside DistOpt.join")
-        if self._engine.shards is not None:
-            raise self._engine.shards.refusal("SyncBatchNorm2d, or another sum over ranks,")
+        self._engine.check_unsharded("SyncBatchNorm2d, or another sum over ranks,")
         if self.world_size > 1:
             self.communicator.all_reduce(array, label="reduce").wait()
 
@@ -277,8 +276,7 @@ class DistOpt:
         Raises:
             UsageError: with shards, which are added up anyway.
         """
-        if self._engine.shards is not None:
-            raise self._engine.shards.refusal("no_sync, which adds up losses in their order,")
+        self._engine.check_unsharded("no_sync, which adds up losses in their order,")
         return self._accumulation.collecting()
 
     def shards(self, *batch: Any) -> Iterator[Any]:

@@ -102,7 +102,7 @@ class Engine:
     @contextlib.contextmanager
     def by_hand(self, rule: UpdateRule) -> Iterator[None]:
         """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
-        self._check_whole("a sum over ranks")
+        self.check_unsharded("a sum over ranks")
         self.settle()
         self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
@@ -210,7 +210,7 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
-        self._check_whole("a partial update")
+        self.check_unsharded("a partial update")
         self.settle()
         agreement, statistics = self.agreement, self.statistics
         if type(partition_elements) is not int:
@@ -269,7 +269,8 @@ class Engine:
                 following.take_back()
             raise
 
-    def _check_whole(self, what: str) -> None:
+    def check_unsharded(self, what: str) -> None:
+        """Local. Raise a UsageError if steps are cut into shards, which `what` does not allow."""
         if self.shards is not None:
             raise self.shards.refusal(what)
 
@@ -284,7 +285,7 @@ class Engine:
         """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
-        self._check_whole("join, with ranks out of data,")
+        self.check_unsharded("join, with ranks out of data,")
         self.settle()
         roll_call = self._roll_call = RollCall(self.communicator)
         try:

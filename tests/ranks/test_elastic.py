@@ -1,16 +1,14 @@
 """Ranks and hosts of a job in shards come and go: it ends with the bits of an undisturbed job of any other size."""
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.healing import RUN, SECONDS, Job
+from tests.faults.healing import RUN, SECONDS
 from tests.processes import ROOT, patience
 
 JOB, TORCH = ["-m", "tests.ranks.elastic"], ["-m", "tests.torch.elastic"]
@@ -28,19 +26,6 @@ def run(ranks: int, *words: str, **variables: str) -> list[str]:
 
 def ends_of(lines: list[str]) -> set[str]:
     return {line.partition("ends with")[2] for line in lines if "ends with" in line}
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Starts a job, which ends with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def started(*commands: list[str]) -> Job:
-            job = Job(*commands)
-            stack.callback(job.kill)
-            return job
-
-        yield started
 
 
 @pytest.mark.slow(kept=1)

@@ -1,6 +1,5 @@
 """`distopt run --heal`: whatever is killed, stopped or cut off, the job ends with the bits of an undisturbed one."""
 
-import contextlib
 import os
 import re
 import signal
@@ -15,19 +14,6 @@ from tests.faults.healing import JOB, RUN, SECONDS, Job, without_heal
 from tests.processes import ROOT, patience
 
 TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Starts a job, which ends with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def started(*commands: list[str]) -> Job:
-            job = Job(*commands)
-            stack.callback(job.kill)
-            return job
-
-        yield started
 
 
 def undisturbed(*commands: list[str]) -> list[str]:

@@ -27,8 +27,8 @@ _ALIGNMENT = 64
 # Most data that travel with the announcement, for two ranks, and for all ranks together if there are more. They go to
 # every rank: with more than two, they cross the network more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
-# The chunks on their way stay in a core's cache; smaller ones need more context switches if ranks outnumber cores.
-CHUNK_BYTES = 512 << 10
+# Smaller limits need more context switches if ranks outnumber cores.
+CHUNK_BYTES = 1 << 20
 
 
 Work.register(_core.MpiWork)  # written in C++ for speed
