@@ -71,6 +71,10 @@ class GradientCounter(ABC):
         """Local. Whether all gradients are final."""
         return not self._awaited
 
+    def awaits(self, param: Parameter) -> bool:
+        """Local. Whether the gradient of `param` is part of the step, and not final yet."""
+        return id(param) in self._awaited
+
     @abstractmethod
     def _start_full(self) -> None:
         """Collective. Start all that can start: a bucket is full."""

@@ -24,7 +24,16 @@ from ...sync.step import GradientCounter
 from ..checkpoint.states import plain_model
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
-from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
+from .parameters import (
+    Rule,
+    TrainedParameter,
+    arrays_in,
+    device_of,
+    send_first,
+    tensors_of,
+    trained_parameters,
+    views_of,
+)
 
 
 class DiLoCo:
@@ -37,7 +46,7 @@ class DiLoCo:
 
     Args:
         model: the same on all ranks.
-        inner_optimizer: over parameters of the model; they become those of rank 0.
+        inner_optimizer: over parameters of the model. All parameters and buffers become those of rank 0.
         outer_optimizer: over the same parameters.
         sync_every: steps from one average of a parameter to the next.
         codec: how changes are encoded: a codec, or the name of one (see `distopt.compress`).
@@ -75,7 +84,8 @@ class DiLoCo:
         check_integer("fragments", fragments, 1)
         check_integer("sync_every", sync_every, 1)
         outer = {id(tensor) for group in outer_optimizer.param_groups for tensor in group["params"]}
-        named = plain_model(model)[0].named_parameters()
+        plain = plain_model(model)[0]
+        named = [*plain.named_parameters()]
         params = trained_parameters((name, tensor) for name, tensor in named if id(tensor) in outer)
         if sync_every % fragments or fragments > len(params):
             raise UsageError(
@@ -94,6 +104,8 @@ class DiLoCo:
         codec, communicator = compress.codec_of(codec), communicator_of(group, device)
         with current_stream(device):
             Engine(communicator).agreement.attach(params)
+            others = [pair for pair in named if id(pair[1]) not in self._averaged]
+            send_first(communicator, [*others, *plain.named_buffers()])
         self._fragments = [
             _Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
             for part in _parts_of(params, fragments)

@@ -17,10 +17,21 @@ from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ...sync.layout import Layout
 from ...sync.step import GradientCounter
+from ..checkpoint.states import plain_model
 from ..private import call_after_backward, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
-from .parameters import Rule, TrainedParameter, arrays_in, check_plain, device_of, tensors_of, views_of
+from .parameters import (
+    Rule,
+    TrainedParameter,
+    arrays_in,
+    check_plain,
+    device_of,
+    send_first,
+    tensors_of,
+    unused_on_all,
+    views_of,
+)
 from .shards import ModelShards
 
 
@@ -29,14 +40,16 @@ class DistOpt(torch.optim.Optimizer):
 
     Gradients are sent during the backward pass. When `backward` returns, `.grad` of each parameter is its mean,
     so clipping and `step` work as in a script of one process. It is a `torch.optim.Optimizer` that shares
-    groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks.
+    groups and states with the wrapped one, so schedules take it. The parameters of rank 0 replace those of all ranks,
+    also those that the optimizer does not train, such as a frozen backbone; and, with `model`, so do its buffers.
 
     Each step has one backward pass outside of `no_sync`, and uses the same parameters. Sparse gradients become dense.
     The next pass overwrites the memory of `.grad`: clone what is to be kept. Parameters may be frozen and thawed.
 
     Args:
         optimizer: the optimizer to wrap.
-        named_parameters: `model.named_parameters()`; the names are for errors and saved states (default: numbers).
+        named_parameters: `model.named_parameters()`; the names are for errors and saved states (default: those of
+            `model`, else numbers).
         group: the ranks, over any backend (default: all).
         codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
@@ -49,12 +62,13 @@ class DistOpt(torch.optim.Optimizer):
         clip_grad_norm: limit the l2 norm of the averaged gradient.
         check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
             `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never.
-        find_unused_parameters: whether a parameter that the loss of a rank does not reach adds a gradient of zero,
-            instead of raising an error.
+        find_unused_parameters: whether a parameter that the loss of a rank does not reach adds what its `.grad` holds,
+            or zero, instead of raising an error. If the loss of no rank reaches it, `.grad` stays as it is, but
+            for `shards` and `join`.
         shards: cut each step into so many shards, whatever the number of ranks: parameters, running statistics and
             states then have the same bits for any number of ranks, see `shards`. At least the number of ranks; on CPUs.
         seed: of the random numbers in shards, such as those of dropout.
-        model: with `shards`, the model that is trained, for its running statistics.
+        model: the model that is trained, for its names and buffers; `shards` need it for running statistics.
 
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
@@ -88,7 +102,11 @@ class DistOpt(torch.optim.Optimizer):
         self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
-        self._params = [TrainedParameter(name, tensor) for name, tensor in _named(optimizer, named_parameters)]
+        plain = None if model is None else plain_model(model)[0]
+        if named_parameters is None and plain is not None:
+            named_parameters = plain.named_parameters()
+        trained, others = _named(optimizer, named_parameters)
+        self._params = [TrainedParameter(name, tensor) for name, tensor in trained]
         self.device = device_of(self._params)
         communicator = communicator_of(group, self.device)
         self._shards = None
@@ -100,11 +118,13 @@ class DistOpt(torch.optim.Optimizer):
         self._rule = Rule(self._engine.statistics, optimizer)
         with current_stream(self.device):
             self._engine.agreement.attach(self._params)
+            send_first(communicator, [*others, *(() if plain is None else plain.named_buffers())])
         self._unused: Literal["zero", "raise"] = "zero" if find_unused_parameters else "raise"
         self._layout: Layout | None = None  # of the last step
         self._step: GradientCounter | None = None
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
+        self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
         self._skips = False  # the next update
         self._handles = [_hooked(param, weakref.ref(self)) for param in self._params]
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
@@ -130,20 +150,44 @@ class DistOpt(torch.optim.Optimizer):
 
     @on_current_stream
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective with partial updates, else local. Update the parameters; returns the value of `closure`."""
+        """Collective with partial updates, else local. Update the parameters; returns the value of `closure`.
+
+        Raises:
+            UsageError: there are gradients that have not been averaged.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._step is not None:
             self._finish()
+        averaged, self._averaged = self._averaged, "no"
         if self._skips:
             self._skips = False
         else:
+            if averaged != "yes":
+                self._check_averaged(averaged)
             self.optimizer.step()
             if self.partition_elements is not None and self._layout is not None:
                 self._engine.partial.average(self._layout)
         return loss
+
+    def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
+        views = {} if self._layout is None or averaged == "partly" else views_of(self._layout)
+        for param in self._params:
+            grad = param.tensor.grad
+            if grad is None or grad is views.get(id(param)) or not (grad.is_sparse or grad.any()):
+                continue
+            if averaged == "partly":
+                raise UsageError(
+                    f"the gradient of {param.name} has been added up inside of no_sync, but not averaged over the "
+                    "ranks; run the last backward pass before step outside of no_sync, or drop it by zero_grad"
+                )
+            raise UsageError(
+                f"the gradient of {param.name} comes from no backward pass since the last step, so it has not been "
+                "averaged over the ranks; call backward, or, if it is the same on all ranks, step the wrapped "
+                "optimizer, DistOpt.optimizer"
+            )
 
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
@@ -218,8 +262,9 @@ class DistOpt(torch.optim.Optimizer):
         """
 
         def update(layout: Layout) -> None:
-            self._give(layout)
+            self._give(layout, set())
             self.optimizer.step()
+            self._averaged = "no"
 
         with current_stream(self.device), self._engine.join(self._rule, update):
             yield
@@ -243,7 +288,10 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
         """Collective, in a backward pass, for the hooks of parameters. The gradient of a parameter is final."""
-        if self._collects or (self._shards is not None and self._shards.precedes_last):
+        if self._collects:
+            self._averaged = "partly"
+            return
+        if self._shards is not None and self._shards.precedes_last:
             return
         number = current_backward_pass()
         if self._step is not None and number > self._pass and not is_nested_backward():
@@ -303,6 +351,7 @@ class DistOpt(torch.optim.Optimizer):
         self._step = None
         try:
             with step:
+                unused = self._take_unused(step)
                 verdict = step.finish(self._unused)
                 if self._shards is not None:
                     self._shards.end_last(self._engine.communicator, verdict)
@@ -314,11 +363,33 @@ class DistOpt(torch.optim.Optimizer):
                 view.fill_(torch.nan)  # so that a GradScaler finds the same on all ranks
             self._engine.refuse(verdict)
             return
-        self._give(step.layout)
+        self._give(step.layout, unused)
 
-    def _give(self, layout: Layout) -> None:
-        """Local. Make the means the gradients of the parameters."""
+    def _take_unused(self, step: GradientCounter) -> set[int]:
+        """Collective. Take what earlier passes have left to the parameters that this one has not reached; their ids."""
+        if self._unused == "raise" or self._shards is not None:
+            return set()
+        awaited = [param for param in self._params if step.awaits(param)]
+        for param in awaited:
+            if (grad := param.tensor.grad) is not None:
+                views_of(step.layout)[id(param)].copy_(grad.to_dense() if grad.is_sparse else grad)
+                step.final(param)
+        return {id(param) for param in awaited}
+
+    def _give(self, layout: Layout, unused: set[int]) -> None:
+        """Collective if parameters may be unused, else local. Make the means the gradients of the parameters.
+
+        Args:
+            layout: the buckets with the means.
+            unused: the parameters, by id, that no pass of this rank has reached; if none of any rank has, and no
+                residual was sent, they keep their gradients.
+        """
+        self._averaged = "yes"
         views = views_of(layout)
+        if self._unused == "zero" and self._shards is None and not self._engine.is_joining:
+            if self.partition_elements is None:
+                unused = unused_on_all(self._engine.communicator, layout, unused)
+            views = {key: view for key, view in views.items() if key not in unused or view.any()}
         averaged = [param for param in self._params if id(param) in views]
         for param in averaged:
             param.tensor.grad = views[id(param)]
@@ -341,13 +412,13 @@ def _hooked(param: TrainedParameter, owner: weakref.ref[DistOpt]) -> torch.utils
 
 def _named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters of an optimizer with their names."""
+) -> tuple[list[tuple[str, torch.nn.Parameter]], list[tuple[str, torch.nn.Parameter]]]:
+    """The parameters of an optimizer with their names, and the other ones of its model."""
     own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if named is None:
-        return [(f"parameter {place}", tensor) for place, tensor in enumerate(own)]
+        return [(f"parameter {place}", tensor) for place, tensor in enumerate(own)], []
     found = {id(tensor): (name, tensor) for name, tensor in named}
     if missing := sum(id(tensor) not in found for tensor in own):
         raise UsageError(f"named_parameters lacks {missing} of the optimizer's {len(own)}; pass those of its model")
     ids = {id(tensor) for tensor in own}
-    return [pair for key, pair in found.items() if key in ids]
+    return [pair for key, pair in found.items() if key in ids], [pair for key, pair in found.items() if key not in ids]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...comm import Communicator
 from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
@@ -114,6 +115,33 @@ def device_of(params: Sequence[TrainedParameter]) -> torch.device:
                 f"{params[0].tensor.device}; codecs reduce the gradients of one device: put the model on one"
             )
     return params[0].tensor.device
+
+
+def send_first(communicator: Communicator, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Collective. Give all ranks rank 0's values of tensors of any type that are not averaged.
+
+    Raises:
+        MismatchError: a tensor has another name, size or type on another rank.
+    """
+    for name, tensor in named:
+        if not tensor.numel():
+            continue
+        row = tensor.detach().reshape(-1).view(torch.uint8)
+        if row.is_cuda:
+            import cupy
+
+            array: Array = cupy.from_dlpack(row)
+        else:
+            array = array_of(row)
+        communicator.broadcast(array, label=f"{name} of {tensor.dtype}").wait()
+        tensor.detach().copy_(row.view(tensor.dtype).view(tensor.shape))
+
+
+def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) -> set[int]:
+    """Collective. Of parameters that this rank has not used, by id, those that no rank has."""
+    own = bytes(key in unused for key in layout.places)
+    everywhere = [all(flags) for flags in zip(*communicator.all_gather_bytes(own), strict=True)]
+    return {key for key, flag in zip(layout.places, everywhere, strict=True) if flag}
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -271,6 +272,92 @@ def check_dist_opt_of_thawed_parameters(r: Ranks) -> None:
                     expected.module[0].zero_grad(set_to_none=True)
                 optimizer.step()
     r.same_as_gloo(params_of(own), params_of(expected), rtol=1e-4, atol=1e-5)
+
+
+class Backbone(torch.nn.Module):
+    """A frozen part that the optimizer does not have, buffers of several types, and a head, which trains."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = torch.nn.Linear(6, 7).to(torch.bfloat16).requires_grad_(False), torch.nn.Linear(7, 3)
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("flags", torch.tensor([seed > 0, True]))
+        self.register_buffer("table", torch.randn(3, 4, dtype=torch.complex64).t())
+        self.register_buffer("empty", torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.to(torch.bfloat16)).float())
+
+
+def check_all_begins_as_on_rank_0(r: Ranks) -> None:
+    for kind in ("names", "model", "diloco"):
+        model = Backbone(r.rank)
+        inner = torch.optim.SGD(model.head.parameters(), 0.1)
+        if kind == "diloco":
+            distopt.torch.DiLoCo(model, inner, torch.optim.SGD(model.head.parameters(), 0.7), sync_every=1)
+        elif kind == "names":
+            distopt.torch.DistOpt(inner, model.named_parameters())
+        else:
+            distopt.torch.DistOpt(inner, model=model)
+        first = Backbone(0)
+        for name, tensor in model.state_dict().items():
+            if kind != "names" or name not in dict(model.named_buffers()):
+                same_on_all_ranks(torch.view_as_real(tensor) if tensor.is_complex() else tensor, (kind, name))
+                assert torch.equal(tensor, first.state_dict()[name]), (kind, name)
+
+
+def check_dist_opt_of_unused_parameters(r: Ranks) -> None:
+    """Branches that some ranks or passes leave out, against one process: weight decay leaves unused ones alone."""
+
+    def backward(model: torch.nn.Module, rank: int, step: int, add: Callable[[], Any]) -> None:
+        (x, y), (u, v) = batches(rank, 2, 2 * step)
+        with add():
+            (model[step % 4](x.flatten(1)) - y[:, None]).square().mean().backward()
+        (model[(step // 2 + (rank if step > 3 else 0)) % 3](u.flatten(1)) - v[:, None]).square().mean().backward()
+
+    for set_to_none in (True, False):
+        torch.manual_seed(5)
+        own = torch.nn.ModuleList([torch.nn.Linear(64, 1) for _ in range(4)])
+        one = copy.deepcopy(own)
+        ours = dist_opt(own, torch.optim.AdamW(own.parameters(), 0.01), find_unused_parameters=True)
+        theirs = torch.optim.AdamW(one.parameters(), 0.01)
+        for step in range(8):
+            ours.zero_grad(set_to_none)
+            backward(own, r.rank, step, ours.no_sync)
+            ours.step()
+            theirs.zero_grad(set_to_none)
+            for rank in r.all:
+                backward(one, rank, step, contextlib.nullcontext)
+            for param in one.parameters():
+                param.grad = None if param.grad is None else param.grad / r.size
+            theirs.step()
+        for found, expected in zip(own.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            same_on_all_ranks(found.detach())
+
+
+def check_dist_opt_of_gradients_that_are_not_means(r: Ranks) -> None:
+    model = network()
+    optimizer = dist_opt(model)
+    optimizer.step()  # without gradients
+    (x, y), (u, v) = batches(r.rank, 2)
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.step()  # with the same means
+    with optimizer.no_sync():
+        torch.nn.functional.cross_entropy(model(u), v).backward()
+    before = params_of(model)
+    with pytest.raises(UsageError, match=r"0.weight .* inside of no_sync, .* zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    grads = torch.autograd.grad(torch.nn.functional.cross_entropy(model(u), v), list(model.parameters()))
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+    with pytest.raises(UsageError, match=r"0.weight comes from no backward pass .* DistOpt.optimizer"):
+        optimizer.step()
+    for param, kept in zip(model.parameters(), before, strict=True):
+        same(param.detach(), kept)
 
 
 def check_dist_opt_in_nested_backward_passes(r: Ranks) -> None:
