@@ -27,7 +27,6 @@ from distopt import device, launch, opt
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
 from distopt.kernels.discovery import find_cupy
-from distopt.nn.devices.discovery import find_cudnn
 
 from .models import compiled, resnet, sgd
 from .output import put, table
@@ -129,37 +128,6 @@ def select_rows(cupy, torch, n: int) -> Iterator[str]:
         yield f"| exact top 1 % of {n:,} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.1f}x | 5x torch.topk |"
 
 
-def convolution_rows(cupy) -> Iterator[str]:
-    """The convolutions of the reference CNN, by cuDNN and by lowering."""
-    from distopt.nn.kernels import gpu as ops
-    from distopt.nn.kernels import gpu_cudnn
-
-    if find_cudnn()[0] is None:
-        return
-    rng = cupy.random.default_rng(2)
-    for channels, size, filters in ((1, 28, 20), (20, 12, 50)):
-        x = rng.standard_normal((BATCH, channels, size, size), dtype=cupy.float32)
-        w = rng.standard_normal((filters, channels, 5, 5), dtype=cupy.float32)
-        b = rng.standard_normal(filters, dtype=cupy.float32)
-        y, saved = ops.conv2d(x, w, b)
-        gradients = cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b)
-
-        def forward(road: str, given=(x, w, b)) -> None:
-            with gpu_cudnn.convolving_by(road):
-                ops.conv2d(*given)
-
-        def backward(road: str, given=gradients) -> None:
-            with gpu_cudnn.convolving_by(road):
-                ops.conv2d_backward(*given)
-
-        for name, call in (("convolution", forward), ("its gradients", backward)):
-            own, other = device_ms(cupy, partial(call, "cudnn"), partial(call, "lowering"), repeats=20)
-            yield (
-                f"| {name}, [{BATCH}, {channels}, {size}, {size}] to {filters} channels by 5 x 5, cuDNN | {own:.3f} ms | "
-                f"lowering, {other:.3f} ms | {other / own:.2f}x | |"
-            )
-
-
 def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
     """A call that trains `net` on a batch of `shape`, compiled in `mode` or, if that is "eager", not."""
     net = net.cuda()
@@ -233,7 +201,7 @@ def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
     return step_rows(cupy, torch, "ResNet-50", ours, theirs, shape, 1000)
 
 
-SECTIONS = ("ceilings", "kernels", "select", "convolutions", "cnn", "resnet")
+SECTIONS = ("ceilings", "kernels", "select", "cnn", "resnet")
 
 
 def reduce_rows(rank: int, world_size: int, file: str) -> None:
@@ -305,7 +273,6 @@ def run(args: argparse.Namespace) -> None:
         "ceilings": partial(ceiling_rows, cupy, args.elements),
         "kernels": partial(kernel_rows, cupy, args.elements),
         "select": partial(select_rows, cupy, torch, args.selected_from),
-        "convolutions": partial(convolution_rows, cupy),
         "cnn": partial(cnn_rows, cupy, torch),
         "resnet": partial(resnet_rows, cupy, torch, args.images, args.size),
     }

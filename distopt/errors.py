@@ -208,8 +208,8 @@ class GradientError(DistoptError, ArithmeticError):
 _PACKAGES = {
     "mpi": "mpi4py mpich",
     "torch": "torch",
-    "cuda12": "--upgrade 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 nvidia-cudnn-cu12 nvidia-cudnn-frontend nvidia-ml-py",
-    "cuda13": "--upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 nvidia-cudnn-cu13 nvidia-cudnn-frontend nvidia-ml-py",
+    "cuda12": "--upgrade 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 nvidia-ml-py",
+    "cuda13": "--upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 nvidia-ml-py",
 }
 
 

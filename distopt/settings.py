@@ -7,7 +7,6 @@
 | `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
-| `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
@@ -36,7 +35,6 @@ class Settings:
     backend: str = "auto"
     sum_order: str = "auto"
     device: str = "auto"
-    convolution: str = "auto"
     nccl_library: str | None = None
     flight_records: int = 256
     flight_folder: str | None = None
@@ -60,7 +58,6 @@ class Settings:
             backend=env.get("DISTOPT_BACKEND", cls.backend),
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
-            convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,

@@ -14,7 +14,7 @@ from ..comm.base import Array, storage_of
 from ..compress import Part
 from ..kernels import array_module
 
-ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; cuDNN and vector loads of GPUs need it
+ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; vector loads of GPUs need it
 
 
 class Parameter(Protocol):

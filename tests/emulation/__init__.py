@@ -24,7 +24,7 @@ def activate() -> None:
     if "cupy" in sys.modules:
         raise RuntimeError("this process has loaded the real CuPy already; activate in a process of its own")
     ctypes.CDLL(str(build.CUDA), ctypes.RTLD_GLOBAL)  # the fake libraries take their streams from there
-    sys.path.insert(0, str(Path(__file__).parent))  # the packages cupy and cudnn, and what they stand on
+    sys.path.insert(0, str(Path(__file__).parent))  # the package cupy, and what it stands on
     importlib.import_module("_emulation")
     os.environ["CUPY_CACHE_DIR"] = str(build.kernels())
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)

@@ -94,7 +94,6 @@ NCCL = ("GPU", "pytest", "NCCL 2.30")
 ON_GPU = (
     Part("one kernel", 60, checks("kernel")),
     Part("one product", 60, checks("product")),
-    Part("one cuDNN plan", 60, checks("plan")),
     gpu_tests("graph", 180),
     Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), NCCL, alone=False),
     Part(
@@ -111,7 +110,6 @@ ON_GPU = (
     Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
     gpu_tests("functions", 60),
     gpu_tests("kernels", 60),
-    gpu_tests("cudnn", 60),
     gpu_tests("tensor", 60),
     gpu_tests("staging", 30),
     sanitized("memcheck"),
@@ -124,7 +122,6 @@ ON_GPU = (
     ),
     Part("top-K beside others", 60, measures("select")),
     Part("time of each kernel", 90, checks("profile")),
-    Part("convolutions", 60, measures("convolutions")),
     Part("CNN step beside PyTorch", 120, measures("cnn")),
     Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
 )
@@ -132,7 +129,6 @@ EMULATED = (
     "tests/unit/test_ops_gpu.py",
     "tests/unit/test_nccl_setup.py",
     "tests/unit/test_cupy_names.py",
-    "tests/unit/test_cudnn_names.py",
     "tests/conformance/test_gpus_refused.py",
 )
 WITHOUT_GPU = (

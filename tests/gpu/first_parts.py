@@ -89,7 +89,6 @@ def load_libraries() -> int:
     from distopt import _core
     from distopt.comm.gpu import dotted_version, find_nccl
     from distopt.errors import MissingDependencyError
-    from distopt.nn.devices.discovery import find_cudnn
 
     absent = []
     try:
@@ -102,9 +101,6 @@ def load_libraries() -> int:
         print(f"NCCL {dotted_version(_core.nccl_version(path))}: {path}")
     except (MissingDependencyError, RuntimeError) as error:
         absent.append(f"NCCL ({error})")
-    cudnn, missing = find_cudnn()
-    print(f"cuDNN {cudnn.backend_version_string()}" if cudnn else "")
-    absent += [] if cudnn else [f"cuDNN ({missing})"]
     print("absent: " + "; ".join(absent) if absent else "all load")
     return NOT_RUN if absent else 0
 
@@ -137,32 +133,13 @@ def one_product() -> int:
     return int(not error < 1e-3)
 
 
-def one_plan() -> int:
-    import cupy
-
-    from distopt.nn.devices.discovery import find_cudnn
-    from distopt.nn.kernels import cpu, gpu, gpu_cudnn
-
-    cudnn, missing = find_cudnn()
-    if cudnn is None:
-        print(missing)
-        return NOT_RUN
-    rng = np.random.default_rng(0)
-    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 20, 12, 12), (50, 20, 5, 5), (50,)))
-    with gpu_cudnn.convolving_by("cudnn"):
-        y, _ = gpu.conv2d(*map(cupy.asarray, (x, w, b)))
-    error = np.abs(y.get() - cpu.conv2d(x, w, b)[0]).max()
-    print(f"{x.shape} to 50 channels by cuDNN {cudnn.backend_version_string()}: largest error {error:.1e}")
-    return int(not error < 1e-2)
-
-
 def every_kernel() -> int:
     """Each kind of kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
     import cupy
 
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
-    from distopt.nn.kernels import gpu, gpu_cudnn
+    from distopt.nn.kernels import gpu
 
     for n in (1, 1023, 70_001):
         x = cupy.asarray(np.sin(np.arange(n)).astype(np.float32))
@@ -182,9 +159,8 @@ def every_kernel() -> int:
         gpu.relu_backward(x, gpu.relu(x))
     images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype(np.float32).reshape(3, 2, 13, 11))
     w, b = cupy.ones((5, 2, 3, 3), cupy.float32), cupy.ones(5, cupy.float32)
-    with gpu_cudnn.convolving_by("lowering"):  # cuDNN's kernels are not ours
-        y, saved = gpu.conv2d(images, w, b)
-        gpu.conv2d_backward(cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b))
+    y, saved = gpu.conv2d(images, w, b)
+    gpu.conv2d_backward(cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b))
     for pool, back in ((gpu.max_pool2d, gpu.max_pool2d_backward), (gpu.avg_pool2d, gpu.avg_pool2d_backward)):
         y, saved = pool(images, (2, 2), (2, 2))
         back(cupy.ones_like(y), saved)
@@ -234,7 +210,6 @@ PARTS = {
     "libraries": load_libraries,
     "kernel": one_kernel,
     "product": one_product,
-    "plan": one_plan,
     "kernels": every_kernel,
     "profile": kernel_times,
 }

@@ -5,7 +5,7 @@ FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, d
 packages that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
 
 Wheels are packed anew, with LZMA. Libraries in them lose debugging symbols and the code for other architectures, which
-leaves a twentieth of NCCL. cuDNN, cuBLAS and NVRTC are larger than the limit, so the machine must have them; the
+leaves a twentieth of NCCL. cuBLAS and NVRTC are larger than the limit, so the machine must have them; the
 libraries of PyTorch will do if their folders are in LD_LIBRARY_PATH.
 """
 
@@ -27,7 +27,7 @@ TESTS = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygmen
 PACKAGES = (
     "nvidia-nccl-cu13",
     *TESTS,
-    *("threadpoolctl", "safetensors", "cuda-pathfinder", "nvidia-cudnn-frontend", "numpy", "cupy-cuda13x"),
+    *("threadpoolctl", "safetensors", "cuda-pathfinder", "numpy", "cupy-cuda13x"),
 )
 LIMIT_MIB = 55.0
 

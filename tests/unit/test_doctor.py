@@ -322,7 +322,7 @@ NO_LIBRARY = DistoptError("OSError: libcuda.so.1: cannot open shared object file
 def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch, devices):
     answer.update(driver=NO_LIBRARY, devices=devices, cupy=ModuleNotFoundError("cupy"))
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
-    for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.cudnn, gpu.nccl):
+    for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.nccl):
         assert probe().state == "absent"
         assert probe().cure == ""
 
@@ -336,7 +336,6 @@ def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, dri
     assert f"CUDA {driver // 1000}.{driver % 1000 // 10}" in gpu.driver().found
     assert extra in gpu.cupy().cure
     assert extra in gpu.devices().cure
-    assert extra in gpu.cudnn().cure
     assert (gpu.nccl().state == "absent") == (extra in gpu.nccl().cure)
 
 
@@ -352,19 +351,3 @@ def test_nccl_is_the_library_that_communicators_take(answer, monkeypatch, tmp_pa
     assert str(library) in finding.found
     assert fact in finding.found
     assert cure in finding.cure
-
-
-@pytest.mark.parametrize(
-    ("said", "state", "text", "cure"),
-    [
-        ({"version": "9.28.0"}, "ok", "9.28.0, by nvidia-cudnn-frontend 1.32.0", ""),
-        ({"missing_part": "no libcudnn.so.9"}, "failed", "GPUs convolve by lowering and cuBLAS", "no libcudnn.so.9"),
-        (DistoptError("crashed"), "failed", "nvidia-cudnn-frontend 1.32.0: crashed; GPUs convolve", "cuda13"),
-    ],
-)
-def test_cudnn(answer, monkeypatch, said, state, text, cure):
-    monkeypatch.setattr(gpu, "version_of", lambda name: "1.32.0")
-    answer.update(cudnn=said, driver={"version": 13000, "path": ""})
-    assert gpu.cudnn().state == state
-    assert gpu.cudnn().found.startswith(text)
-    assert cure in gpu.cudnn().cure

@@ -32,7 +32,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
         Part("hangs", 1.5, ("-c", HANG), ()),
         Part("crashes", 20, ("-c", "import os; print('so far', flush=True); os.kill(os.getpid(), 11)"), ()),
         Part("fails", 20, ("-c", "print('wrong | sum'); raise SystemExit(3)"), ()),
-        Part("skips", 20, ("-c", "print('no cuDNN'); raise SystemExit(77)"), ()),
+        Part("skips", 20, ("-c", "print('no PyTorch'); raise SystemExit(77)"), ()),
         Part("cannot start", 20, ("-c", ""), (), before=("/nowhere/sanitizer",)),
         Part("passes", 20, ("-c", "print('| 1 | 2 |'); print('well')"), ()),
         Part("needs a GPU", 20, ("-c", ""), ("GPU", "NCCL 2.30")),
@@ -43,7 +43,11 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert [row.result for row in rows] == [
         *("stopped after 2 s", "crashed", "failed", "not run", "failed", "passed", "not run")
     ]
-    assert [row.says for row in rows][1:4] == ["exit code -11, SIGSEGV: so far", "exit code 3: wrong | sum", "no cuDNN"]
+    assert [row.says for row in rows][1:4] == [
+        "exit code -11, SIGSEGV: so far",
+        "exit code 3: wrong | sum",
+        "no PyTorch",
+    ]
     assert rows[0].says == "began"
     assert rows[6].says == "no driver"
     assert "| needs a GPU | not run | 0.0 | no driver |" in text
@@ -66,7 +70,7 @@ def test_every_part_names_something_that_exists():
 
 @pytest.mark.slow(kept=1)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["kernel", "product", "plan", "kernels"])
+@pytest.mark.parametrize("name", ["kernel", "product", "kernels"])
 def test_a_part_for_a_gpu(name):
     build.build()
     code = "from tests.emulation import activate; activate(); from tests.gpu.first_parts import PARTS, lacks; "

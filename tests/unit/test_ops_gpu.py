@@ -21,7 +21,7 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
     [
         # In float64 the large cases only take longer.
         slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
-        sweep("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        sweep("test_convolution.py", []),
         slow("test_codec_kernels.py", []),
         slow("test_functions.py", []),
         ("test_kernels.py", []),

@@ -31,7 +31,6 @@ PROBES = (
     Probe("CUDA driver", gpu.driver),
     Probe("GPUs", gpu.devices),
     Probe("CuPy", gpu.cupy),
-    Probe("cuDNN", gpu.cudnn),
     Probe("NCCL", gpu.nccl),
 )
 

@@ -191,13 +191,6 @@ def _cupy() -> dict[str, Any]:
     }
 
 
-def _cudnn() -> dict[str, Any]:
-    from ...nn.devices.discovery import find_cudnn
-
-    cudnn, missing = find_cudnn()
-    return {"missing_part": missing} if cudnn is None else {"version": cudnn.backend_version_string()}
-
-
 def _nccl(cuda_major: str) -> dict[str, Any]:
     from distopt import _core
 
@@ -215,5 +208,5 @@ def _resolve(name: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
+    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _nccl, _resolve)
 }

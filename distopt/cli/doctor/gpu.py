@@ -1,4 +1,4 @@
-"""Probes of the CUDA driver, the devices, CuPy, cuDNN and NCCL. All are optional."""
+"""Probes of the CUDA driver, the devices, CuPy and NCCL. All are optional."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from ...errors import DistoptError, pip_install
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-_CUDNN_PACKAGE = "nvidia-cudnn-frontend"
 _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
@@ -58,21 +57,6 @@ def cupy() -> Finding:
     versions = f"CUDA runtime {_dotted(answer['runtime'])}, NVRTC {answer['nvrtc']}"
     found = f"{found} {answer['version']}, {versions}, {answer['devices']} devices"
     return ok(found)
-
-
-def cudnn() -> Finding:
-    """cuDNN, the library for convolutions, and its Python package."""
-    instead = "GPUs convolve by lowering and cuBLAS"
-    installed = version_of(_CUDNN_PACKAGE)
-    if installed is None:
-        return absent(f"{_CUDNN_PACKAGE} is not installed; {instead}", _install())
-    try:
-        answer = ask("cudnn", seconds=60.0)
-    except (ImportError, DistoptError) as error:
-        return failed(f"{_CUDNN_PACKAGE} {installed}: {error}; {instead}", _install())
-    if "version" not in answer:
-        return failed(instead, answer["missing_part"])
-    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}")
 
 
 def nccl() -> Finding:

@@ -1,7 +1,7 @@
 // Kernels that move windows over images: lowering of convolutions, and pooling. cuBLAS computes the products.
 //
-// Arrays are dense; if `rows` is set, the array that it belongs to is a product [channels, images * pixels]. Sums run
-// in an order that shapes alone determine, without atomics.
+// Arrays are dense images; `rows`, or an array with `rows` set, is a product [channels, images * pixels]. Sums run in an
+// order that shapes alone determine, without atomics.
 #include "device.cuh"
 
 // A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
@@ -76,10 +76,10 @@ __global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
   });
 }
 
-// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
+// to = rows + bias[channel] (or null), with ReLU if asked; planes of `pixels`.
 template <class T>
-__global__ void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bool relu, T* to) {
-  const auto planes = planes_at(from, batch, size_t(pixels), rows);
+__global__ void spread(Batch batch, int pixels, const T* rows, const T* bias, bool relu, T* to) {
+  const auto planes = planes_at(rows, batch, size_t(pixels), true);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const T* source = planes[plane];
     const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
@@ -90,10 +90,10 @@ __global__ void spread(Batch batch, int pixels, const T* from, bool rows, const 
   });
 }
 
-// to = dy, 0 where y (or null) is not positive.
+// rows = dy, 0 where y (or null) is not positive.
 template <class T>
-__global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows) {
-  const auto planes = planes_at(to, batch, size_t(pixels), rows);
+__global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* rows) {
+  const auto planes = planes_at(rows, batch, size_t(pixels), true);
   for_planes(planes_of(batch), [&](unsigned plane) {
     T* target = planes[plane];
     for_each(size_t(pixels), [&](size_t i) {

@@ -1,16 +1,12 @@
-"""Which GPUs and libraries of NVIDIA this process can use, and what is missing where it can use none."""
+"""Which GPUs this process can use, and what is missing where it can use none."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...checks import check_integer
-from ...errors import MissingDependencyError, UsageError, pip_install
+from ...errors import MissingDependencyError, UsageError
 from ...kernels.discovery import find_cupy
 from ...settings import Settings
 from .device import Device, gpu
-
-_INSTALL = f"{pip_install('cuda13')} (with a driver for CUDA 12: cupy-cuda12x and so on)"
 
 
 def gpu_is_usable() -> bool:
@@ -46,19 +42,3 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
     if wish == "cuda":
         raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
     return None, missing
-
-
-def find_cudnn() -> tuple[Any, str]:
-    """Local. cuDNN's Python package, if it finds the library; otherwise None, and what is missing and how to fix it.
-
-    The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
-    """
-    try:
-        import cudnn
-    except (ImportError, OSError, AssertionError) as error:  # AssertionError: two cuDNNs, or one that cannot be loaded
-        return None, f"cudnn-frontend cannot be imported ({error}); {_INSTALL}"
-    try:
-        cudnn.backend_version()
-    except RuntimeError as error:
-        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {_INSTALL}"
-    return cudnn, ""

@@ -1,6 +1,6 @@
 """The numerical kernels of operations and optimizers, one module for each kind of array.
 
-Imports devices and notices only; never knows a tensor or an operation.
+Imports devices only; never knows a tensor or an operation.
 
 | module | arrays | role |
 | --- | --- | --- |

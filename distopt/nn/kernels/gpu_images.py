@@ -1,19 +1,17 @@
 """Convolution and pooling of CuPy arrays, a part of `gpu`.
 
-A convolution is a cuDNN plan if there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
-`distopt.kernels.cuda`. Else it is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places],
-made in chunks of images that bound the memory. Chunks of gradients are added in their order.
+A convolution is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made in chunks of
+images that bound the memory. Chunks of gradients are added in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 
 from ...kernels.cuda import THREADS, blocks, c_type, launch, launch_planes, launch_rows
-from . import gpu_cudnn
 from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, checked, checked_or_none, product
 
@@ -53,22 +51,6 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
     return columns
 
 
-def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
-    """First image, number of images, their convolution, and whether that is rows [M, images * places].
-
-    Else it is [N, M, oh, ow] for all images at once, in `y` if given.
-    """
-    if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
-        y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
-        convolve(x, w, y)
-        yield 0, len(x), y, False
-        return
-    matrix = w.reshape(len(w), -1)
-    places = window[8] * window[9]
-    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        yield first, images, product(matrix, _lowered(x, window, first, images)), True
-
-
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Sizes:
     """Window of a convolution of arrays that fit."""
     kernel = (w.shape[2], w.shape[3])
@@ -96,61 +78,65 @@ def conv2d(
         kernel, step, border = pool
         shape = pool_out(shape, kernel, step, border)
         pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
-    y = cupy.empty(shape, x.dtype)
-    for first, images, result, rows in _results(x, w, window, y if pool is None else None):
-        given, some = (result, rows, b, relu), slice(first, first + images)
+    y, matrix = cupy.empty(shape, x.dtype), w.reshape(m, -1)
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        rows, some = product(matrix, _lowered(x, window, first, images)), slice(first, first + images)
         if pooling is not None:
-            _max_pool((images, m), pooling[1], given, y[some], pooling[0][some])
-        elif rows or b is not None or relu:
-            launch_planes(f"spread<{c_type(x)}>", images * m, places, (images, m), places, *given, y[some])
+            _max_pool((images, m), pooling[1], (rows, True, b, relu), y[some], pooling[0][some])
+        else:
+            launch_planes(f"spread<{c_type(x)}>", images * m, places, (images, m), places, rows, b, relu, y[some])
     return y, _Conv(x, w, window, y if relu else None, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.conv2d_backward`; by cuDNN if it has plans for all gradients that are needed."""
+    """See `cpu.conv2d_backward`."""
     x, w, window, y, pooling = saved
-    m, size = len(w), window[8:]
-    shape = (len(x), m, *size) if pooling is None else pooling[0].shape
+    m, matrix, places = len(w), w.reshape(len(w), -1), window[8] * window[9]
+    shape = (len(x), m, *window[8:]) if pooling is None else pooling[0].shape
     checked(dy, shape, x.dtype)
     checked_or_none(y, shape, x.dtype)
     checked_or_none(dw, w.shape, x.dtype)
     checked_or_none(db, (m,), x.dtype)
-
-    def collect(first: int, images: int, rows: bool) -> Array:
-        """The gradient before bias, ReLU and pooling, of some images: as rows [M, images * places] or as images."""
-        if pooling is None and not rows and y is None:
-            return dy
-        some, places = slice(first, first + images), size[0] * size[1]
-        given = dy[some], None if y is None else y[some]
-        before = cupy.empty((m, images * places) if rows else (images, m, *size), dy.dtype)
-        if pooling is None:
-            launch_planes(f"collect<{c_type(dy)}>", images * m, places, (images, m), places, *given, before, rows)
-        else:
-            _max_pool_backward((images, m), pooling[1], *given, pooling[0][some], before, rows)
-        return before
-
     dx = cupy.empty(x.shape, x.dtype) if need_dx else None
-    to_w = None if dw is None else gpu_cudnn.plan("wgrad", x, w, window)
-    to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
-    if (dw is not None and to_w is None) or (need_dx and to_x is None):
-        _lowered_backward(saved, collect, dw, db, dx)
-        return dx
-    slope = collect(0, len(x), False)
-    if to_w is not None:
-        to_w(x, slope, dw)
-    if db is not None:
-        _channel_sums(slope, (len(x), m), size[0] * size[1], False, False, db)
-    if to_x is not None:
-        to_x(slope, w, dx)
+    if not len(x):
+        for sums in (dw, db):
+            if sums is not None:
+                sums.fill(0)
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        rows, some = _collected(saved, dy, first, images), slice(first, first + images)
+        if dw is not None:
+            columns = _lowered(x, window, first, images)
+            product(rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
+        else:
+            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
+        if db is not None:
+            _channel_sums(rows, (images, m), places, first > 0, db)
+        if dx is not None:
+            product(matrix, rows, columns, a_transposed=True)
+            given = (images, x.shape[1]), window, columns, dx[some]
+            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *given)
     return dx
 
 
-def _channel_sums(x: Array, batch: Pair, pixels: int, rows: bool, add: bool, sums: Array) -> None:
-    """The gradient of a bias, in `sums`; x are `rows` or images."""
+def _collected(saved: _Conv, dy: Array, first: int, images: int) -> Array:
+    """The gradient of some images before bias, ReLU and pooling, as rows [M, images * places]."""
+    some, batch, places = slice(first, first + images), (images, len(saved.w)), saved.window[8] * saved.window[9]
+    given = dy[some], None if saved.y is None else saved.y[some]
+    rows = cupy.empty((batch[1], images * places), dy.dtype)
+    if saved.pooling is None:
+        launch_planes(f"collect<{c_type(dy)}>", images * batch[1], places, batch, places, *given, rows)
+    else:
+        taken, window = saved.pooling
+        _max_pool_backward(batch, window, *given, taken[some], rows, True)
+    return rows
+
+
+def _channel_sums(rows: Array, batch: Pair, pixels: int, add: bool, sums: Array) -> None:
+    """The gradient of a bias, in `sums`."""
     parts = parts_of(batch, pixels)
-    workspace, kind = cupy.empty((batch[1], parts), cupy.float64), c_type(x)
+    workspace, kind = cupy.empty((batch[1], parts), cupy.float64), c_type(rows)
     if batch[1]:
-        launch(f"channel_parts<{kind}>", (batch[1], parts), (THREADS,), batch, pixels, x, rows, workspace)
+        launch(f"channel_parts<{kind}>", (batch[1], parts), (THREADS,), batch, pixels, rows, True, workspace)
     launch_rows(f"channel_sums<{kind}>", batch[1], batch, workspace, parts, add, sums)
 
 
@@ -158,33 +144,6 @@ def parts_of(batch: Pair, pixels: int) -> int:
     """Local. Number of blocks that sum up a channel; it depends on the shape alone."""
     images, channels = batch
     return max(1, min(blocks(images * pixels, 8 * THREADS), CHANNEL_BLOCKS // max(channels, 1)))
-
-
-def _lowered_backward(
-    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
-) -> None:
-    """As `conv2d_backward`, by products, in chunks of images that `collect` gives; dx is overwritten, if given."""
-    x, w, window, *_ = saved
-    matrix = w.reshape(len(w), -1)
-    places = window[8] * window[9]
-    if not len(x):
-        for sums in (dw, db):
-            if sums is not None:
-                sums.fill(0)
-    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        rows = collect(first, images, True)
-        if dw is not None:
-            columns = _lowered(x, window, first, images)
-            product(rows, columns, dw.reshape(len(w), -1), b_transposed=True, accumulate=first > 0)
-        else:
-            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
-        if db is not None:
-            _channel_sums(rows, (images, len(w)), places, True, first > 0, db)
-        if dx is not None:
-            product(matrix, rows, columns, a_transposed=True)
-            batch = images, x.shape[1]
-            given = batch, window, columns, dx[first : first + images]
-            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *given)
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
