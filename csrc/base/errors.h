@@ -1,3 +1,4 @@
+// The errors of communicators, with the fields of those of distopt.errors.
 #pragma once
 
 #include <stdexcept>

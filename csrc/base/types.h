@@ -19,6 +19,10 @@ enum class OpKind : std::uint8_t {
   all_to_all_ragged
 };
 
+inline bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter; }
+// Whether counts may differ between ranks.
+inline bool is_ragged(OpKind kind) { return kind == OpKind::all_gather_ragged || kind == OpKind::all_to_all_ragged; }
+
 constexpr std::size_t label_bytes = 32;
 
 // A collective as one rank has called it.

@@ -53,8 +53,6 @@ const char* op_name(std::uint8_t op) {
   return op < std::size(names) ? names[op] : "an unknown reduction";
 }
 
-bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter; }
-
 std::string amount(std::uint64_t count, DType dtype) {
   return with_commas(count) + " " + dtype_name(static_cast<std::uint8_t>(dtype));
 }
@@ -74,9 +72,8 @@ void fill(Descriptor& descriptor, char (&label)[label_bytes], const Arguments& a
 }
 
 bool alike(const Descriptor& a, const Descriptor& b) {
-  const bool ragged = a.kind == OpKind::all_gather_ragged || a.kind == OpKind::all_to_all_ragged;
   return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.label == b.label &&
-         a.looks == b.looks && (a.count == b.count || ragged);
+         a.looks == b.looks && (a.count == b.count || is_ragged(a.kind));
 }
 
 CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine) {

@@ -21,7 +21,6 @@ Arguments make_arguments(const char* kind, int dtype, const char* label, int op 
 const char* kind_name(OpKind kind);
 const char* dtype_name(std::uint8_t dtype);
 const char* op_name(std::uint8_t op);
-bool reduces(OpKind kind);
 // "50,000 float32"
 std::string amount(std::uint64_t count, DType dtype);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"

@@ -27,6 +27,8 @@ constexpr std::size_t inline_bytes = 4096;
 constexpr std::uint64_t staging_buffers = 4;
 static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
 
+inline std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
 // A rank's description of a collective that it starts. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {
   std::atomic<std::uint64_t> sequence;

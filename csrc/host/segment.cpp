@@ -19,8 +19,6 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
-
 std::size_t slots_offset() { return sizeof(SegmentHeader); }
 std::size_t inboxes_offset(int world_size) {
   return round_up(slots_offset() + sizeof(Slot) * static_cast<std::size_t>(world_size), page_bytes);

@@ -11,8 +11,6 @@
 namespace distopt {
 namespace {
 
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
-
 void copy_if_apart(char* to, const char* from, std::size_t bytes) {
   if (to != from) reduce_kernels().copy(to, from, bytes);
 }
@@ -23,12 +21,12 @@ void ShmCollective::post(Peers& peers) {
   RingEntry& entry = peers.entry(peers.rank(), sequence_);
   Descriptor& mine = entry.descriptor;
   const std::size_t bytes = arguments_.input_bytes(peers.size());
-  const bool sends = arguments_.kind != OpKind::broadcast || arguments_.root == peers.rank();
+  const bool with_input = sends(peers.rank()) && bytes != 0;
   fill(mine, entry.label, arguments_);
   mine.refused = arguments_.refused;
-  if (sends && bytes > inline_bytes)
+  if (with_input && bytes > inline_bytes)
     mine.location = peers.segment().locate(arguments_.input, bytes);
-  else if (sends && bytes != 0)
+  else if (with_input)
     std::memcpy(entry.payload, arguments_.input, bytes);
   if (exchanges()) post_parts(entry);
   posted_ = true;
@@ -135,9 +133,8 @@ ShmCollective::Mode ShmCollective::choose_mode(Peers& peers) const {
     const Descriptor& descriptor = peers.entry(q, sequence_).descriptor;
     const std::size_t parts = arguments_.kind == OpKind::reduce_scatter ? static_cast<std::size_t>(peers.size()) : 1;
     const std::size_t bytes = descriptor.count * parts * item_bytes(arguments_.dtype);
-    const bool sends = arguments_.kind != OpKind::broadcast || arguments_.root == q;
     all_small = all_small && bytes <= inline_bytes;
-    all_located = all_located && (descriptor.location != 0 || descriptor.count == 0 || !sends);
+    all_located = all_located && (descriptor.location != 0 || descriptor.count == 0 || !sends(q));
   }
   // A ragged part that is small went inline and has no location, though another part is large.
   return all_small ? Mode::inlined : all_located ? Mode::direct : Mode::staged;
@@ -184,7 +181,7 @@ bool ShmCollective::advance_direct(Peers& peers, Blocker& blocker) {
   }
   // Until all have done their share, peers still read or write this rank's memory, except that of the receivers of a
   // broadcast.
-  if (arguments_.kind == OpKind::broadcast && arguments_.root != peers.rank()) return true;
+  if (!sends(peers.rank())) return true;
   return peers.all_reached(Signal::reduced, direct_target_, blocker);
 }
 
@@ -289,7 +286,7 @@ void ShmCollective::copy_in(Peers& peers, std::uint64_t chunk) {
   const int rank = peers.rank();
   char* staging = peers.segment().staging(rank, first_[static_cast<int>(Signal::copied_in)] + chunk);
   if (!has_lanes()) {
-    if (arguments_.kind == OpKind::broadcast && arguments_.root != rank) return;
+    if (!sends(rank)) return;
     const Range range = part(chunk, part_bytes());
     copy_if_apart(staging, arguments_.input + range.begin, range.bytes);
     return;

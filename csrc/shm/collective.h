@@ -87,17 +87,19 @@ class ShmCollective {
   // The chunk's range within one part (or the whole) of `bytes`.
   Range part(std::uint64_t chunk, std::size_t bytes) const;
   std::size_t part_bytes() const { return arguments_.part_bytes(); }
-  bool reduces() const { return arguments_.kind == OpKind::all_reduce || arguments_.kind == OpKind::reduce_scatter; }
+  bool reduces() const { return distopt::reduces(arguments_.kind); }
   bool exchanges() const { return arguments_.kind == OpKind::all_to_all_ragged; }
-  bool ragged() const { return arguments_.kind == OpKind::all_gather_ragged || exchanges(); }
+  bool ragged() const { return is_ragged(arguments_.kind); }
+  // Whether a rank's input matters: a broadcast takes that of its root alone.
+  bool sends(int rank) const { return arguments_.kind != OpKind::broadcast || arguments_.root == rank; }
   // Whether each part that a rank copies in is for one peer.
   bool has_lanes() const { return reduces() || exchanges(); }
 
   Arguments arguments_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
-  std::atomic<bool> finished_{
-      false};        // read by one thread while another, which waits for a message, moves the collective
+  // Read by one thread while another, which waits for a message, moves the collective.
+  std::atomic<bool> finished_{false};
   int checked_ = 0;  // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;

@@ -204,9 +204,8 @@ Messages::Incoming Messages::begin(int from, const Envelope& envelope) {
   Incoming stream;
   stream.begun = true;
   stream.envelope = envelope;
-  const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
-    return message->tag() == envelope.tag && (message->peer() == from || message->peer() == Message::anyone);
-  });
+  const auto found = std::find_if(awaiting_.begin(), awaiting_.end(),
+                                  [&](const auto& message) { return message->takes(from, envelope.tag); });
   if (found == awaiting_.end()) {
     stream.aside.reset(new char[stream.bytes() + 1]);
     return stream;
@@ -251,11 +250,8 @@ bool Messages::pull(int from) {
 
 // Takes a message that has been put aside, even if only a part has arrived; or waits for one to arrive.
 void Messages::await(const std::shared_ptr<Message>& message) {
-  const auto fits = [&](int from, const Envelope& envelope) {
-    return envelope.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
-  };
   for (auto found = aside_.begin(); found != aside_.end(); ++found) {
-    if (!fits(found->from, found->envelope)) continue;
+    if (!message->takes(found->from, found->envelope.tag)) continue;
     check(found->envelope, found->from, *message);
     if (message->bytes() != 0) std::memcpy(message->data(), found->data.get(), message->bytes());
     message->finish(found->from);
@@ -264,7 +260,7 @@ void Messages::await(const std::shared_ptr<Message>& message) {
   }
   for (int q = 0; q < peers_.size(); ++q) {
     Incoming& stream = incoming_[q];
-    if (!stream.begun || stream.into || !fits(q, stream.envelope)) continue;
+    if (!stream.begun || stream.into || !message->takes(q, stream.envelope.tag)) continue;
     check(stream.envelope, q, *message);
     std::memcpy(message->data(), stream.aside.get(), stream.done);
     stream.aside.reset();

@@ -40,6 +40,8 @@ class Message {
   std::uint64_t count() const { return count_; }
   std::size_t bytes() const { return count_ * item_bytes(dtype_); }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // Whether it can receive what rank `from` has sent with this tag.
+  bool takes(int from, std::int64_t tag) const { return tag == tag_ && (peer_ == from || peer_ == anyone); }
   // Called once it has been received, with the rank that sent it.
   void finish(int peer) {
     peer_ = peer;
