@@ -14,7 +14,7 @@ from distopt import launch, singa_wrap
 from tests.ranks.small_net import batch, build, make
 
 PACKAGE = Path(distopt.__file__).parent
-RECORDERS = ("flight.py", "timeline.py")
+RECORDERS = ("flight/ring.py", "timeline.py")
 
 
 def visits(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:

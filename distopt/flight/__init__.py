@@ -1,0 +1,28 @@
+"""The flight record: the last collectives of every rank, in memory that the other processes of its host can read.
+
+Each rank has a ring of records in an anonymous file (`ring`). The ranks of a host and their supervisor open each
+other's rings through /proc, so any of them can write the records of all, also of a rank that hangs or was killed
+(`recorder`). They do when a rank fails, and when one gets SIGQUIT, in the format of PyTorch's recorder, beside Python's
+stacks. The analysis is `python -m torch.distributed.flight_recorder.fr_trace FOLDER`.
+
+Imports the errors and settings of the package. Never knows which transport carries an operation out.
+"""
+
+from __future__ import annotations
+
+from .recorder import FlightRecord, record
+from .ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Group, Operation, Ring
+
+__all__ = [
+    "COPIES",
+    "SAMPLES",
+    "SAVES",
+    "STEPS",
+    "WAITED",
+    "WAITS_SINCE",
+    "FlightRecord",
+    "Group",
+    "Operation",
+    "Ring",
+    "record",
+]
