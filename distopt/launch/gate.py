@@ -9,37 +9,28 @@ This module needs little of the standard library, so that a server can start at 
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
-from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
+from .sockets import keep_alive, peer_of, receive_exactly
+from .stopwatch import Deadline, Stopwatch
 
 CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection, gives up
 # Then a connected process is dropped that has not proved that it belongs to the job: three messages on a slow line.
 _HANDSHAKE_SECONDS = 5.0
-_LOOK_SECONDS = 0.2  # a supervisor looks for ended processes and timeouts at least that often
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
 _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
 _REASON = struct.Struct("!H")  # after the proof: the length of the reason for a refusal, or 0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
-# A host that is switched off or unplugged does not end its connections. That is noticed 5 to 7 s later.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
-_USER_TIMEOUT_MS = 7000
-
-T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -54,58 +45,8 @@ class SilentError(TimeoutError):
     """Something listens at an address, and does not answer in time."""
 
 
-def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
-    """Local. The result of an operation on `link`, repeated until it succeeds or the deadline has passed.
-
-    Raises:
-        TimeoutError: it has passed.
-    """
-    while True:
-        link.settimeout(min(SLICE_SECONDS, deadline.left()))
-        with contextlib.suppress(TimeoutError):  # of this slice
-            return operation()
-
-
-def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """Local. The next `count` bytes.
-
-    Raises:
-        OSError: the other end has closed the link, or sent less in time.
-    """
-    parts = bytearray()
-    while len(parts) < count:
-        part = in_slices(link, deadline, partial(link.recv, count - len(parts)))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        parts += part
-    return bytes(parts)
-
-
-def listen(port: int, backlog: int) -> socket.socket:
-    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
-    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
-
-
-def listener_of(name: str) -> int | None:
-    """Local. The user id that listens at an abstract Unix address; None if no process does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(name)
-        except OSError:
-            return None
-        return peer_of(probe)[1]
-
-
-def peer_of(link: socket.socket) -> tuple[int, int]:
-    """Local. Process and user at the other end of a Unix socket, as reported by the kernel."""
-    pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(pid), int(uid)
-
-
 def call(
-    place: tuple[str, int],
+    address: tuple[str, int],
     key: bytes,
     purpose: bytes,
     rank: int,
@@ -124,9 +65,9 @@ def call(
         OSError: nothing listens there.
     """
     clock.seconds()
-    link = socket.create_connection(place, timeout=seconds)
+    link = socket.create_connection(address, timeout=seconds)
     try:
-        _keep_alive(link)
+        keep_alive(link)
         introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS, clock))
     except BaseException as error:
         link.close()
@@ -168,29 +109,9 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
         raise RefusedError(receive_exactly(link, length, deadline).decode(errors="replace"))
 
 
-def _keep_alive(link: socket.socket) -> None:
-    """Local. Have the kernel notice within 7 s that the other end's host cannot be reached."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def say(link: socket.socket, line: str) -> None:
-    """Local. Send a line, if the other end is there: its end is noticed when `link` is read."""
-    with contextlib.suppress(OSError):  # it has ended, or reads nothing
-        link.sendall(f"{line}\n".encode())
-
-
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
     """Local. A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
     return hmac.digest(key, role + b"".join(parts), "sha256")
-
-
-def turn(selector: selectors.BaseSelector, seconds: float = _LOOK_SECONDS) -> None:
-    """Local. Wait for events, and call the function registered with each; `seconds` at most."""
-    for key, _ in selector.select(seconds):
-        if selector.get_map().get(key.fd) == key:  # an earlier event of this round may have unregistered it
-            key.data()
 
 
 class Link:
@@ -212,7 +133,7 @@ class Gate:
 
     Args:
         key: the key.
-        selector: waits for the connections; each is registered with a function for `turn` to call.
+        selector: waits for the connections; each is registered with a function for `handle_events` to call.
     """
 
     def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
@@ -283,7 +204,7 @@ class Gate:
         try:
             connection.settimeout(CONNECT_SECONDS)
             if not of_this_host:
-                _keep_alive(connection)
+                keep_alive(connection)
             connection.sendall(link.nonce)
         except OSError:
             self._drop(link)
@@ -343,6 +264,3 @@ class Gate:
             self._drop(link)
         else:
             self._admitted(link)
-
-    def _send(self, link: Link, line: str) -> None:
-        say(link.socket, line)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from distopt.errors import CommunicatorClosedError, PeerLostError, TransportError
-from distopt.launch.gate import turn
+from distopt.launch.sockets import handle_events
 from distopt.launch.supervise.output import Output
 from distopt.launch.supervise.program import Program
 from distopt.launch.supervise.ranks import Failure, LocalRanks, Rank, first_of
@@ -34,7 +34,7 @@ class Node:
         until = time.monotonic() + 60.0
         while not done():
             assert time.monotonic() < until
-            turn(self._selector, 0.1)
+            handle_events(self._selector, 0.1)
             self.ranks.look()
 
     def close(self) -> None:

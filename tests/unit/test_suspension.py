@@ -9,7 +9,7 @@ import pytest
 
 from distopt.launch import stopwatch
 from distopt.launch.end_together.watch import Watch, start_server
-from distopt.launch.gate import listen
+from distopt.launch.sockets import listen
 from distopt.launch.stopwatch import Stopwatch
 from tests.processes import ROOT, Program, start_mpiexec
 
@@ -52,7 +52,7 @@ def test_rank_that_alone_is_suspended_is_named():
 
 MEETS = """
 import socket, sys
-from distopt.launch.gate import listen
+from distopt.launch.sockets import listen
 from distopt.launch.end_together.watch import Watch, start_server
 key, port, timeout = bytes(32), int(sys.argv[1]), float(sys.argv[2])
 if not port:

@@ -28,7 +28,8 @@ import signal
 import socket
 import sys
 
-from ..gate import Gate, Link, proof, turn
+from ..gate import Gate, Link, proof
+from ..sockets import handle_events, say
 from ..stopwatch import Stopwatch
 
 _ENDED = "has ended before the others; see its output"
@@ -83,7 +84,7 @@ class Server(Gate):
     def _run(self) -> None:
         watch = Stopwatch()
         while not self._ended and len(self._finalized) < self._size:
-            turn(self._selector)
+            handle_events(self._selector)
             self._drop_slow_strangers()
             if watch.seconds() > self._timeout and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
@@ -113,7 +114,7 @@ class Server(Gate):
         if links is self._watchers and len(self._watchers) == self._size:
             self._began = True
             for watcher in self._watchers.values():
-                self._send(watcher, "go")
+                say(watcher.socket, "go")
 
     def _lost(self, link: Link) -> None:
         # The last messages of the rank may still be unread on its other connection.
@@ -140,7 +141,7 @@ class Server(Gate):
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(others, default=-1)
             for rank in others:
-                self._send(self._watchers[rank], f"{kind} {code} {speaker} {text}")
+                say(self._watchers[rank].socket, f"{kind} {code} {speaker} {text}")
 
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
@@ -165,7 +166,7 @@ class Server(Gate):
             if len(self._waiting) == self._size:
                 self._waiting.clear()
                 for other in self._mpi.values():
-                    self._send(other, "cmd=barrier_out rc=0")
+                    say(other.socket, "cmd=barrier_out rc=0")
             return
         elif command == "abort":
             self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
@@ -174,7 +175,7 @@ class Server(Gate):
             answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
         if command == "finalize":
             self._finalized.add(link.rank)
-        self._send(link, f"cmd={answer}")
+        say(link.socket, f"cmd={answer}")
 
 
 def _exit_code(digits: str) -> int:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...flight import record
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, say
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
+from ..sockets import say
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
@@ -31,7 +32,7 @@ _FINALIZED_SECONDS = 0.3
 # notice it through MPI: that may crash them at once.
 _HIGH = 512
 
-# The server needs two modules of this package, and neither the rest of it nor its imports.
+# The server needs a few modules of this room, and neither the rest of the package nor its imports.
 _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")

@@ -22,10 +22,10 @@ from ...checks import check_integer
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..end_together.siblings import Absence, end_with_parent, is_first
-from ..gate import listener_of
 from ..launchers import launcher
 from ..processes import children
 from ..rendezvous.host_group import HostGroup
+from ..sockets import listener_of
 from ..threads import cap_threads
 from .base import Job
 from .origin import origin

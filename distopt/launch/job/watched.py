@@ -10,7 +10,7 @@ import os
 from ...errors import LaunchError
 from ..addresses import own_addresses
 from ..end_together.watch import Watch, start_server
-from ..gate import listen
+from ..sockets import listen
 from .base import Job
 
 _JOIN_SECONDS = 5.0  # then a rank gives up joining the watch, which the job can do without

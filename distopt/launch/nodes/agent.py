@@ -29,13 +29,11 @@ from ..gate import (
     SilentError,
     StrangerError,
     call,
-    listen,
-    say,
-    turn,
 )
 from ..heal.slots import Slots
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..sockets import handle_events, listen, say
 from ..stopwatch import Stopwatch
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
@@ -119,7 +117,7 @@ class _Agent:
         self._meet()
         while self._code is None:
             seconds = BEAT_SECONDS if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
-            turn(self._selector, 0.0 if self._inbox else seconds)
+            handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
                 self._owner.look()
@@ -151,7 +149,7 @@ class _Agent:
                 before, clock = unread, Stopwatch()
             elif (self._code or self._caught or ending) and clock.seconds() > _STILL_SECONDS:
                 break
-            turn(self._selector)
+            handle_events(self._selector)
         for output in self._outputs:
             output.close()
         self._held.close()
@@ -207,7 +205,7 @@ class _Agent:
                         f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
                         "same line on the node that has this address, and see whether a firewall separates them"
                     ) from None
-                turn(self._selector, _RETRY_SECONDS)
+                handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
             self._owner = _Remote(link, name, self._selector, self._inbox)

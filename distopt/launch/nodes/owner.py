@@ -20,6 +20,7 @@ from ...settings import Settings
 from ..addresses import is_own
 from ..gate import Gate, Link
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS
+from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
 from .node import NO_RANK, Node
@@ -207,7 +208,7 @@ class Owner(Gate):
 
     def _admitted(self, link: Link) -> None:
         def send(message: dict[str, Any]) -> None:
-            self._send(link, json.dumps(message))
+            say(link.socket, json.dumps(message))
 
         # Two hosts may have the same name. Other nodes may not know this host by its own addresses.
         address = self._own.address if is_own(link.address) else link.address

@@ -23,18 +23,8 @@ from functools import partial
 
 from ...errors import LaunchError
 from ..end_together.siblings import Absence
-from ..gate import (
-    Gate,
-    Link,
-    RefusedError,
-    StrangerError,
-    in_slices,
-    introduce,
-    listener_of,
-    peer_of,
-    receive_exactly,
-    turn,
-)
+from ..gate import Gate, Link, RefusedError, StrangerError, introduce
+from ..sockets import handle_events, in_slices, listener_of, peer_of, receive_exactly
 from ..stopwatch import GRACE_SECONDS, Deadline
 
 _log = logging.getLogger("distopt")
@@ -332,7 +322,7 @@ class _Listener(Gate):
 
     def _wait(self) -> None:
         try:
-            turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
+            handle_events(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
         except TimeoutError:
             raise LaunchError(
                 f"{self._absent()} within {self._deadline.seconds:g} s; every rank must call distopt.init or make a "

@@ -10,9 +10,10 @@ from functools import partial
 
 from ...errors import LaunchError
 from ..end_together.watch import Watch, start_server
-from ..gate import CONNECT_SECONDS, in_slices, listen
+from ..gate import CONNECT_SECONDS
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
+from ..sockets import in_slices, listen
 from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
-from ..gate import turn
+from ..sockets import handle_events
 
 _RELAY_BYTES = 1 << 16
 _RELAY_READS = 64
@@ -139,7 +139,7 @@ class Output:
         if not wanted:
             self._selector.unregister(file)
         elif file is self.sources:
-            self._selector.register(file, selectors.EVENT_READ, partial(turn, self.sources, 0.0))
+            self._selector.register(file, selectors.EVENT_READ, partial(handle_events, self.sources, 0.0))
         else:
             self._selector.register(file, selectors.EVENT_WRITE, self._flush)
 

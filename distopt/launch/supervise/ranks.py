@@ -26,9 +26,9 @@ from typing import Any
 from ...errors import UsageError
 from ...flight import Ring, record
 from ..end_together.report import VARIABLE
-from ..gate import turn
 from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
 from ..processes import end_of
+from ..sockets import handle_events
 from ..stopwatch import Stopwatch
 from .orphans import Orphans
 
@@ -309,7 +309,7 @@ class LocalRanks:
         while self.running:
             if clock.seconds() >= seconds:
                 self.kill()
-            turn(self._selector)
+            handle_events(self._selector)
             self.look()
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from ...checks import check_integer
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..end_together.report import VARIABLE
-from ..gate import turn
 from ..job.multiprocess import Ticket
 from ..job.origin import origin
 from ..launchers import LauncherInfo, launcher, launcher_of
@@ -32,6 +31,7 @@ from ..processes import (
 )
 from ..rendezvous.meeting import meeting
 from ..rendezvous.mpi import start_mpi
+from ..sockets import handle_events
 from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
 from .child import Child, check_call, check_script
@@ -214,7 +214,7 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     """Return when all ranks have ended, one has failed, or a signal has arrived that ends ranks."""
     passed_on = 0
     while local.running and not local.failures:
-        turn(selector)
+        handle_events(selector)
         local.look()
         while passed_on < len(caught):
             signum = caught[passed_on]
@@ -233,7 +233,7 @@ def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     local.signal(signal.SIGINT)
     clock = Stopwatch()
     while local.running and clock.seconds() < SAVING_SECONDS:
-        turn(selector)
+        handle_events(selector)
         local.look()
         if caught.count(signal.SIGINT) > 1:
             local.kill()
