@@ -1,5 +1,1 @@
 """Random programs against slow oracles; what fails shrinks to a short script. `python -m tests.fuzz --help`."""
-
-from .mistakes import make
-
-make()

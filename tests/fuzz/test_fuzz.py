@@ -1,19 +1,11 @@
-"""A few seconds of every family of random programs; and that a search finds what is wrong, and shrinks it."""
+"""A few seconds of every family of random programs."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz import codecs, communicators, messages, operations
-from tests.fuzz.mistakes import MISTAKES, VARIABLE
 from tests.fuzz.search import search
-
-ROOT = Path(__file__).parents[2]
-
 
 RANKS_START = [pytest.param(family, marks=pytest.mark.slow) for family in (communicators, messages)]
 
@@ -35,12 +27,3 @@ def test_random_programs(family, monkeypatch, caplog):
     messages.close()
     assert found.program is None, found.script(family)
     assert found.programs > 3
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=1)
-@pytest.mark.parametrize("name", MISTAKES)
-def test_known_mistakes_are_found(name):
-    command = [sys.executable, "-m", "tests.fuzz", "--seed", "35", "--minutes", "3", MISTAKES[name].family]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {VARIABLE: name}, capture_output=True, text=True)
-    assert "one has failed; the smallest that does" in ended.stdout, ended.stdout + ended.stderr

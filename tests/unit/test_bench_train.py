@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import train
 from benchmarks.__main__ import main
 from benchmarks.train import Result
 
@@ -26,17 +25,6 @@ def test_the_slowest_rank_counts_and_turns_add_up():
     assert result.resident_bytes == 9
     assert result.phases["forward"] == [1e-3, 1e-3]
     assert result.equal
-
-
-def test_efficiency_and_ratio():
-    alone, both = Result("x", 1, 10, [1.0]), Result("x", 2, 10, [1.25])
-    for result in (alone, both):
-        result.phases = answer([])["phases"]
-    fields = both.line(alone, both).split()
-    assert fields == ["x", "2", "1250.00", "16", "80.0%", "1.00", "1.00", "2.00", "-", "4.00", "0"]
-    assert alone.line(alone, both).split()[4:6] == ["100.0%", "0.62"]
-    assert both.line(None, both).split()[4] == "-"
-    assert len(both.line(alone, both)) == len(train._HEADER.splitlines()[0]) == len(train._HEADER.splitlines()[1])
 
 
 def test_a_small_real_run(tmp_path, capsys):
@@ -93,13 +81,3 @@ def test_tuned_torch_trains_the_same_model():
     assert default.size == 431_080
     np.testing.assert_allclose(trained(tuned=True), default, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(trained(tuned=True, bfloat16=True), default, atol=1e-2)
-
-
-@pytest.mark.slow
-def test_parameters_that_differ_are_said_and_change_the_exit_code(monkeypatch, capsys):
-    def take_turn(candidate, result, args):
-        result.add([answer([1.0], parameters="pq"[rank]) for rank in range(result.world_size)])
-
-    monkeypatch.setattr(train, "_take_turn", take_turn)
-    assert main(["train", "--batch-size", "2", "--turns", "1"]) == 1
-    assert "# distopt: the ranks' parameters differ" in capsys.readouterr().out
