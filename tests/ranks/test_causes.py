@@ -90,17 +90,6 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path,
     assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
 
 
-@pytest.mark.slow
-def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
-    run, script = command(tmp_path, ALL_RAISE, "--nproc-per-node", "2", "--max-restarts", "1")
-    ended = Program([*run, *script, "foreign"]).end()
-    assert ended.code == 1
-    first, last = told(ended)
-    assert RAISED in first
-    assert first.endswith("; starting all ranks again (1 of 1)")
-    assert RAISED in last
-
-
 def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_path, net):
     run, script = command(
         tmp_path,
@@ -133,14 +122,6 @@ def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(tmp_path, how, cau
     assert re.fullmatch(rf"distopt run: rank 0 on {re.escape(HERE)} \(pid \d+\) {text}", line)
 
 
-def test_last_lines_of_a_foreign_program_are_shown_with_its_exit_code(tmp_path):
-    text = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nraise KeyError('what is missing')\n"
-    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
-    ended = Program([*run, script]).end()
-    assert ended.code == 1
-    assert told(ended)[0].endswith("left with exit code 1: KeyError: 'what is missing'")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(tmp_path, signum):
     text = (
@@ -171,24 +152,6 @@ def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
     assert ended.code in {128 + signum for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
     assert len(told(ended)) == 1
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_storm_of_signals_does_not_end_ranks_that_handle_them(tmp_path):
-    text = (
-        "import signal, time\n"
-        "for signum in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(signum, lambda *_: None)\n"
-        "print('ready', flush=True)\nend = time.monotonic() + 2\nwhile time.monotonic() < end: time.sleep(0.1)\n"
-        "print('done', flush=True)\n"
-    )
-    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
-    program = Program([*run, script])
-    program.read_lines(2)
-    for signum in (signal.SIGUSR1, signal.SIGUSR2) * 100:
-        program.process.send_signal(signum)
-    ended = program.end()
-    assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(ended.stdout.splitlines()) == ["[rank 1] done", "done"]
 
 
 @pytest.mark.slow

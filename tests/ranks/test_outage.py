@@ -24,33 +24,6 @@ def job(net) -> list[Program]:
     return programs
 
 
-def drop_all_but(net, port: int) -> None:
-    """Have the hosts lose every packet from each other but those of one TCP port, by a filter of the kernel."""
-    program = (
-        (0x28, 0, 0, 12),  # linux/bpf_common.h: load the type of the Ethernet frame
-        (0x15, 0, 7, 0x0800),  # other than IPv4: let it pass
-        (0x30, 0, 0, 23),  # load the protocol
-        (0x15, 0, 6, 6),  # other than TCP: drop it
-        (0xB1, 0, 0, 14),  # length of the header
-        (0x48, 0, 0, 14),  # load the sender's port
-        (0x15, 2, 0, port),  # let it pass
-        (0x48, 0, 0, 16),  # load the receiver's port
-        (0x15, 0, 1, port),  # let it pass, or drop it
-        (0x06, 0, 0, 0),
-        (0x06, 0, 0, 2),
-    )
-    code = f"{len(program)}," + ",".join(" ".join(map(str, line)) for line in program)
-    for host in net.hosts:
-        tc = ["tc", "-n", host.namespace]
-        subprocess.run([*tc, "qdisc", "replace", "dev", LINK, "clsact"], check=True)
-        subprocess.run([*tc, "filter", "add", "dev", LINK, "ingress", "bpf", "da", "bytecode", code], check=True)
-
-
-def filter_gone(net) -> None:
-    for host in net.hosts:
-        subprocess.run(["tc", "-n", host.namespace, "qdisc", "del", "dev", LINK, "clsact"], check=True)
-
-
 def assert_goes_on_or_says_why(programs: list[Program], seconds: float) -> None:
     """A job still running after `seconds` continues, and is ended."""
     try:
@@ -61,16 +34,6 @@ def assert_goes_on_or_says_why(programs: list[Program], seconds: float) -> None:
         (line,) = [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
         assert re.search("cannot be reached|SIGTERM: all 2 ranks have ended", line), line
         assert ended.code == (143 if "SIGTERM" in line else 1)
-
-
-@pytest.mark.slow
-def test_where_only_the_agents_reach_each_other_a_job_goes_on_or_says_why_it_has_ended(net):
-    programs = job(net)
-    drop_all_but(net, PORT)
-    try:
-        assert_goes_on_or_says_why(programs, patience(10.0))
-    finally:
-        filter_gone(net)
 
 
 @pytest.mark.slow

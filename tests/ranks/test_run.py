@@ -54,26 +54,6 @@ def test_ranks_meet_without_mpi(n):
 
 
 @pytest.mark.slow
-def test_jobs_at_the_same_time_never_meet():
-    programs = [start(n, LAUNCHED, "ok") for n in (2, 3)]
-    for n, program in zip((2, 3), programs, strict=True):
-        ended = program.end()
-        assert ended.code == 0, ended
-        assert len(re.findall(rf"rank \d of {n}, ", ended.stdout)) == n
-
-
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("n", [2, 3])
-def test_main_joins_or_refuses_and_never_nests(n):
-    ended = start(2, MAIN, str(n)).end()
-    if n == 2:
-        assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]
-    else:
-        assert ended.code == 2
-        assert re.search(r"^(\[rank 1\] )?error: distopt run has started 2 ranks \(RANK=\d WORLD_SIZE=2", ended.stderr)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent")
 def test_scripts_of_pytorch_run_as_they_are():
     ended = start(2, SCRIPT, "torch").end(100.0)
@@ -162,17 +142,6 @@ def test_signals_reach_ranks_that_save_their_states(tmp_path):
     ended = program.end()
     assert ended.code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-def test_second_interrupt_kills():
-    program = start(2, SCRIPT, "deaf")
-    program.read_lines(2)
-    program.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert program.process.poll() is None
-    program.process.send_signal(signal.SIGINT)
-    ended = program.end()
-    assert (ended.code, last_line(ended.stderr)) == (130, "distopt run: SIGINT: all 2 ranks have ended")
 
 
 @pytest.mark.slow(kept=2)

@@ -111,15 +111,6 @@ def test_the_submitted_job(what, project, cluster, tmp_path):
     assert rank.checkpoint().function is rank
 
 
-@pytest.mark.parametrize("asked", ["-h", "--help", "-help"])
-def test_help_may_be_asked_for_as_elsewhere(asked, project, capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        project.options.parse("What it does.", ["-arch", "convnet", asked])
-    said = capsys.readouterr().out
-    assert "What it does." in said
-    assert "-slurm_nnodes" in said
-
-
 @pytest.mark.parametrize(
     ("command", "said"),
     [

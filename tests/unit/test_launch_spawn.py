@@ -95,13 +95,6 @@ def test_signal_while_the_ranks_start():
     assert program.end().code in (143, -signal.SIGTERM)
 
 
-def test_children_die_with_a_killed_parent():
-    program = script("wait", 3)
-    program.read_lines(3)
-    program.process.kill()
-    program.end()
-
-
 def test_every_line_of_the_others_is_marked():
     stream = io.StringIO()
     marked = _MarkedStream(stream, "[rank 1] ")

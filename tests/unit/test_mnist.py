@@ -5,7 +5,6 @@ import hashlib
 import io
 import logging
 import os
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -166,16 +165,6 @@ def test_what_are_not_digits_is_an_error(tmp_path, monkeypatch, case, verify):
         mnist.load(folder, verify=verify)
 
 
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_truncated_file_is_an_error(tmp_path, suffix, verify):
-    folder = put(tmp_path / "data", rename=lambda name: name + suffix)
-    path = folder / (NAMES[2] + suffix)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"{path}: .*truncated"):
-        mnist.load(folder, verify=verify)
-
-
 # -- the cache and the mirrors -----------------------------------------------------------------------------------------
 def test_download_fills_the_cache_once(network, cache, caplog):
     network.answers = served()
@@ -253,28 +242,6 @@ def test_offline_machine_gets_generated_digits_with_one_notice(network, caplog):
     np.testing.assert_array_equal(second.test_y, first.test_y)
 
 
-def test_unusable_home_counts_as_offline(network, tmp_path, caplog):
-    (tmp_path / "home").write_text("a file")
-    network.answers = served()
-    assert mnist.load().kind == "generated"
-    assert "Not a directory" in caplog.text
-
-
-def test_a_rank_that_waited_for_a_failure_does_not_try_again(network, monkeypatch):
-    real_lock = mnist.fcntl.flock
-
-    def lock(file, how):  # another rank comes first and fails while this one is about to wait
-        monkeypatch.setattr(mnist.fcntl, "flock", real_lock)
-        assert mnist.load(rank=1).kind == "generated"
-        return real_lock(file, how)
-
-    monkeypatch.setattr(mnist.fcntl, "flock", lock)
-    assert mnist.load(rank=2).kind == "generated"
-    assert len(network.asked) == 2
-    network.answers = served()
-    check(mnist.load())  # an old failure does not keep a later job from trying
-
-
 # -- several processes -------------------------------------------------------------------------------------------------
 CHILD = """
 import io, os, sys, time
@@ -316,18 +283,6 @@ def test_one_process_per_host_downloads(tmp_path):
         with child:
             assert child.stdout.read() == "mnist\n"
     assert sorted((tmp_path / "asked").read_text().split()) == sorted(served())
-
-
-@pytest.mark.slow
-def test_killed_download_leaves_nothing_and_frees_those_who_wait(tmp_path, cache):
-    first = start(tmp_path, "hang")
-    with first:
-        assert first.stdout.readline() == "half\n"
-        with start(tmp_path, "work") as second:
-            first.send_signal(signal.SIGKILL)
-            assert second.stdout.read() == "mnist\n"
-    assert sorted(path.name for path in cache.iterdir()) == sorted(["lock", *(f"{name}.gz" for name in NAMES)])
-    check(mnist.load())
 
 
 # -- ranks that must agree ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Optimizers against SINGA's formulas, and against PyTorch where rules agree; their states."""
+"""Optimizers against SINGA's formulas; their states."""
 
 import numpy as np
 import pytest
@@ -10,49 +10,28 @@ from distopt.nn.optim.schedules import ExponentialDecay
 
 FALLING = ExponentialDecay(0.8, 2, 0.5)
 
-# A rule, its options, and those of PyTorch's rule if that gives the same.
+# A rule and its options.
 CONFIGURATIONS = {
-    "sgd": (optim.SGD, {"lr": 0.1}, {}),
-    "sgd decay": (optim.SGD, {"lr": 0.1, "weight_decay": 0.2}, {"weight_decay": 0.2}),
-    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.9}),
-    "dampening": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, None),
-    "nesterov": (
-        optim.SGD,
-        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
-        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
-    ),
-    "sgd schedules": (optim.SGD, {"lr": 0.1, "momentum": FALLING, "dampening": FALLING, "weight_decay": FALLING}, None),
-    "nesterov schedules": (optim.SGD, {"lr": FALLING, "momentum": FALLING, "nesterov": True}, None),
-    "adam": (optim.Adam, {"lr": 0.02}, {"eps": 1e-8}),
-    "adam all": (
-        optim.Adam,
-        {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1},
-        {"betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.1},
-    ),
-    "adam schedules": (
-        optim.Adam,
-        {"lr": 0.02, "beta_1": FALLING, "beta_2": FALLING, "epsilon": FALLING, "weight_decay": FALLING},
-        None,
-    ),
-    "adamw": (optim.AdamW, {"lr": 0.02}, {}),
-    "adamw all": (
-        optim.AdamW,
-        {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.3},
-        {"betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3},
-    ),
-    "adamw schedules": (optim.AdamW, {"lr": FALLING, "beta_1": FALLING, "weight_decay": FALLING}, None),
-    "rmsprop": (optim.RMSProp, {"lr": 0.02, "rho": 0.8}, None),
-    "rmsprop decay": (optim.RMSProp, {"lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-4}, None),
-    "rmsprop schedules": (
-        optim.RMSProp,
-        {"lr": 0.02, "rho": FALLING, "epsilon": FALLING, "weight_decay": FALLING},
-        None,
-    ),
-    "rmsprop alone": (optim.RMSProp, {"lr": 0.02, "epsilon": 0}, {"alpha": 0.9, "eps": 0}),
-    "adagrad": (optim.AdaGrad, {"lr": 0.1}, None),
-    "adagrad decay": (optim.AdaGrad, {"lr": 0.1, "weight_decay": 0.1, "epsilon": 1e-3}, None),
-    "adagrad schedules": (optim.AdaGrad, {"lr": 0.1, "weight_decay": FALLING, "epsilon": FALLING}, None),
-    "adagrad alone": (optim.AdaGrad, {"lr": 0.1, "epsilon": 0}, {"eps": 0}),
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "sgd decay": (optim.SGD, {"lr": 0.1, "weight_decay": 0.2}),
+    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "dampening": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1}),
+    "sgd schedules": (optim.SGD, {"lr": 0.1, "momentum": FALLING, "dampening": FALLING, "weight_decay": FALLING}),
+    "nesterov schedules": (optim.SGD, {"lr": FALLING, "momentum": FALLING, "nesterov": True}),
+    "adam": (optim.Adam, {"lr": 0.02}),
+    "adam all": (optim.Adam, {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1}),
+    "adam schedules": (optim.Adam, {"lr": 0.02, **dict.fromkeys(("beta_1", "beta_2", "epsilon"), FALLING)}),
+    "adam decay schedule": (optim.Adam, {"lr": 0.02, "weight_decay": FALLING}),
+    "adamw": (optim.AdamW, {"lr": 0.02}),
+    "adamw all": (optim.AdamW, {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.3}),
+    "adamw schedules": (optim.AdamW, {"lr": FALLING, "beta_1": FALLING, "weight_decay": FALLING}),
+    "rmsprop": (optim.RMSProp, {"lr": 0.02, "rho": 0.8}),
+    "rmsprop decay": (optim.RMSProp, {"lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-4}),
+    "rmsprop schedules": (optim.RMSProp, {"lr": 0.02, "rho": FALLING, "epsilon": FALLING, "weight_decay": FALLING}),
+    "adagrad": (optim.AdaGrad, {"lr": 0.1}),
+    "adagrad decay": (optim.AdaGrad, {"lr": 0.1, "weight_decay": 0.1, "epsilon": 1e-3}),
+    "adagrad schedules": (optim.AdaGrad, {"lr": 0.1, "weight_decay": FALLING, "epsilon": FALLING}),
 }
 DEFAULTS = {
     optim.SGD: {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False},
@@ -64,7 +43,7 @@ DEFAULTS = {
 
 
 def formula(make, options, param, grads):
-    """The parameter after steps by the formulas, SINGA's where it has the rule, in float64."""
+    """The parameter after steps by the formulas, SINGA's where it has the rule, AdamW as PyTorch's, in float64."""
     first, second = np.zeros_like(param), np.zeros_like(param)
     for step, grad in enumerate(grads):
         at = {key: value(step) if callable(value) else value for key, value in (DEFAULTS[make] | options).items()}
@@ -122,7 +101,7 @@ def run(optimizer, targets, steps):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_steps_equal_the_formulas(name, dtype, scale):
-    make, options, _ = CONFIGURATIONS[name]
+    make, options = CONFIGURATIONS[name]
     targets, optimizer, steps = params(dtype), make(**options), range(5)
     before = [p.to_numpy() for p in targets]
     for step in steps:
@@ -148,27 +127,9 @@ def test_the_first_gradient_is_dampened_and_tiny_ones_are_not_blown_up():
         assert w.item() == pytest.approx(-1e-6 / np.sqrt(mean + 1e-8), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", [name for name, (_, _, theirs) in CONFIGURATIONS.items() if theirs is not None])
-def test_steps_equal_pytorch(name, dtype):
-    torch = pytest.importorskip("torch", reason="PyTorch is the oracle of this test; pip install torch==2.13.0")
-    make, options, theirs = CONFIGURATIONS[name]
-    ours = params(dtype)
-    oracle = [torch.nn.Parameter(torch.from_numpy(p.to_numpy())) for p in ours]
-    kind = {optim.RMSProp: "RMSprop", optim.AdaGrad: "Adagrad"}.get(make, make.__name__)
-    optimizer, their_optimizer = make(**options), getattr(torch.optim, kind)(oracle, lr=options["lr"], **theirs)
-    for step in range(6):
-        run(optimizer, ours, [step])
-        for p, grad in zip(oracle, gradients(step, dtype), strict=True):
-            p.grad = torch.from_numpy(grad.array)
-        their_optimizer.step()
-        for p, q in zip(ours, oracle, strict=True):
-            np.testing.assert_allclose(p.array, q.detach().numpy(), rtol=1e-4 if dtype == np.float32 else 1e-12)
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_states_continue_a_run_to_the_bit(name):
-    make, options, *_ = CONFIGURATIONS[name]
+    make, options = CONFIGURATIONS[name]
     options = {**options, "lr": ExponentialDecay(0.1, 2, 0.5)}
     whole, first = params(), params()
     run(make(**options), whole, range(6))

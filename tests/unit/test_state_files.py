@@ -1,8 +1,6 @@
 """Files of states under damage and SIGKILL: all of the old content, all of the new, or an error and no change."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,33 +11,6 @@ from hypothesis import strategies as st
 from distopt import layer, model
 from distopt.errors import StateError
 from distopt.nn.core.tensor import Tensor
-
-# Forks writers that save one content after the other, and kills each at a random moment.
-KILLER = """
-import os, random, signal, sys, time
-from tests.unit.test_state_files import fill, new_net
-path, trials = sys.argv[1], int(sys.argv[2])
-rng, net, found = random.Random(1), new_net(), set()
-for trial in range(trials):
-    fill(net, 0.0)
-    net.save_states(path, {"value": 0.0})
-    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], "orphans remain"
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for value in range(1, 10_000):
-                fill(net, value)
-                net.save_states(path, {"value": float(value)})
-        finally:
-            os._exit(1)
-    time.sleep(rng.uniform(0.0, 0.03))
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    value = net.load_states(path)["value"].item()
-    assert all((tensor.array == value).all() for tensor in net.get_states().values()), "two contents in one file"
-    found.add(value)
-print(len(found))
-"""
 
 
 class Net(model.Model):
@@ -139,13 +110,3 @@ def without(net: Net, name: str) -> Net:
 def test_states_of_another_model_are_refused(tmp_path, other):
     other().save_states(tmp_path / "other")
     assert_refused((tmp_path / "other").read_bytes(), tmp_path)
-
-
-@pytest.mark.slow
-def test_killed_writers_leave_the_old_states_or_the_new(tmp_path):
-    folder = tmp_path / "states"
-    folder.mkdir()
-    command = [sys.executable, "-c", KILLER, str(folder / "net"), "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 3, "kills came before the first write or after the last"
