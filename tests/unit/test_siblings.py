@@ -165,3 +165,39 @@ def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
     program.read_lines(1)
     program.process.kill()
     program.end()  # asserts that nothing remains
+
+
+OWN = """
+import multiprocessing, pickle, sys
+import distopt
+from distopt import launch
+
+def job(ticket, rank):
+    world = distopt.init(ticket, rank, 3)
+    world.barrier()
+    me = multiprocessing.current_process()
+    assert me.name == f"{me.name}" == pickle.loads(pickle.dumps(me.name)), "no trace of it otherwise"
+    if rank == 1:
+        raise ValueError("the cause")
+    world.all_reduce(rank)
+
+if __name__ == "__main__":
+    context, ticket = multiprocessing.get_context(sys.argv[1]), launch.Ticket()
+    processes = [context.Process(target=job, args=(ticket, rank), name=f"number {rank}") for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_of_processes_that_a_script_has_started_the_cause_prints_last(method, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    ended = Program([sys.executable, str(path), method]).end()
+    lines = ended.stderr.splitlines()
+    heads = [line for line in lines if line.startswith("Process number")]
+    assert sorted(heads) == [f"Process number {rank}:" for rank in range(3)]
+    assert heads[-1] == "Process number 1:"
+    assert lines[-1] == "ValueError: the cause"

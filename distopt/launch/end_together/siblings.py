@@ -18,9 +18,8 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import LaunchError
 from ..processes import children, end_of
@@ -43,7 +42,7 @@ class Absence:
     """
 
     def __init__(self, stall_warning: float = 10.0, *, all_started: bool = False) -> None:
-        self._watch = Stopwatch()
+        self._clock = Stopwatch()
         self._warn_after = stall_warning
         self._all_started = all_started
         self._too_few_since: float | None = None
@@ -60,7 +59,7 @@ class Absence:
         Raises:
             LaunchError: siblings have ended, and fewer are left than ranks are missing.
         """
-        now = self._watch.seconds()
+        now = self._clock.seconds()
         if now > self._warn_after:
             self._warn_after = float("inf")
             _log.warning("%s for %.1f s now", who, now)
@@ -117,18 +116,27 @@ def speak_last(communicator: Closable) -> None:
     if parent_process() is None or supervisor.is_heard:
         return
     process = current_process()
-    communicators: list[Callable[[], Closable | None]] = vars(process).setdefault("distopt_communicators", [])
-    if not communicators:
-        kind: Any = type(process)
+    if not isinstance(process.name, _LastWords):
+        process.name = _LastWords(process.name)
+    process.name.communicators.append(weakref.ref(communicator))
 
-        def name(self: BaseProcess) -> str:
-            if sys._getframe(1).f_code.co_name == "_bootstrap":
-                _let_siblings_speak(communicators)
-            return str(kind.name.fget(self))
 
-        # multiprocessing asks for the name before it prints the traceback; finalizers run later from Python 3.13 on.
-        process.__class__ = type(kind.__name__, (kind,), {"name": kind.name.getter(name)})
-    communicators.append(weakref.ref(communicator))
+class _LastWords(str):
+    """The name of this process. multiprocessing makes it text at one moment: before it prints the last traceback.
+
+    Finalizers would be too late from Python 3.13 on.
+    """
+
+    def __init__(self, _: str) -> None:
+        self.communicators: list[Callable[[], Closable | None]] = []
+
+    def __str__(self) -> str:
+        if sys._getframe(1).f_code.co_name == "_bootstrap":
+            _let_siblings_speak(self.communicators)
+        return str.__str__(self)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:  # children get the name of their parent
+        return str, (str.__str__(self),)
 
 
 def _let_siblings_speak(communicators: Iterable[Callable[[], Closable | None]]) -> None:
@@ -137,8 +145,8 @@ def _let_siblings_speak(communicators: Iterable[Callable[[], Closable | None]]) 
         for known in communicators:
             if (communicator := known()) is not None:
                 communicator.close()
-        watch = Stopwatch()
-        while _survey()[0] and watch.seconds() < _LISTEN_SECONDS:
+        clock = Stopwatch()
+        while _survey()[0] and clock.seconds() < _LISTEN_SECONDS:
             time.sleep(_LISTEN_SECONDS / 100)
 
 
