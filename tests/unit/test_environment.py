@@ -13,7 +13,7 @@ import pytest
 from distopt.comm import shm
 from distopt.errors import UsageError
 from distopt.launch.mpi_quirks import shortened
-from distopt.launch.processes import waitable_children
+from distopt.launch.processes import caught_signals, waitable_children
 from tests.processes import ROOT, Ended, Program, mpiexec_command
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "environment_script.py")
@@ -122,6 +122,26 @@ def test_long_texts_keep_both_ends():
         assert text.endswith("xend")
         kept = text.count("x") + 8
         assert f"\n... {size - kept:,} characters are left out ...\n" in text
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_signals_that_were_caught_have_their_earlier_effect_afterwards_or_none(last):
+    def handler(*_):
+        raise ZeroDivisionError
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with caught_signals(numbers, last=last) as (caught, wake):
+            assert caught == []
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR1)
+            assert caught == [signal.SIGUSR2, signal.SIGUSR1]
+            assert os.read(wake, 100) == b"!!"
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN if last else handler}
+    finally:
+        for number, one in zip(numbers, before, strict=True):
+            signal.signal(number, one)
 
 
 UNDER_FIRE = """
