@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from distopt.flight import FlightRecord, Operation
-from distopt.launch.nodes.watch import Row, Watch, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.nodes.watch import Monitor, Row, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal
 
@@ -78,7 +78,7 @@ def test_ranks_that_there_are_no_more_are_forgotten():
         def write(self, text: bytes) -> None:
             self.text += text
 
-    watch, shown = Watch("json", Lines(), "a"), Lines()
+    watch, shown = Monitor("json", Lines(), "a"), Lines()
     for rank in range(4):
         watch.take(asdict(running(rank)))
     watch.forget(3)

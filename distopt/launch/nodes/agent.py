@@ -22,33 +22,26 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import (
-    CONNECT_SECONDS,
-    LONGEST_CALL_SECONDS,
-    RefusedError,
-    SilentError,
-    StrangerError,
-    call,
-)
+from ..gate import CONNECT_SECONDS
 from ..heal.slots import Slots
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
-from ..sockets import handle_events, listen, say
+from ..sockets import handle_events, listen
 from ..stopwatch import Stopwatch
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
 from ..supervise.screen import outputs
 from .node import NO_RANK, Node
 from .owner import BEAT_SECONDS, SILENT_SECONDS, Owner
+from .remote import Caller, Remote
 from .variables import variables
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
     from .options import RunOptions
-    from .watch import Watch
+    from .watch import Monitor
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
-_FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _STILL_SECONDS = 1.0  # then the last lines of a job that has failed, or must end, are dropped if no reader takes them
 _RECONNECT_SECONDS = 0.25  # then an attempt to reach a lost owner gives up
@@ -86,17 +79,17 @@ class _Agent:
         self._selector = selector
         self._streams = outputs(selector, self._print, table=options.watch == "table")
         self._outputs = list(dict.fromkeys(self._streams))  # a terminal may be both
-        self._watch: Watch | None = None
+        self._monitor: Monitor | None = None
         if options.watch:
-            from .watch import Watch
+            from .watch import Monitor
 
-            self._watch = Watch(options.watch, self._streams[1], socket.gethostname())
+            self._monitor = Monitor(options.watch, self._streams[1], socket.gethostname())
         self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
         self._signals: list[int] = []
-        self._owner: Owner | _Remote | None = None
+        self._owner: Owner | Remote | None = None
         self._inbox: deque[dict[str, Any]] = deque()
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
@@ -166,7 +159,7 @@ class _Agent:
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
             self._owner = Owner(self._me, options, self._key, self._selector, self._print)
-            self._owner.watch = self._watch
+            self._owner.monitor = self._monitor
             if listener is not None:
                 self._owner.listen(listener)
             self._hello()
@@ -175,46 +168,20 @@ class _Agent:
 
     def _come(self, name: str, seconds: float) -> None:
         """Connect to the owner, unless a signal comes first; `seconds` are for one attempt."""
-        options, clock = self._options, Stopwatch(LONGEST_CALL_SECONDS)
-        place, foreign_since, link = (options.host, options.port), float("inf"), None
+        caller = Caller(self._options, self._key, self._me.wanted, is_first=self._ranks is None)
+        link: socket.socket | None = None
         while link is None and self._code is None:
-            try:
-                link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, seconds)
-            except RefusedError as error:  # noqa: PERF203
-                raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
-            except OSError as error:
-                fact, now = error.strerror or "no answer", clock.seconds()
-                if isinstance(error, socket.gaierror) and self._ranks is None:  # later, the network may be lost
-                    raise LaunchError(
-                        f"the host of the endpoint {options.endpoint} cannot be found: {fact}; give a name or an "
-                        "address that all nodes can reach"
-                    ) from None
-                foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
-                if now > foreign_since + _FOREIGN_SECONDS:
-                    raise LaunchError(
-                        f"the program at {options.endpoint} is no node of this job: it has another --rdzv-id or "
-                        "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
-                    ) from None
-                if now > options.timeout and isinstance(error, SilentError):
-                    raise LaunchError(
-                        f"the program at {options.endpoint} has not answered as distopt run does within "
-                        f"{options.timeout:g} s; if it is another, give all nodes another port"
-                    ) from None
-                if now > options.timeout:
-                    raise LaunchError(
-                        f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
-                        "same line on the node that has this address, and see whether a firewall separates them"
-                    ) from None
+            if (link := caller.attempt(seconds)) is None:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
-            self._owner = _Remote(link, name, self._selector, self._inbox)
+            self._owner = Remote(link, name, self._selector, self._inbox)
             self._hello()
 
     def _look_at_link(self) -> None:
         """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
         owner, heals = self._owner, self._options.heal
-        if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
+        if isinstance(owner, Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
             owner.close()
             self._owner = None
             lost = f"{owner.name} has ended or cannot be reached"
@@ -272,10 +239,10 @@ class _Agent:
         ranks.release()
         ranks.failures.clear()
         _reap()
-        if isinstance(self._owner, _Remote):
+        if isinstance(self._owner, Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
-        if self._watch is not None:
-            self._watch.forget(order["size"])
+        if self._monitor is not None:
+            self._monitor.forget(order["size"])
         self._attempt, self._reported, self._ended, self._kill_at = order["attempt"], 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # it came while no rank ran
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
@@ -307,7 +274,7 @@ class _Agent:
             ranks.kill()
         if not ranks.running:
             self._ended = True
-            if isinstance(self._owner, _Remote):
+            if isinstance(self._owner, Remote):
                 self._show_ranks(at_the_end=True)
             if ranks.failures:
                 ranks.kill()  # kills the processes that they have started
@@ -317,10 +284,10 @@ class _Agent:
             self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
 
     def _show_ranks(self, *, at_the_end: bool = False) -> None:
-        if self._watch is not None and self._ranks is not None:
+        if self._monitor is not None and self._ranks is not None:
             again = "healing" if self._options.heal else "starting again"
-            send = self._owner.say if isinstance(self._owner, _Remote) else None
-            self._watch.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
+            send = self._owner.say if isinstance(self._owner, Remote) else None
+            self._monitor.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
 
     def _prepare_healing(self, ranks: LocalRanks) -> None:
         """Prepare to start ranks again, and notice those that have been stopped while others run."""
@@ -371,42 +338,6 @@ class _Agent:
     def _make_room(self) -> None:
         for output in self._outputs:
             output.make_room()
-
-
-class _Remote:
-    """The owner, at the other end of a connection."""
-
-    def __init__(
-        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
-    ) -> None:
-        self.name = name
-        self.lost = False
-        self.heard = Stopwatch()  # since its last message
-        self._link = link
-        self._selector = selector
-        self._inbox = inbox
-        self._received = b""
-        self._selector.register(link, selectors.EVENT_READ, self._read)
-
-    def say(self, message: dict[str, Any]) -> None:
-        say(self._link, json.dumps(message))
-
-    def close(self) -> None:
-        if self._link.fileno() >= 0:
-            self._selector.unregister(self._link)
-            self._link.close()
-
-    def _read(self) -> None:
-        try:
-            part = self._link.recv(1 << 16)
-        except OSError:
-            part = b""
-        *lines, self._received = (self._received + part).split(b"\n")
-        self._inbox.extend(json.loads(line) for line in lines)
-        self.heard = Stopwatch()
-        if not part:
-            self.close()
-            self.lost = True
 
 
 def _owns(options: RunOptions) -> bool:

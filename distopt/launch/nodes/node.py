@@ -1,4 +1,4 @@
-"""A node of a job, as the owner of the endpoint sees it."""
+"""The nodes of a job, as the owner of the endpoint sees them."""
 
 from __future__ import annotations
 
@@ -55,3 +55,58 @@ class Node:
     def name(self) -> str:
         """Its name in messages."""
         return f"{self.host} (pid {self.pid})"
+
+
+class Nodes(list[Node]):
+    """The nodes of a job, those that come and those that are away included; by number, once they have numbers.
+
+    Args:
+        own: that of the owner.
+        most: how many the job can have.
+        least: how many it needs.
+
+    Attributes:
+        most: the argument.
+        least: the argument.
+    """
+
+    def __init__(self, own: Node, most: int, least: int) -> None:
+        super().__init__([own])
+        self._own = own
+        self.most, self.least = most, least
+
+    @property
+    def is_elastic(self) -> bool:
+        """Local. Whether nodes may be lost or come."""
+        return self.least < self.most
+
+    @property
+    def n_present(self) -> int:
+        """Local. How many are not away."""
+        return sum(not node.away for node in self)
+
+    @property
+    def members(self) -> list[Node]:
+        """Local. The nodes of this attempt."""
+        return [node for node in self if node.number >= 0]
+
+    @property
+    def signals(self) -> list[int]:
+        """Local. The signals that agents have passed on to their ranks."""
+        return [signum for node in self for signum in node.signals]
+
+    @property
+    def names(self) -> str:
+        """Local. Their names in messages."""
+        return ", ".join(node.name for node in self)
+
+    def number(self) -> None:
+        """Local. Number them as their command lines say, and the others after the owner, by their names."""
+        free = [number for number in range(self.most) if number not in [node.wanted for node in self]]
+        for node in sorted(self, key=lambda node: (node is not self._own, node.host, node.pid)):
+            node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
+        self.sort(key=lambda node: node.number)
+
+    def first_rank(self, node: Node) -> int:
+        """Local. The first rank of a node that has a number."""
+        return sum(other.ranks for other in self[: node.number])

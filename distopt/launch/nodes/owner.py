@@ -2,8 +2,8 @@
 
 An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
 all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
-its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. Each line is an object in JSON:
-messages of the owner have the key "do", messages of an agent the key "say".
+its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.nodes`
+describes their messages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..processes import ENDING_SIGNALS, SAVING_SECONDS
 from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
-from .node import NO_RANK, Node
+from .node import NO_RANK, Node, Nodes
 
 if TYPE_CHECKING:
     from .options import RunOptions
-    from .watch import Watch
+    from .watch import Monitor
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
@@ -49,10 +49,10 @@ class Owner(Gate):
         warn: prints a line.
 
     Attributes:
-        watch: shows the rows of other nodes, under --watch.
+        monitor: shows the rows of other nodes, under --watch.
     """
 
-    watch: Watch | None = None
+    monitor: Monitor | None = None
 
     def __init__(
         self,
@@ -64,10 +64,9 @@ class Owner(Gate):
     ) -> None:
         super().__init__(key, selector)
         self._own = own
-        self._size, self._least = options.nodes, options.nodes - options.spare_nodes
         self._options = options
         self._warn = warn
-        self._nodes = [own]
+        self._nodes = Nodes(own, options.nodes, options.nodes - options.spare_nodes)
         self._by_link: dict[Link, Node] = {}
         self._job = f"{options.run_id}_{os.urandom(4).hex()}"
         self._salt = os.urandom(16).hex()
@@ -98,48 +97,56 @@ class Owner(Gate):
         if say == "beat":
             if node is self._own:
                 self._beat()
-            return
-        if say == "watch":
-            if self.watch is not None:
-                self.watch.take(message["row"])
-            return
-        if say == "stepped":
-            seconds = self._clock.seconds() - self._failed_at
-            if self._cause:
-                self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
-            self._cause, self._has_stepped = "", True
-            self._take_in()
-            return
-        node.port, node.steps = int(message["port"]), message["steps"]
-        if say == "hello":
-            before, node.most, node.away = node.most, int(message["ranks"]), False
-            node.ranks, node.spare, node.attempt = node.most, message["spare"], message["attempt"]
-            if before and before != node.most and not self._is_elastic:
-                self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
-                return
-            self._came_at = self._clock.seconds()
-            if self._attempt < 0:
-                self._begin(self._size)
-            elif node.number < 0:
-                self._warn(f"{node.name} has come, and takes part after the next step that a Checkpoint counts")
-                self._take_in()
+        elif say == "watch":
+            if self.monitor is not None:
+                self.monitor.take(message["row"])
+        elif say == "stepped":
+            self._stepped(int(message["step"]))
         else:
-            node.signals = [int(signum) for signum in message["signals"]]
-            for one in message["failures"]:
-                failure = Failure(**one)
-                # A rank that cannot start may be reported as ended, too.
-                self._failures.setdefault(failure.rank, failure)
-            self._killed |= say == "kill"
-            node.ended |= say == "ended"
-            if self._failures or say == "kill":
-                self._end()
-        if all(each.ended for each in self._nodes):
-            self._decide()
+            node.port, node.steps = int(message["port"]), message["steps"]
+            if say == "hello":
+                self._hello(node, message)
+            else:
+                self._report(node, message)
+            if not self._finished and all(each.ended for each in self._nodes):
+                self._decide()
+
+    def _stepped(self, step: int) -> None:
+        if self._cause:
+            seconds = self._clock.seconds() - self._failed_at
+            self._warn(f"{self._cause}; healed: step {step} was done after {seconds:.2f} s")
+        self._cause, self._has_stepped = "", True
+        self._take_in()
+
+    def _hello(self, node: Node, message: dict[str, Any]) -> None:
+        before, node.most, node.away = node.most, int(message["ranks"]), False
+        node.ranks, node.spare, node.attempt = node.most, message["spare"], message["attempt"]
+        if before and before != node.most and not self._nodes.is_elastic:
+            self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
+            return
+        self._came_at = self._clock.seconds()
+        if self._attempt < 0:
+            self._begin(self._nodes.most)
+        elif node.number < 0:
+            self._warn(f"{node.name} has come, and takes part after the next step that a Checkpoint counts")
+            self._take_in()
+
+    def _report(self, node: Node, message: dict[str, Any]) -> None:
+        say = message["say"]
+        node.signals = [int(signum) for signum in message["signals"]]
+        for one in message["failures"]:
+            failure = Failure(**one)
+            # A rank that cannot start may be reported as ended, too.
+            self._failures.setdefault(failure.rank, failure)
+        self._killed |= say == "kill"
+        node.ended |= say == "ended"
+        if self._failures or say == "kill":
+            self._end()
 
     def _begin(self, least: int) -> None:
         """Start all ranks for the first time under this owner, if so many nodes have come."""
         if len(self._nodes) >= least and all(each.ranks for each in self._nodes):
-            self._number()
+            self._nodes.number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                 self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
             self._start("")
@@ -147,7 +154,7 @@ class Owner(Gate):
     def _take_in(self) -> None:
         """End all ranks, to start them again with the nodes that have come, unless no step of theirs would remain."""
         new = [node for node in self._nodes if node.number < 0 and node.ranks]
-        if new and self._has_stepped and not self._failures and not any(node.ended for node in self._members):
+        if new and self._has_stepped and not self._failures and not any(node.ended for node in self._nodes.members):
             self._newcomers = f"{', '.join(node.name for node in new)} has come"
             self._end()
 
@@ -164,9 +171,9 @@ class Owner(Gate):
         self._drop_slow_strangers()
         now = self._clock.seconds()
         if self._attempt < 0 and now > self._came_at + _LAST_CALL_SECONDS:
-            self._begin(self._least)
+            self._begin(self._nodes.least)
         if self._attempt < 0:
-            came = f"{len(self._nodes)} of {self._size} nodes have come: {self._names()}"
+            came = f"{len(self._nodes)} of {self._nodes.most} nodes have come: {self._nodes.names}"
             if now > self._options.timeout:
                 self._finish(
                     2,
@@ -181,7 +188,9 @@ class Owner(Gate):
                 self._gone(node)
             for node in self._nodes:
                 if node.away and node.heard.seconds() > self._options.timeout:
-                    self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
+                    self._finish(
+                        1, f"{self._failures[self._nodes.first_rank(node)].text}; no other has come in its place"
+                    )
 
     # -- the gate --------------------------------------------------------------------------------------------------
     def _refusal(self, link: Link, size: int) -> str:
@@ -192,16 +201,20 @@ class Owner(Gate):
                 if (node.host, node.pid) == (link.host, link.pid):
                     self._drop(old)
                     self._lost(old)
-            if self._place_of(link) is not None or (size == self._size > max(self._least, len(self._nodes))):
+            if self._place_of(link) is not None or (
+                size == self._nodes.most > max(self._nodes.least, len(self._nodes))
+            ):
                 return ""
         reason = ""
-        if size != self._size:
-            reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._size}"
+        if size != self._nodes.most:
+            reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._nodes.most}"
         elif link.rank != NO_RANK and link.rank in [node.wanted for node in self._nodes]:
             reason = f"{who} was started with --node-rank {link.rank}, and so was another node"
-        if self._attempt >= 0 or len(self._nodes) == self._size:
-            full = f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
-            return (reason if self._is_elastic else "") or full
+        if self._attempt >= 0 or len(self._nodes) == self._nodes.most:
+            full = (
+                f"the job {self._options.run_id!r} there has its {self._nodes.most} nodes already: {self._nodes.names}"
+            )
+            return (reason if self._nodes.is_elastic else "") or full
         if reason:
             self._finish(2, f"{reason}; correct the line on one of them")
         return reason
@@ -249,41 +262,16 @@ class Owner(Gate):
                 "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
             )
 
-    @property
-    def _signals(self) -> list[int]:
-        """The signals that agents have passed on."""
-        return [signum for node in self._nodes for signum in node.signals]
-
-    @property
-    def _is_elastic(self) -> bool:
-        """Whether nodes may be lost or come."""
-        return self._least < self._size
-
-    @property
-    def _members(self) -> list[Node]:
-        """The nodes of this attempt, in their order."""
-        return [node for node in self._nodes if node.number >= 0]
-
     # -- decisions -------------------------------------------------------------------------------------------------
-    def _names(self) -> str:
-        return ", ".join(node.name for node in self._nodes)
-
-    def _number(self) -> None:
-        """Number the nodes as their command lines say, and the others after the owner, in the order of their names."""
-        free = [number for number in range(self._size) if number not in [node.wanted for node in self._nodes]]
-        for node in sorted(self._nodes, key=lambda node: (node is not self._own, node.host, node.pid)):
-            node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
-        self._nodes.sort(key=lambda node: node.number)
-
     def _start(self, text: str) -> None:
         # Kept states of a later attempt are newer, even if another owner has counted it.
         self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
         self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")
-        self._nodes = [node for node in self._nodes if not node.away]  # the job can do without them
-        if self._is_elastic:
-            self._number()
+        self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them
+        if self._nodes.is_elastic:
+            self._nodes.number()
         first, total = 0, sum(node.ranks for node in self._nodes)
         common = {
             "do": "start",
@@ -308,7 +296,7 @@ class Owner(Gate):
         codes = [failure.code for failure in self._failures.values()]
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
-        elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._signals):
+        elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._nodes.signals):
             patience = SAVING_SECONDS
         if self._end_by == float("inf"):
             self._failed_at = self._clock.seconds()
@@ -325,7 +313,7 @@ class Owner(Gate):
             self._nodes.remove(node)
             return
         node.ended = True
-        rank = self._first_rank(node)
+        rank = self._nodes.first_rank(node)
         last = rank + node.ranks - 1
         ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
@@ -339,32 +327,29 @@ class Owner(Gate):
 
     @property
     def _cure(self) -> str:
-        left = sum(not node.away for node in self._nodes)
-        if left >= self._least:
-            return f"continuing with {left} of {self._size} nodes"
+        left = self._nodes.n_present
+        if left >= self._nodes.least:
+            return f"continuing with {left} of {self._nodes.most} nodes"
         return "waiting for it, or for the same line typed on another in its place"
-
-    def _first_rank(self, node: Node) -> int:
-        return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
         """Finish the job or start it again: all ranks have ended, and each node that is not away can start them."""
-        lacks = any(node.away for node in self._nodes) and sum(not node.away for node in self._nodes) < self._least
-        if lacks and not any(signum in ENDING_SIGNALS for signum in self._signals):
+        lacks = self._nodes.n_present < min(self._nodes.least, len(self._nodes))
+        if lacks and not any(signum in ENDING_SIGNALS for signum in self._nodes.signals):
             return
         if not self._failures:
             self._finish(0, "")
             return
         first = first_of(self._failures.values(), between_hosts=len(self._nodes) > 1)
         total = sum(node.ranks for node in self._nodes)
-        cure = "; to take out one node, end its distopt run by SIGKILL" if self._is_elastic else ""
-        by_signal = [signum for signum in self._signals if first.code == 128 + signum]
+        cure = "; to take out one node, end its distopt run by SIGKILL" if self._nodes.is_elastic else ""
+        by_signal = [signum for signum in self._nodes.signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:
-            by_signal = [signum for signum in self._signals if signum in ENDING_SIGNALS]
+            by_signal = [signum for signum in self._nodes.signals if signum in ENDING_SIGNALS]
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended{cure}")
-        elif any(signum in ENDING_SIGNALS for signum in self._signals):
+        elif any(signum in ENDING_SIGNALS for signum in self._nodes.signals):
             self._finish(first.code, f"{first.text}{cure}")
         elif self._newcomers and first.is_consequence:
             self._start_again(self._newcomers)
@@ -406,7 +391,10 @@ class Owner(Gate):
         """The node of a rank that has been killed or cannot be started, if the node may do without it."""
         if first.is_of_node or not (first.code >= _SIGNALLED or first.is_final):
             return None
-        node = max((node for node in self._members if self._first_rank(node) <= first.rank), key=self._first_rank)
+        node = max(
+            (node for node in self._nodes.members if self._nodes.first_rank(node) <= first.rank),
+            key=self._nodes.first_rank,
+        )
         return node if node.ranks > node.most - node.spare else None
 
     def _finish(self, code: int, text: str) -> None:

@@ -126,7 +126,7 @@ class _Meter:
             row.operation = ring.oldest(time.monotonic_ns() - int(_WAITING * 1e9))
 
 
-class Watch:
+class Monitor:
     """Shows all rows, or sends those of this node.
 
     Args:
