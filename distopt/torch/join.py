@@ -23,7 +23,7 @@ from ..flight import record
 from ..launch.addresses import own_addresses
 from ..launch.end_together.siblings import Absence
 from ..launch.job.multiprocess import refuse_worker
-from ..launch.job.topology import Topology, host_identity
+from ..launch.job.topology import Topology, host_identity, places_of
 from ..launch.rendezvous.host_group import HostGroup
 from ..settings import Settings
 from ..timeline import timeline
@@ -121,25 +121,21 @@ def _connect(
     if size == 1:
         return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)], []
     master = _host_of(store)
-    identity, address = host_identity(), route_to(master)
+    address = route_to(master)
     offered = address or next(iter(own_addresses()), "")
-    note = [identity, host, pid, token_bytes(16).hex(), offered, record.offer()]
+    note = [host_identity(), host, pid, token_bytes(16).hex(), offered, record.offer()]
     store.set(str(rank), json.dumps(note))
     await_all(store, rank, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
     offers = [offer for *_, offer in notes]
     _known.update((process.rank, process) for process in processes)
-    hosts: dict[str, list[int]] = {}
-    for q, (whose, *_) in enumerate(notes):
-        hosts.setdefault(whose, []).append(q)
-    mine = hosts[identity]
+    identities, names = ([note[part] for note in notes] for part in (0, 1))
+    topology, hosts, mine = places_of(rank, identities, names)
     local = _of_host(mine, rank, processes, bytes.fromhex(notes[mine[0]][3]), timeout)
     if len(hosts) == 1:
         return local, processes, offers
     try:
-        names = tuple(process.host for process in processes)
-        topology = Topology(rank, size, mine.index(rank), len(mine), names)
         abroad = [theirs for q, (*_, theirs, _) in enumerate(notes) if q not in mine and theirs]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         address = address or route_to(abroad[0] if abroad else "") or offered
@@ -149,7 +145,7 @@ def _connect(
                 "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
             )
         gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, timeout)
-        return HostsCommunicator(topology, list(hosts.values()), local, gloo, timeout), processes, offers
+        return HostsCommunicator(topology, hosts, local, gloo, timeout), processes, offers
     except BaseException:
         local.close()
         raise

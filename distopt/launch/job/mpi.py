@@ -19,7 +19,7 @@ from ..rendezvous.mpi_gather import all_gather
 from ..threads import cap_threads, cores
 from .base import Job
 from .multiprocess import Ticket
-from .topology import Topology, host_identity
+from .topology import host_identity, places_of
 from .watched import watch_ranks
 
 
@@ -68,13 +68,8 @@ class MpiJob(Job):
                 guard.others.end_with_others(guard.abort)
 
     def _take_places(self, rank: int, identities: Sequence[str], hosts: Sequence[str]) -> None:
-        """Local. Set who is where, from the identities and names of the hosts of all ranks."""
-        ranks: dict[str, list[int]] = {}
-        for peer, identity in enumerate(identities):
-            ranks.setdefault(identity, []).append(peer)
-        local = ranks[identities[rank]]
-        self._identities, self.ranks_of_hosts, self.local_ranks = identities, list(ranks.values()), local
-        self.topology = Topology(rank, len(hosts), local.index(rank), len(local), tuple(hosts))
+        self._identities = identities
+        self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
 
     def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
         """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,24 @@ class Topology:
     def of_one_host(cls, rank: int, world_size: int, host: str) -> Topology:
         """The topology of `world_size` ranks that all run on `host`."""
         return cls(rank, world_size, rank, world_size, (host,) * world_size)
+
+
+def places_of(
+    rank: int, identities: Sequence[str], hosts: Sequence[str]
+) -> tuple[Topology, list[list[int]], list[int]]:
+    """Local. Who is where: the topology of a rank, the ranks of each host, by the first of them, and those of its own.
+
+    Args:
+        rank: this rank.
+        identities: `host_identity` of every rank.
+        hosts: host name of every rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for peer, identity in enumerate(identities):
+        ranks.setdefault(identity, []).append(peer)
+    local = ranks[identities[rank]]
+    topology = Topology(rank, len(hosts), local.index(rank), len(local), tuple(hosts))
+    return topology, list(ranks.values()), local
 
 
 def host_identity() -> str:

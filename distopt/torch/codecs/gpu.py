@@ -17,7 +17,7 @@ from ...comm import begin_recording
 from ...comm.gpu import gpu_stack
 from ...errors import UsageError
 from ...launch.job.base import Job
-from ...launch.job.topology import Topology, host_identity
+from ...launch.job.topology import host_identity, places_of
 from ...launch.rendezvous.host_group import HostGroup
 from ..join import await_all
 from ..phases import watch_phases
@@ -48,10 +48,9 @@ class StoreJob(Job):
         self._round = 0
         note = [host_identity(), socket.gethostname(), token_bytes(16).hex()]
         notes = [json.loads(each) for each in self.all_gather(json.dumps(note).encode())]
-        mine = [q for q, (identity, *_) in enumerate(notes) if identity == note[0]]
-        hosts = tuple(host for _, host, _ in notes)
-        self.topology = Topology(rank, len(ranks), mine.index(rank), len(mine), hosts)
-        self._secret = bytes.fromhex(notes[mine[0]][2])
+        identities, hosts, secrets = zip(*notes, strict=True)
+        self.topology, _, mine = places_of(rank, identities, hosts)
+        self._secret = bytes.fromhex(secrets[mine[0]])
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective. See `Job.all_gather`."""
