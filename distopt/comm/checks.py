@@ -13,6 +13,7 @@ import numpy as np
 from .. import __version__  # looked up at import, which ranks forked from a warm process do not repeat
 from ..errors import LaunchError
 from ..launch.job.base import Job
+from ..launch.mpi_quirks import library_of
 from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
@@ -38,7 +39,7 @@ def environment(backend: str) -> dict[str, str]:
     }
     MPI = sys.modules.get("mpi4py.MPI")
     if backend == "mpi" and MPI is not None:
-        found["MPI library"] = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
+        found["MPI library"] = library_of(MPI)
     if backend == "nccl":
         stack = gpu_stack()
         found["NCCL"] = dotted_version(stack.nccl_version)

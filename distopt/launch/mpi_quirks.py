@@ -48,6 +48,11 @@ _log = logging.getLogger("distopt")
 
 
 # -- which library it is -----------------------------------------------------------------------------------------------
+def library_of(mpi: Any) -> str:
+    """Local. The first line of the MPI library's description of its version; `mpi` is the module `mpi4py.MPI`."""
+    return " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
+
+
 def is_open_mpi(library: str) -> bool:
     """Local. Whether a library describes its version as Open MPI's."""
     return "Open MPI" in library

@@ -138,12 +138,6 @@ def test_ranks_that_expect_different_sizes(ticket: bytes) -> None:
         assert "expects 2 ranks on this host, rank 0 expects 3" in str(error)
 
 
-@pytest.mark.parametrize(("rank", "size", "length"), [(2, 2, 16), (-1, 2, 16), (0, 0, 16), (0, 2, 15)])
-def test_bad_arguments(rank: int, size: int, length: int) -> None:
-    with pytest.raises(LaunchError):
-        HostGroup(bytes(length), rank, size, 1)
-
-
 def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
     wrong = secrets.token_bytes(16)

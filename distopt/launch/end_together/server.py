@@ -82,11 +82,11 @@ class Server(Gate):
             self._selector.close()
 
     def _run(self) -> None:
-        watch = Stopwatch()
+        clock = Stopwatch()
         while not self._ended and len(self._finalized) < self._size:
             handle_events(self._selector)
             self._drop_slow_strangers()
-            if watch.seconds() > self._timeout and len(self._watchers) < self._size:
+            if clock.seconds() > self._timeout and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
                 noun = "ranks" if len(absent) > 1 else "rank"
                 self._end(

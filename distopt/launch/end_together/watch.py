@@ -80,7 +80,7 @@ class Watch:
         rank: number of this process in the job.
         size: number of ranks.
         key: 32 bytes that only the job's ranks know.
-        places: where the server may be: address and TCP port.
+        addresses: where the server may be: host and TCP port.
         timeout: seconds that an attempt to connect lasts.
         source: where the addresses come from, for messages.
         speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
@@ -99,7 +99,7 @@ class Watch:
         rank: int,
         size: int,
         key: bytes,
-        places: Sequence[tuple[str, int]],
+        addresses: Sequence[tuple[str, int]],
         timeout: float,
         *,
         source: str = "",
@@ -108,7 +108,7 @@ class Watch:
         self._rank = rank
         self._size = size
         self._key = key
-        self._places = places
+        self._addresses = addresses
         self._source = source
         self._speaks = speaks
         self._left = False
@@ -152,9 +152,9 @@ class Watch:
     def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
         clock = Stopwatch(LONGEST_CALL_SECONDS)
         while True:
-            for place in self._places:
+            for address in self._addresses:
                 try:
-                    return call(place, self._key, purpose, self._rank, self._size, clock)
+                    return call(address, self._key, purpose, self._rank, self._size, clock)
                 except RefusedError as error:  # noqa: PERF203
                     raise LaunchError(
                         f"rank 0 refused this rank: {error}; check the variables that the launcher set"
@@ -167,10 +167,10 @@ class Watch:
                 except OSError:  # no process listens yet, or another program does
                     pass
             if clock.seconds() > timeout:
-                addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
-                tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
+                hosts = ", ".join(dict.fromkeys(host for host, _ in self._addresses))
+                tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._addresses))
                 raise LaunchError(
-                    f"{self._who} found no rank 0 at {addresses} ({self._source}), TCP ports {tried}; see "
+                    f"{self._who} found no rank 0 at {hosts} ({self._source}), TCP ports {tried}; see "
                     "rank 0's output, and whether a firewall separates the hosts"
                 )
             time.sleep(_RETRY_SECONDS)

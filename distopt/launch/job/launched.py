@@ -23,16 +23,16 @@ class LaunchedJob(MultiprocessJob):
 
     Args:
         info: the launcher's view of this process.
-        place: how the ranks meet.
+        met: how the ranks meet.
 
     Raises:
         LaunchError: a rank is missing or duplicated, or another user's process listens for this job.
     """
 
-    def __init__(self, info: LauncherInfo, place: Meeting) -> None:
+    def __init__(self, info: LauncherInfo, met: Meeting) -> None:
         self._watch: Watch | None = None
         self._has_agents = launcher_of(info).has_agents  # they end the other ranks when one fails
-        super().__init__(Ticket(place.key[:16]), info.rank, info.size)
+        super().__init__(Ticket(met.key[:16]), info.rank, info.size)
 
     def _settle(self) -> None:
         end_with_parent(launched=True)

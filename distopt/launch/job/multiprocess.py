@@ -57,7 +57,7 @@ def refuse_worker() -> None:
     fact = f"{current_process().name} (pid {os.getpid()}) was started by multiprocessing in {where}, and is not a rank"
     cure = 'put the call under `if __name__ == "__main__":`' if is_importing() else "let the rank itself join the job"
     if is_importing():
-        sys.excepthook = partial(_print_once, f"{fact}; {cure}")
+        sys.excepthook = partial(_print_refusal, f"{fact}; {cure}")
     raise LaunchError(f"{fact}; {cure}")
 
 
@@ -81,15 +81,22 @@ def _rank_of(pid: int) -> int | None:
     return None
 
 
-def _print_once(text: str, *_: object) -> None:
-    """An excepthook, for one line instead of a traceback of multiprocessing in every child."""
-    if is_first():
+def _print_once(text: str) -> bool:
+    """Print a line in place of multiprocessing's traceback in every child; whether this child has done it for all."""
+    if first := is_first():
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         time.sleep(_SEEN_SECONDS)
-        if "PoolWorker" in current_process().name:  # `multiprocessing.Pool` would start others forever
-            with contextlib.suppress(OSError):  # the rank has ended
-                os.kill(_parent(), signal.SIGTERM)
+    return first
+
+
+def _print_refusal(text: str, *_: object) -> None:
+    """An excepthook of a child that was refused."""
+    if (
+        _print_once(text) and "PoolWorker" in current_process().name
+    ):  # `multiprocessing.Pool` would start others forever
+        with contextlib.suppress(OSError):  # the rank has ended
+            os.kill(_parent(), signal.SIGTERM)
 
 
 def _new_secret() -> bytes:
@@ -104,10 +111,8 @@ def _print_missing_guard(before: Any, kind: type[BaseException], error: BaseExce
     """An excepthook. One line for a missing guard, where multiprocessing would print 40 in every child."""
     if kind is not RuntimeError or "bootstrapping phase" not in str(error):
         before(kind, error, trace)
-    elif is_first():
-        sys.stderr.write(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}\n")
-        sys.stderr.flush()
-        time.sleep(_SEEN_SECONDS)
+    else:
+        _print_once(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}")
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
     """
     topology, offer, server = job.topology, b"", None
     if topology.rank == 0:
-        # All ports or processes may be in use.
-        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
+        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:  # a limit is reached
             key = os.urandom(32)
             server = start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], own_addresses()]).encode()
@@ -36,12 +35,12 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
     with contextlib.suppress(LaunchError, ValueError):  # rank 0 cannot be reached; it has offered nothing
         secret, port, addresses = json.loads(offer)
         local = topology.single_host or topology.rank == 0
-        places = [(address, port) for address in (["localhost"] if local else addresses)]
+        hosts = ["localhost"] if local else addresses
         watch = Watch(
             topology.rank,
             topology.world_size,
             bytes.fromhex(secret),
-            places,
+            [(host, port) for host in hosts],
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )

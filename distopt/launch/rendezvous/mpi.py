@@ -21,7 +21,7 @@ from ..end_together.siblings import ends_of_siblings
 from ..end_together.watch import Watch
 from ..launchers import LauncherInfo, launcher, launcher_of
 from ..launchers.srun import plugin
-from ..mpi_quirks import is_open_mpi, remove_shared_files, spare_reads
+from ..mpi_quirks import is_open_mpi, library_of, remove_shared_files, spare_reads
 from .meeting import meeting
 from .pmi import Member
 
@@ -68,16 +68,16 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
-    library, started_by, place = _library(MPI), launcher_of(info), meeting(info)
+    library, started_by, met = library_of(MPI), launcher_of(info), meeting(info)
     if fact := started_by.misfit(library, os.environ):
         raise LaunchError(_mismatch(info, library, fact))
     if not is_open_mpi(library):
         spare_reads(info.local_rank, info.local_size)
-    if place is None or started_by.connects(library):
+    if met is None or started_by.connects(library):
         with _bounded_init(info):
             MPI.Init_thread()
         return
-    member = Member(info, place, Settings.from_env().timeout)
+    member = Member(info, met, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
     member.end_with_others()
@@ -120,7 +120,7 @@ def check_launcher(MPI: Any) -> None:
             f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the script has "
             "imported mpi4py.MPI before distopt.launch.join, which connects the ranks; import it afterwards"
         )
-    raise LaunchError(_mismatch(info, _library(MPI), f"sees rank {world.rank} of {world.size}"))
+    raise LaunchError(_mismatch(info, library_of(MPI), f"sees rank {world.rank} of {world.size}"))
 
 
 def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
@@ -129,7 +129,3 @@ def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
         f"use ({library}) {fact}; start the job with the mpiexec of that library (under Slurm: "
         f"srun --mpi={plugin(library)}), or install the mpi4py and MPI library of that launcher"
     )
-
-
-def _library(MPI: Any) -> str:
-    return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())

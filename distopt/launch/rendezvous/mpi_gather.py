@@ -84,14 +84,14 @@ class _Wait:
     def __init__(self, comm: Any, settings: Settings, seconds: float) -> None:
         self._comm = comm
         self._seconds = seconds
-        self._watch = Stopwatch()
+        self._clock = Stopwatch()
         self._absence = Absence(min(settings.stall_warning, seconds / 2))
         self._look_at = 0.0
 
     def step(self, absent: Sequence[int]) -> None:
         if not absent:
             return
-        waited = self._watch.seconds()
+        waited = self._clock.seconds()
         noun = "ranks" if len(absent) > 1 else "rank"
         who = (
             f"rank {self._comm.rank} (pid {os.getpid()}) waits in the set-up of the job for {noun} "

@@ -30,23 +30,23 @@ class Member(Watch):
 
     Args:
         info: the launcher's view of this process.
-        place: how the ranks meet.
+        met: how the ranks meet.
         timeout: seconds that the ranks have to join.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
     """
 
-    def __init__(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
+    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         self._has_agents = launcher_of(info).has_agents
-        address = place.address
+        address = met.address
         if info.rank == 0:
-            self._serve(info, place, timeout)
+            self._serve(info, met, timeout)
             address = "localhost"
-        places = [(address, port) for port in ports(place.key)]
+        addresses = [(address, port) for port in ports(met.key)]
         # The agents of `distopt run` know which rank failed first, and end the others.
         speaks = not self._has_agents and not info.local_rank
-        super().__init__(info.rank, info.size, place.key, places, timeout, source=place.source, speaks=speaks)
+        super().__init__(info.rank, info.size, met.key, addresses, timeout, source=met.source, speaks=speaks)
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -69,18 +69,18 @@ class Member(Watch):
         """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
         self._left = True
 
-    def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
-        for port in ports(place.key):
+    def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
+        for port in ports(met.key):
             with contextlib.suppress(OSError):  # taken
                 listener = listen(port, 2 * info.size + 16)
                 break
         else:
-            tried = ", ".join(map(str, ports(place.key)))
+            tried = ", ".join(map(str, ports(met.key)))
             raise LaunchError(
                 f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
             )
         with listener:
-            self.server = start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
+            self.server = start_server(listener, met.key, info.size, timeout, speaks=not self._has_agents)
 
     def _wait_for_all(self, deadline: Deadline) -> None:
         try:

@@ -90,8 +90,8 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         if world_size is not None and info is not None and info.size > 1:
             args, world_size = _as_rank(info, world_size, args), None
         if world_size is None:
-            place = meeting(info) if info is not None else None
-            if info is not None and not (place is not None and place.one_host):
+            met = meeting(info) if info is not None else None
+            if info is not None and not (met is not None and met.one_host):
                 start_mpi()
             check_call(fn, (), args)
             fn(*args)
