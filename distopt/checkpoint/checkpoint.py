@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .adapters import Adapter, Ranks
     from .load import Resumed
 
-log = logging.getLogger("distopt")
+_log = logging.getLogger("distopt")
 
 _CURES = {
     errno.ENOSPC: "free space there",
@@ -283,7 +283,7 @@ class Checkpoint:
         except Exception as error:
             self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
             host = self._communicator.topology.host
-            log.error("rank %d (%s): %s; training continues, older checkpoints stay", self._rank, host, self._failure)
+            _log.error("rank %d (%s): %s; training continues, older checkpoints stay", self._rank, host, self._failure)
         self._prune(folder.parent, before=self._names[0])
 
     def _prune(self, root: Path, before: str) -> None:
@@ -292,7 +292,7 @@ class Checkpoint:
                 prune(root, self._keep, self._known, self._refused, before)
             except OSError as error:
                 if not self._failure:  # which has the same cause
-                    log.warning("old checkpoints stay: %s", _described(error, root))
+                    _log.warning("old checkpoints stay: %s", _described(error, root))
 
     def _wait(self) -> None:
         if self._writer is not None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..comm.single import SingleCommunicator
 from ..comm.world import current
@@ -21,13 +18,14 @@ from ..errors import StateError
 from ..launch.job.topology import Topology
 from .adapters import State, adapters_of, copy_of, of_device
 from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
+from .merge import by_adapter, merged, named, under
 
 if TYPE_CHECKING:
     from ..files import Arrays
     from .adapters import Adapter, Ranks
     from .memory import Memory
 
-log = logging.getLogger("distopt")
+_log = logging.getLogger("distopt")
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def load_newest(
             return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused))
         refused.append(name)
         if topology.rank == 0:
-            log.warning("checkpoint %s is refused: %s", root / name, reason)
+            _log.warning("checkpoint %s is refused: %s", root / name, reason)
     if memory is not None and label is not None:
         shared, owns = memory.read(label)
         states = _checked(adapters, _of_rank(adapters, label.world_size, shared, owns, topology, common))
@@ -196,129 +194,17 @@ def _of_rank(
 ) -> dict[str, State]:
     """The states for this rank, from shared arrays and from arrays and notes of this rank, or of all `before`."""
     if before == topology.world_size:
-        return _by_adapter(adapters, shared, *next(iter(owns)))
-    states = _merged(owns, adapters, topology.rank, common)
-    return {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
+        return by_adapter(adapters, shared, *next(iter(owns)))
+    states = merged(owns, adapters, topology.rank, common)
+    return {name: State({**under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
 
 
 def _checked(adapters: Mapping[str, Adapter], states: dict[str, State]) -> dict[str, State]:
     """`states`, if `adapters` can resume from them; else raises a StateError that names the object."""
     for name, state in states.items():
-        with _named(name):
+        with named(name):
             adapters[name].check(state)
     return states
-
-
-def _merged(
-    owns: Iterable[tuple[Arrays, dict[str, Any]]], adapters: Mapping[str, Adapter], rank: int, common: set[str]
-) -> dict[str, State]:
-    """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
-    merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
-    for name, adapter in adapters.items():
-        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
-    for arrays, notes in owns:
-        for name, state in _by_adapter(adapters, {}, arrays, notes).items():
-            with _named(name):
-                merges[name].add(state)
-    results = {name: merge.result() for name, merge in merges.items()}
-    return {name: state for name, state in results.items() if state is not None}
-
-
-class _MeanOfRanks:
-    """The mean of the states of one object over the ranks, added up in float64 and rounded once.
-
-    Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
-    over the ranks. Every new rank gets that mean. Values that are equal on all ranks stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self._first: State | None = None
-        self._sums: Arrays = {}
-        self._differ: set[str] = set()
-        self._count = 0
-
-    def add(self, state: State) -> None:
-        """Local. Take the state of the next rank.
-
-        Raises:
-            StateError: notes or integers differ from those of another rank.
-        """
-        self._count += 1
-        if self._first is None:
-            self._first, self._sums = state, {key: array.astype(np.float64) for key, array in state.arrays.items()}
-            return
-        if (state.arrays.keys(), state.notes) != (self._first.arrays.keys(), self._first.notes):
-            raise StateError("values differ from rank to rank that have no mean; use as many ranks again")
-        for key, array in state.arrays.items():
-            if array.shape != self._first.arrays[key].shape:
-                raise StateError(f"{key or 'an array'} has another shape on another rank; use as many ranks again")
-            self._sums[key] += array
-            if np.array_equal(array, self._first.arrays[key]):
-                continue
-            if array.dtype.kind != "f":
-                what = key or "an array"
-                raise StateError(f"{what} of {array.dtype} differs from rank to rank; use as many ranks again")
-            self._differ.add(key)
-
-    def result(self) -> State:
-        """Local. The mean of all states that were added."""
-        assert self._first is not None
-        means = {key: self._sums[key] / self._count for key in self._differ}
-        arrays = self._first.arrays
-        return State(
-            {**arrays, **{key: mean.astype(arrays[key].dtype) for key, mean in means.items()}}, self._first.notes
-        )
-
-
-class _GeneratorState:
-    """The state that a random generator gets on one rank.
-
-    A rank resumes from its own state. Without one, its generator stays as the script has seeded it.
-
-    Args:
-        rank: a new rank.
-        common: whether the new ranks have seeded the generator equally. If it was also the same on all old ranks, they
-            all drew the same numbers from it, and the new ones do so again.
-    """
-
-    def __init__(self, rank: int, common: bool) -> None:
-        self._rank, self._common = rank, common
-        self._count = 0
-        self._first: State | None = None
-        self._own: State | None = None
-
-    def add(self, state: State) -> None:
-        """Local. Take the state of the next rank."""
-        self._first = self._first or state
-        same = (np.array_equal(array, self._first.arrays[key]) for key, array in state.arrays.items())
-        self._common = self._common and state.notes == self._first.notes and all(same)
-        if self._count == self._rank:
-            self._own = state
-        self._count += 1
-
-    def result(self) -> State | None:
-        """Local. The state; None if the generator does not change."""
-        return self._first if self._common else self._own
-
-
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Adds the name of the object to errors of the body."""
-    try:
-        yield
-    except StateError as error:
-        raise StateError(f"{name}: {error}") from None
-
-
-def _by_adapter(
-    adapters: Mapping[str, Adapter], shared: Arrays, own: Arrays, notes: dict[str, Any]
-) -> dict[str, State]:
-    arrays = {**shared, **own}
-    return {name: State(_under(name, arrays), notes.get(name, {})) for name in adapters}
-
-
-def _under(name: str, arrays: Arrays) -> Arrays:
-    return {key.partition("/")[2]: array for key, array in arrays.items() if key.partition("/")[0] == name}
 
 
 def _tell_changes(place: str, before: int, topology: Topology) -> None:
@@ -326,7 +212,7 @@ def _tell_changes(place: str, before: int, topology: Topology) -> None:
     if before == now or topology.rank:
         return
     new = f", rank {before} and above draw random numbers of their own" if now > before else ""
-    log.warning(
+    _log.warning(
         "%s was saved by %d ranks and resumes with %d: the states of each rank, such as residuals, become their "
         "mean over the %d%s, and the remaining samples of the epoch are sharded again",
         place, before, now, before, new,

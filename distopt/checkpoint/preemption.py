@@ -29,7 +29,7 @@ _INTERVAL_SECONDS = 1.0  # the longest delay, about, of a signal until the next 
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
 _SLURM_SECONDS = 20.0  # then rank 0 gives up on Slurm, whose own MessageTimeout is 10 s
 
-log = logging.getLogger("distopt")
+_log = logging.getLogger("distopt")
 
 
 class Preemption:
@@ -91,7 +91,7 @@ class Preemption:
             reason = self._communicator.all_gather_bytes(reason.encode())[0].decode()
         if rank == 0:
             cure = reason or "it will be started again"
-            log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
+            _log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
         return Preempted(128 + number if reason else 0)
 
     def _asked(self, number: int) -> bool:

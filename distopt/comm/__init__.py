@@ -19,7 +19,7 @@ from ..launch.job.topology import Topology
 from ..settings import Settings
 from ..timeline import timeline
 from .base import Communicator, Work
-from .checks import check_same_environment, environment
+from .environment import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
 
 __all__ = ["BACKENDS", "Communicator", "Work", "begin_recording", "create"]

@@ -31,7 +31,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from .subgroups import meet
+from .types import DTYPES, NAMES, OPS, ReduceOp, is_defined, storage_of
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work
 
 __all__ = [
@@ -59,29 +60,7 @@ __all__ = [
     "storage_of",
 ]
 
-ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean", "product", "and", "or", "xor"]
-
-# Codes of wire types and reductions: their places in the enumerations of csrc/base/types.h. NumPy has no bfloat16: such
-# arrays are uint16 and say so with `wire=`.
-DTYPES: dict[str, int] = {
-    name: code
-    for code, name in enumerate(
-        ("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "int16", "bool")
-    )
-}
-OPS: dict[str, int] = {name: code for code, name in enumerate(get_args(ReduceOp))}
-_FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 _ANYONE = -1  # the source of a message may be any rank
-
-
-def storage_of(dtype: str) -> np.dtype[Any]:
-    """The dtype of arrays that store a wire type: uint16 for bfloat16, else the type itself."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
-# Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it. A dtype of the other byte
-# order is not found.
-_NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Request(NamedTuple):
@@ -398,7 +377,7 @@ class Communicator(ABC):
                 )
             if not self._moves(cupy):
                 raise self._cannot_move(cupy)
-        dtype = _NAMES.get(array.dtype)
+        dtype = NAMES.get(array.dtype)
         if dtype is None:
             if not array.dtype.isnative:
                 order = "big" if sys.byteorder == "little" else "little"
@@ -427,17 +406,14 @@ class Communicator(ABC):
 
     def can_reduce(self, op: str, dtype: str) -> bool:
         """Local. Whether this transport has the reduction `op` for that wire type."""
-        if dtype not in self.dtypes or op not in self.ops:
-            return False
-        return dtype in _FLOATS if op == "mean" else op not in ("and", "or", "xor") or dtype not in _FLOATS
+        return dtype in self.dtypes and op in self.ops and is_defined(op, dtype)
 
     def _check_op(self, op: str, dtype: str) -> None:
         if op not in self.ops:
             raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(self.ops)}")
-        if op == "mean" and dtype not in _FLOATS:
-            raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
-        if op in ("and", "or", "xor") and dtype in _FLOATS:
-            raise UsageError(f"the {op} of {dtype} would be one of their bits; use an integer type")
+        if not is_defined(op, dtype):
+            cure = "not be an integer; use op='sum'" if op == "mean" else "be one of their bits; use an integer type"
+            raise UsageError(f"the {op} of {dtype} would {cure}")
         if not self.can_reduce(op, dtype):
             raise UsageError(f"the {self.name} communicator has no {op} of {dtype}; reduce another type")
 

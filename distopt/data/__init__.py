@@ -1,4 +1,7 @@
-"""Which samples each rank trains on."""
+"""Which samples each rank trains on.
+
+The room imports the ground only. It takes ranks as numbers, and never knows of transports, devices or models.
+"""
 
 from .sampler import ShardedSampler, data_partition
 

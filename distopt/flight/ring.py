@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 KINDS = {name: name for name in ("barrier", "all_reduce", "reduce_scatter", "all_gather")}
 KINDS |= {"all_gather_ragged": "all_gather_v", "broadcast": "broadcast", "empty": "", "all_to_all_ragged": "all_to_all"}
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
-# PyTorch's names of element types, each at the place of its code in `comm.base.DTYPES`.
+# PyTorch's names of element types, each at the place of its code in `comm.types.DTYPES`.
 _DTYPES = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Char", "Byte", "Short", "Bool")
 _BACKEND = "gloo"  # the analysis refuses the names of backends that are not PyTorch's
 _VERSION = "2.10"  # of the format: PyTorch 2.13's
@@ -260,7 +260,7 @@ class Group:
 
         Args:
             kind: a key of `KINDS`.
-            dtype: a value of `comm.base.DTYPES`.
+            dtype: a value of `comm.types.DTYPES`.
             count: elements.
             label: shown beside it.
             number: of the operation, equal on all ranks.

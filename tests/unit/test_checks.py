@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt import comm
-from distopt.comm.checks import check_same_environment, environment
+from distopt.comm.environment import check_same_environment, environment
 from distopt.errors import LaunchError
 from distopt.launch.job.base import Job
 from distopt.launch.job.topology import Topology

@@ -1,0 +1,138 @@
+"""States that another number of ranks has saved: what each of the new ranks gets of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import StateError
+from .adapters import State
+
+if TYPE_CHECKING:
+    from ..files import Arrays
+    from .adapters import Adapter
+
+
+def merged(
+    owns: Iterable[tuple[Arrays, dict[str, Any]]], adapters: Mapping[str, Adapter], rank: int, common: set[str]
+) -> dict[str, State]:
+    """Local. The states that `rank`, of another number of ranks, gets from the states of each old rank.
+
+    Args:
+        owns: arrays of its own and notes of each old rank, in their order.
+        adapters: of the objects, by name.
+        rank: a new rank.
+        common: names of the random generators that all new ranks have seeded equally.
+
+    Raises:
+        StateError: states differ between the old ranks, and have no mean.
+    """
+    merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
+    for name, adapter in adapters.items():
+        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
+    for arrays, notes in owns:
+        for name, state in by_adapter(adapters, {}, arrays, notes).items():
+            with named(name):
+                merges[name].add(state)
+    results = {name: merge.result() for name, merge in merges.items()}
+    return {name: state for name, state in results.items() if state is not None}
+
+
+class _MeanOfRanks:
+    """The mean of the states of one object over the ranks, added up in float64 and rounded once.
+
+    Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
+    over the ranks. Every new rank gets that mean. Values that are equal on all ranks stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._first: State | None = None
+        self._sums: Arrays = {}
+        self._differ: set[str] = set()
+        self._count = 0
+
+    def add(self, state: State) -> None:
+        """Local. Take the state of the next rank.
+
+        Raises:
+            StateError: notes or integers differ from those of another rank.
+        """
+        self._count += 1
+        if self._first is None:
+            self._first, self._sums = state, {key: array.astype(np.float64) for key, array in state.arrays.items()}
+            return
+        if (state.arrays.keys(), state.notes) != (self._first.arrays.keys(), self._first.notes):
+            raise StateError("values differ from rank to rank that have no mean; use as many ranks again")
+        for key, array in state.arrays.items():
+            if array.shape != self._first.arrays[key].shape:
+                raise StateError(f"{key or 'an array'} has another shape on another rank; use as many ranks again")
+            self._sums[key] += array
+            if np.array_equal(array, self._first.arrays[key]):
+                continue
+            if array.dtype.kind != "f":
+                what = key or "an array"
+                raise StateError(f"{what} of {array.dtype} differs from rank to rank; use as many ranks again")
+            self._differ.add(key)
+
+    def result(self) -> State:
+        """Local. The mean of all states that were added."""
+        assert self._first is not None
+        means = {key: self._sums[key] / self._count for key in self._differ}
+        arrays = self._first.arrays
+        return State(
+            {**arrays, **{key: mean.astype(arrays[key].dtype) for key, mean in means.items()}}, self._first.notes
+        )
+
+
+class _GeneratorState:
+    """The state that a random generator gets on one rank.
+
+    A rank resumes from its own state. Without one, its generator stays as the script has seeded it.
+
+    Args:
+        rank: a new rank.
+        common: whether the new ranks have seeded the generator equally. If it was also the same on all old ranks, they
+            all drew the same numbers from it, and the new ones do so again.
+    """
+
+    def __init__(self, rank: int, common: bool) -> None:
+        self._rank, self._common = rank, common
+        self._count = 0
+        self._first: State | None = None
+        self._own: State | None = None
+
+    def add(self, state: State) -> None:
+        """Local. Take the state of the next rank."""
+        self._first = self._first or state
+        same = (np.array_equal(array, self._first.arrays[key]) for key, array in state.arrays.items())
+        self._common = self._common and state.notes == self._first.notes and all(same)
+        if self._count == self._rank:
+            self._own = state
+        self._count += 1
+
+    def result(self) -> State | None:
+        """Local. The state; None if the generator does not change."""
+        return self._first if self._common else self._own
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Local. Adds the name of the object to errors of the body."""
+    try:
+        yield
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from None
+
+
+def by_adapter(adapters: Mapping[str, Adapter], shared: Arrays, own: Arrays, notes: dict[str, Any]) -> dict[str, State]:
+    """Local. The states of each object, from arrays by "object/array" and notes by object."""
+    arrays = {**shared, **own}
+    return {name: State(under(name, arrays), notes.get(name, {})) for name in adapters}
+
+
+def under(name: str, arrays: Arrays) -> Arrays:
+    """Local. The arrays of one object, by names of its own."""
+    return {key.partition("/")[2]: array for key, array in arrays.items() if key.partition("/")[0] == name}
