@@ -20,18 +20,23 @@ Index windows(Index size, Index kernel, Index stride, Index padding) {
 template <class T>
 ConvShape conv_shape(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) {
   const Index h = x.shape(2), width = x.shape(3), kh = w.shape(2), kw = w.shape(3);
+  // As many groups as w has its channels in those of x.
+  const Index groups = w.shape(1) && x.shape(1) > w.shape(1) ? x.shape(1) / w.shape(1) : 1;
   const ConvShape s{Index(x.shape(0)),
-                    Index(x.shape(1)),
+                    Index(x.shape(1)) / groups,
                     h,
                     width,
-                    Index(w.shape(0)),
+                    Index(w.shape(0)) / groups,
                     kh,
                     kw,
                     stride.first,
                     stride.second,
                     windows(h, kh, stride.first, 0),
-                    windows(width, kw, stride.second, 0)};
-  need(w, "w", {s.m, s.c, s.kh, s.kw});
+                    windows(width, kw, stride.second, 0),
+                    groups,
+                    Index(x.shape(1)) * h * width};
+  need(x, "x", {s.n, groups * s.c, s.h, s.w});
+  need(w, "w", {groups * s.m, s.c, s.kh, s.kw});
   return s;
 }
 
@@ -78,11 +83,12 @@ struct Conv {
   template <class A>
   void need_output(const A& array, const char* name) const {
     if (pooling)
-      need(array, name, {shape.n, shape.m, pooling->shape.oh, pooling->shape.ow});
+      need(array, name, {shape.n, kernels(), pooling->shape.oh, pooling->shape.ow});
     else
-      need(array, name, {shape.n, shape.m, shape.oh, shape.ow});
+      need(array, name, {shape.n, kernels(), shape.oh, shape.ow});
   }
 
+  Index kernels() const { return shape.groups * shape.m; }
   const Pooling* pooling_or_null() const { return pooling ? &*pooling : nullptr; }
   T* work() const { return scratch<T>(table_of<T>(conv_kernels()).work_size(shape, pooling_or_null())); }
 };
@@ -91,7 +97,7 @@ template <class T>
 void conv2d(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const T, 1>> b, Array<T, 4> y, Pair stride,
             bool relu, std::optional<MaxPooling> pooling) {
   const Conv<T> conv(x, w, stride, pooling);
-  need(b, "b", {conv.shape.m});
+  need(b, "b", {conv.kernels()});
   conv.need_output(y, "y");
   nb::gil_scoped_release release;
   table_of<T>(conv_kernels())
@@ -106,9 +112,9 @@ void conv2d_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, A
   const ConvShape& s = conv.shape;
   conv.need_output(dy, "dy");
   conv.need_output(y, "y");
-  need(dw, "dw", {s.m, s.c, s.kh, s.kw});
-  need(db, "db", {s.m});
-  need(dx, "dx", {s.n, s.c, s.h, s.w});
+  need(dw, "dw", {conv.kernels(), s.c, s.kh, s.kw});
+  need(db, "db", {conv.kernels()});
+  need(dx, "dx", {s.n, s.groups * s.c, s.h, s.w});
   nb::gil_scoped_release release;
   table_of<T>(conv_kernels())
       .backward(s, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),

@@ -5,7 +5,7 @@
 #include "cpu/conv/lowering.h"
 #include "cpu/conv/winograd.h"
 
-// Which algorithm computes a convolution, and the steps around each: ReLU backward, and pooling.
+// Which algorithm computes a convolution, and the steps around each: groups, ReLU backward, and pooling.
 namespace distopt::DISTOPT_ISA {
 namespace {
 
@@ -25,7 +25,9 @@ Index panels_size(const ConvShape& s) {
   return with_algorithm<T>(s, [](const auto& algorithm) { return algorithm.work_size(); });
 }
 
-// Elements of y that belong to one image.
+// Elements of a group: its share of an image of x, its weights, and its share of an image of y.
+inline Index image_in(const ConvShape& s) { return s.c * s.h * s.w; }
+inline Index weights_of(const ConvShape& s) { return s.m * s.c * s.kh * s.kw; }
 inline Index image_size(const ConvShape& s, const Pooling* pooling) {
   return s.m * (pooling ? pooling->shape.oh * pooling->shape.ow : s.oh * s.ow);
 }
@@ -44,16 +46,43 @@ const PoolTable<T>& pool_table() {
 }
 
 template <class T>
-void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* out, bool relu, const Pooling* pooling,
-             T* work) {
-  const Index size = image_size(s, pooling);
+T* advanced(T* pointer, Index count) {
+  return pointer ? pointer + count : nullptr;
+}
+
+// Calls f(number, pooling) for every group. An image has the values of all groups, one group after the other.
+template <class F>
+void for_groups(const ConvShape& s, const Pooling* pooling, F f) {
+  for (Index group = 0; group < s.groups; ++group) {
+    if (!pooling) {
+      f(group, pooling);
+      continue;
+    }
+    const Pooling own{pooling->shape, pooling->taken + group * image_size(s, pooling)};
+    f(group, &own);
+  }
+}
+
+template <class T>
+void forward_group(const ConvShape& s, const T* x, const T* weight, const T* bias, T* out, bool relu,
+                   const Pooling* pooling, T* work) {
+  const Index size = image_size(s, pooling), step = s.groups * size;
   T* const full = work + panels_size<T>(s);
-  const auto y_of = [&](Index n) { return pooling ? full : out + n * size; };
+  const auto y_of = [&](Index n) { return pooling ? full : out + n * step; };
   const auto done = [&](Index n) {
-    if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
+    if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * step, pooling->taken + n * step);
   };
   if (const DirectConv<T> direct(s); direct.pays_forward()) return direct.forward(x, weight, bias, relu, y_of, done);
   with_algorithm<T>(s, [&](auto& algorithm) { algorithm.forward(x, weight, bias, relu, work, y_of, done); });
+}
+
+template <class T>
+void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* y, bool relu, const Pooling* pooling,
+             T* work) {
+  for_groups(s, pooling, [&](Index group, const Pooling* own) {
+    forward_group(s, x + group * image_in(s), weight + group * weights_of(s), advanced(bias, group * s.m),
+                  y + group * image_size(s, pooling), relu, own, work);
+  });
 }
 
 template <class T>
@@ -68,13 +97,13 @@ T sum_of(const T* x, Index count) {
   return sum;
 }
 
-// The gradient of image n before ReLU: dy itself, or in `work`. After pooling it is that of the pooled image: the
-// largest of a window lets its gradient pass if it is positive, so that the pooled y is enough.
+// The gradient of image n, of `size` elements, before ReLU: dy itself, or in `work`. After pooling it is that of the
+// pooled image: the largest of a window lets its gradient pass if it is positive, so that the pooled y is enough.
 template <class T>
-const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
-  dy += n * size;
+const T* before_relu(const ConvShape& s, Index size, const T* dy, const T* y, Index n, T* work) {
+  dy += n * s.groups * size;
   if (!y) return dy;
-  y += n * size;
+  y += n * s.groups * size;
   for (Index i = 0; i < size; ++i) work[i] = y[i] <= 0 ? T(0) : dy[i];
   return work;
 }
@@ -83,15 +112,15 @@ const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
 template <class T>
 const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
   const Index size = image_size(s, &pooling);
-  const T* const slope = before_relu(size, dy, y, n, work + image_size(s, nullptr));
-  pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * size, work);
+  const T* const slope = before_relu(s, size, dy, y, n, work + image_size(s, nullptr));
+  pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * s.groups * size, work);
   return work;
 }
 
 // The gradient of image n before pooling and ReLU.
 template <class T>
 const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* pooling, Index n, T* work) {
-  return pooling ? unpool(s, dy, y, *pooling, n, work) : before_relu(image_size(s, nullptr), dy, y, n, work);
+  return pooling ? unpool(s, dy, y, *pooling, n, work) : before_relu(s, image_size(s, nullptr), dy, y, n, work);
 }
 
 template <class T>
@@ -101,18 +130,18 @@ void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, con
   T* const masked = work + direct.work_size();
   direct.begin(work);
   if (db) clear(db, s.m);
-  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+  for (Index n = 0; n < s.n; ++n, x += s.next_image) {
     tick();
-    const T* const slope = before_relu(size, dy, y, n, masked);
-    direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
+    const T* const slope = before_relu(s, size, dy, y, n, masked);
+    direct.backward(pooling.shape, slope, pooling.taken + n * s.groups * size, x, work);
     for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
   }
   direct.finish(work, dw);
 }
 
 template <class T>
-void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
-              const Pooling* pooling, T* work) {
+void backward_group(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
+                    const Pooling* pooling, T* work) {
   if (const DirectConv<T> direct(s); dw && !dx && direct.pays_backward(pooling))
     return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
   const auto gradient = [&](Index n) {
@@ -120,6 +149,17 @@ void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* 
     return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s));
   };
   with_algorithm<T>(s, [&](auto& algorithm) { algorithm.backward(gradient, x, weight, dw, db, dx, work); });
+}
+
+template <class T>
+void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
+              const Pooling* pooling, T* work) {
+  if (dx) clear(dx, s.n * s.next_image);
+  for_groups(s, pooling, [&](Index group, const Pooling* own) {
+    const Index in = group * image_in(s), out = group * image_size(s, pooling), weights = group * weights_of(s);
+    backward_group(s, dy + out, advanced(y, out), x + in, weight + weights, advanced(dw, weights),
+                   advanced(db, group * s.m), advanced(dx, in), own, work);
+  });
 }
 
 template <class T>

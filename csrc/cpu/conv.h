@@ -7,16 +7,17 @@
 
 namespace distopt {
 
-// x[n, c, h, w] * weight[m, c, kh, kw] -> y[n, m, oh, ow], with oh = (h - kh) / sh + 1, and the same for ow. All in
-// elements.
+// x[n, groups c, h, w] * weight[groups m, c, kh, kw] -> y[n, groups m, oh, ow], with oh = (h - kh) / sh + 1, and the
+// same for ow: each run of m kernels sees its own run of c channels. All in elements.
 struct ConvShape {
-  std::ptrdiff_t n, c, h, w, m, kh, kw, sh, sw, oh, ow;
+  std::ptrdiff_t n, c, h, w, m, kh, kw, sh, sw, oh, ow, groups;
+  std::ptrdiff_t next_image;  // from an image of a group in x to its next one
 };
 
 // Max pooling in the same pass: each image is pooled while the cache holds it, and its full size stays in scratch
 // memory.
 struct Pooling {
-  PoolShape shape;      // of one image: m planes of oh x ow
+  PoolShape shape;      // of one image of a group: m planes of oh x ow
   std::uint8_t* taken;  // for all images, see PoolTable; written forward, read backward
 };
 

@@ -96,13 +96,14 @@ def test_arrays_may_begin_anywhere():
 
 WINDOWS = {
     "conv": (lambda: convolution.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "grouped": (lambda: convolution.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
-    "depthwise": (
-        lambda: convolution.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True),
-        (2, 3, 5, 4),
-        (3, 1, 3, 2),
-        (3,),
+    "grouped": (lambda: convolution.Conv2d((1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "grouped pooled": (
+        lambda: convolution.Conv2d((1, 1), (0, 0), True, ((2, 2), (2, 2), (0, 0))),
+        (2, 4, 5, 6),
+        (6, 2, 2, 3),
+        (6,),
     ),
+    "depthwise": (lambda: convolution.Conv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
     "max pool": (lambda: pooling.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
     "avg pool": (lambda: pooling.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
 }

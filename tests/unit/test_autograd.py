@@ -25,8 +25,8 @@ def parameter(name, shape, seed=0, dtype=np.float64):
     return Tensor(data=values.reshape(shape), dtype=dtype, stores_grad=True, name=name)
 
 
-def conv(relu=False, stride=(1, 1), padding=(0, 0)):
-    return lambda *inputs: convolution.Conv2d(stride, padding, relu)(*inputs)
+def conv(relu=False, stride=(1, 1), padding=(0, 0), pool=None):
+    return lambda *inputs: convolution.Conv2d(stride, padding, relu, pool)(*inputs)
 
 
 def pool(kind, kernel, stride, padding):
@@ -56,16 +56,14 @@ CASES = {
     "conv relu": (conv(relu=True), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
     "conv uneven padding": (conv(stride=(2, 1), padding=(0, 1, 2, 1)), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
     "depthwise bias relu uneven padding": (
-        lambda x, w, b: convolution.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
+        conv(stride=(2, 1), padding=(1, 0, 0, 2), relu=True),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
         (3,),
     ),
-    "grouped relu uneven padding": (
-        lambda x, w: convolution.GroupedConv2d(3, (1, 1), (0, 1, 1, 0), relu=True)(x, w),
-        (2, 3, 4, 4),
-        (6, 1, 2, 3),
-    ),
+    "grouped": (conv(stride=(1, 2), padding=(1, 0)), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "grouped relu uneven padding": (conv(padding=(0, 1, 1, 0), relu=True), (2, 3, 4, 4), (6, 1, 2, 3)),
+    "grouped pooled": (conv(pool=((2, 2), (2, 2), (0, 0))), (2, 4, 5, 6), (6, 2, 2, 3), (6,)),
     "max_pool uneven padding": (pool(pooling.MaxPool2d, (2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
     "avg_pool uneven padding": (pool(pooling.AvgPool2d, (3, 2), (1, 2), (1, 0, 0, 1)), (2, 2, 5, 4)),
     "batch_norm": (batch_norm, (4, 3, 2, 2), (3,), (3,)),
@@ -265,9 +263,9 @@ def test_the_graph_is_released_while_it_is_walked():
         gc.collect()
         counts.append(sum(ref() is not None for ref in alive))
     assert counts == [2, 1, 0]
-    with pytest.raises(UsageError, match="walked before"):
+    with pytest.raises(UsageError, match="used before"):
         next(autograd.backward(loss))
-    with pytest.raises(UsageError, match="walked before"):
+    with pytest.raises(UsageError, match="used before"):
         autograd.gradient_order(loss + 1)
 
 

@@ -59,6 +59,11 @@ CASES = {
         framed((1, 2, 1, 2), nn.Conv2d(3, 3, 4, groups=3, bias=False)),
         IMAGES,
     ),
+    "conv groups pool": (
+        layer.Conv2d(6, 3, group=3, pool=layer.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.MaxPool2d(2)),
+        IMAGES,
+    ),
     "conv depthwise multiplier": (layer.Conv2d(6, 3, group=3), nn.Conv2d(3, 6, 3, groups=3), IMAGES),
     "conv uneven padding": (
         layer.Conv2d(3, 5, (4, 3), 1, (1, 2, 0, 1)),

@@ -30,7 +30,7 @@ class DirectConv {
   void forward(const T* x, const T* weight, const T* bias, bool relu, Where y_of, Done done) const {
     Offsets taps;  // where x has each tap of the first pixel
     for_taps(s_, 0, taps_, [&](Index i, Index offset) { taps.offset[i] = offset; });
-    for (Index n = 0; n < s_.n; ++n, x += s_.c * s_.h * s_.w) {
+    for (Index n = 0; n < s_.n; ++n, x += s_.next_image) {
       forward_image(taps.offset, x, weight, bias, relu, y_of(n));
       done(n);
     }

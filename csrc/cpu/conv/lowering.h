@@ -186,7 +186,7 @@ class Lowering {
   template <class Where, class Done>
   void forward(const T* x, const T* weight, const T* bias, bool relu, T* work, Where y_of, Done done) const {
     Offsets taps;
-    for (Index n = 0; n < s_.n; ++n, x += s_.c * s_.h * s_.w) {
+    for (Index n = 0; n < s_.n; ++n, x += s_.next_image) {
       T* const y = y_of(n);
       for (Index p = 0; p < pixels_; p += kPanel<T>) {
         const Index columns = smaller(pixels_ - p, kPanel<T>);
@@ -208,18 +208,16 @@ class Lowering {
   // As Winograd::backward().
   template <class Slope>
   void backward(Slope slope_of, const T* x, const T* weight, T* dw, T* db, T* dx, T* work) const {
-    const Index image = s_.c * s_.h * s_.w;
     T *const db_lanes = work, *const g = db_lanes + s_.m * kMostLanes<T>, *const b = g + s_.m * kPanel<T>;
     clear(db_lanes, s_.m * kMostLanes<T>);
     if (dw) clear(dw, s_.m * inner_);
-    if (dx) clear(dx, s_.n * image);
     for (Index n = 0; n < s_.n; ++n) {
       const T* const slope = slope_of(n);
       for (Index p = 0; p < pixels_; p += kPanel<T>) {
         const Index count = smaller(pixels_ - p, kPanel<T>);
         pack_gradient(s_, count, slope + p, db_lanes, g);
-        if (dw) backward_weight(s_, p, count, g, x + n * image, dw, b);
-        if (dx) backward_input(s_, p, count, g, weight, dx + n * image, b);
+        if (dw) backward_weight(s_, p, count, g, x + n * s_.next_image, dw, b);
+        if (dx) backward_input(s_, p, count, g, weight, dx + n * s_.next_image, b);
       }
     }
     for (Index m = 0; db && m < s_.m; ++m) {

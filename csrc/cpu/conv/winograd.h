@@ -59,18 +59,15 @@ class Winograd {
     }
   }
 
-  // `slope_of(n)` gives the gradient of image n before ReLU; it is called once for each, in order. `dw`, `db` and `dx`
-  // may be null.
+  // Overwrites `dw` and `db`, and adds to `dx`; each may be null. `slope_of(n)` gives the gradient of image n before
+  // ReLU; it is called once for each, in order.
   template <class Slope>
   void backward(Slope slope_of, const float* x, const float* weight, float* dw, float* db, float* dx, float* work) {
     take(work);
     if (dw) __builtin_memset(cm_, 0, kFrequencies * cm_slice() * sizeof(float));
     if (db) __builtin_memset(db, 0, s_.m * sizeof(float));
-    if (dx) {
-      __builtin_memset(dx, 0, s_.n * s_.c * s_.h * s_.w * sizeof(float));
-      for (Index m = 0; m < s_.m; ++m)
-        expand_weight(weight + m * s_.c * R * R, R * R, s_.c, mc_ + m * c_row_, mc_slice());
-    }
+    for (Index m = 0; dx && m < s_.m; ++m)
+      expand_weight(weight + m * s_.c * R * R, R * R, s_.c, mc_ + m * c_row_, mc_slice());
     const float* slope = nullptr;
     for (Index first = 0; first < tiles_; first += chunk_) {
       const Index count = smaller(chunk_, tiles_ - first);
@@ -148,14 +145,14 @@ class Winograd {
   }
 
   void expand_input(const float* x, Index tile, float* out) const {
-    x += tile / per_image_ * s_.c * s_.h * s_.w;
+    x += tile / per_image_ * s_.next_image;
     for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       expand_block<kInput, kTile>(block, x + at, out + c, c_slice());
     });
   }
 
   void contract_input(const float* in, Index tile, float* dx) const {
-    dx += tile / per_image_ * s_.c * s_.h * s_.w;
+    dx += tile / per_image_ * s_.next_image;
     for_input(tile % per_image_, [&](Index c, const PlaneBlock& block, Index at) {
       contract_block<kInput, kTile>(block, in + c, c_slice(), false, [&](Index plane, Index row, Eight v) {
         float* const to = dx + at + plane * block.plane + row * block.row;

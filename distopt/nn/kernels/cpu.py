@@ -189,8 +189,9 @@ def conv2d(
     relu: bool = False,
     pool: Window | None = None,
 ) -> tuple[Array, Any]:
-    """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and optionally apply ReLU, then `max_pool2d`.
+    """Cross-correlate x [N, C, H, W] with w [M, c, kh, kw], add b [M], and optionally apply ReLU, then `max_pool2d`.
 
+    If c is smaller than C, there are C / c groups: each run of c channels has a run of M c / C kernels of its own.
     In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 input and output channels use Winograd's minimal
     filtering (csrc/cpu/conv/winograd.h), with an error of about 2e-6 standard deviations of y; others are summed
     directly. With `pool`, the convolution of each image is pooled while it is in the cache, with the same bits as by

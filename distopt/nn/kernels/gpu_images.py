@@ -1,7 +1,7 @@
 """Convolution and pooling of CuPy arrays, a part of `gpu`.
 
 A convolution is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made in chunks of
-images that bound the memory. Chunks of gradients are added in their order.
+images that bound the memory; a product for each group of channels. Chunks of gradients are added in their order.
 """
 
 from __future__ import annotations
@@ -43,12 +43,26 @@ def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int,
         yield first, min(count, images - first)
 
 
+def _column(x: Array, window: Sizes) -> int:
+    """Elements of a column of the lowered images."""
+    return x.shape[1] * window[2] * window[3]
+
+
 def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
-    channels, (kh, kw), places = x.shape[1], window[2:4], window[8] * window[9]
-    columns = cupy.empty((channels * kh * kw, images * places), x.dtype)
-    shape = (images, channels), window, x[first : first + images], columns
+    columns = cupy.empty((_column(x, window), images * window[8] * window[9]), x.dtype)
+    shape = (images, x.shape[1]), window, x[first : first + images], columns
     launch_planes(f"lower<{c_type(x)}>", len(columns), columns.shape[1], *shape)
     return columns
+
+
+def _groups(x: Array, w: Array) -> int:
+    return x.shape[1] // w.shape[1] if w.shape[1] else 1
+
+
+def _products(groups: int, *matrices: Array, **options: bool) -> None:
+    """`product` for each group, which has a run of the rows of all three matrices."""
+    for parts in zip(*(m.reshape(groups, len(m) // groups, m.shape[1]) for m in matrices), strict=True):
+        product(*parts, **options)
 
 
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Sizes:
@@ -56,7 +70,8 @@ def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pai
     kernel = (w.shape[2], w.shape[3])
     size = out_size(x.shape, kernel, stride, padding)
     checked(x, x.shape, x.dtype)
-    checked(w, (len(w), x.shape[1], *kernel), x.dtype)
+    groups = _groups(x, w)
+    checked(w, (len(w) // groups * groups, x.shape[1] // groups, *kernel), x.dtype)
     checked_or_none(b, (len(w),), x.dtype)
     return (*x.shape[2:], *kernel, *stride, *padding, *size)
 
@@ -78,9 +93,10 @@ def conv2d(
         kernel, step, border = pool
         shape = pool_out(shape, kernel, step, border)
         pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
-    y, matrix = cupy.empty(shape, x.dtype), w.reshape(m, -1)
-    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        rows, some = product(matrix, _lowered(x, window, first, images)), slice(first, first + images)
+    y = cupy.empty(shape, x.dtype)
+    for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
+        rows, some = cupy.empty((m, images * places), x.dtype), slice(first, first + images)
+        _products(_groups(x, w), w.reshape(m, -1), _lowered(x, window, first, images), rows)
         if pooling is not None:
             _max_pool((images, m), pooling[1], (rows, True, b, relu), y[some], pooling[0][some])
         else:
@@ -91,7 +107,7 @@ def conv2d(
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """See `cpu.conv2d_backward`."""
     x, w, window, y, pooling = saved
-    m, matrix, places = len(w), w.reshape(len(w), -1), window[8] * window[9]
+    m, groups, places = len(w), _groups(x, w), window[8] * window[9]
     shape = (len(x), m, *window[8:]) if pooling is None else pooling[0].shape
     checked(dy, shape, x.dtype)
     checked_or_none(y, shape, x.dtype)
@@ -102,17 +118,17 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
         for sums in (dw, db):
             if sums is not None:
                 sums.fill(0)
-    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+    for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
         rows, some = _collected(saved, dy, first, images), slice(first, first + images)
         if dw is not None:
             columns = _lowered(x, window, first, images)
-            product(rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
+            _products(groups, rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
         else:
-            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
+            columns = cupy.empty((_column(x, window), images * places), x.dtype)
         if db is not None:
             _channel_sums(rows, (images, m), places, first > 0, db)
         if dx is not None:
-            product(matrix, rows, columns, a_transposed=True)
+            _products(groups, w.reshape(m, -1), rows, columns, a_transposed=True)
             given = (images, x.shape[1]), window, columns, dx[some]
             launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *given)
     return dx

@@ -6,7 +6,6 @@ from math import prod, sqrt
 
 from ...checks import check_integer
 from ...errors import ShapeError, UsageError
-from ..core.operation import Operation
 from ..core.tensor import Tensor
 from ..ops import convolution
 from .base import TensorLayer, has_relu
@@ -83,11 +82,12 @@ class Conv2d(Windowed):
             raise UsageError("Conv2d has no dilation, as in SINGA; leave it at 1, and take a larger kernel_size")
         if pool is not None and not isinstance(pool, MaxPool2d):
             raise UsageError(f"Conv2d pools by a MaxPool2d layer; got {pool!r}")
-        if pool is not None and (group > 1 or pool.pad_mode != "NOTSET" or len(pool.padding) > 2):
-            raise UsageError("Conv2d pools in one group and with even padding only; call the pooling layer by itself")
+        if pool is not None and (pool.pad_mode != "NOTSET" or len(pool.padding) > 2):
+            raise UsageError("Conv2d pools with even padding only; call the pooling layer by itself")
         self.bias, self.relu, self.pool = bias, has_relu(activation), pool
 
-    def initialize(self, x: Tensor) -> None:  # noqa: D102
+    def initialize(self, x: Tensor) -> None:
+        """Local. Create `W`, of normal random numbers, and `b`, of zeros, for images like `x`."""
         self.in_channels = self._channels(x, self.in_channels)
         if self.in_channels % self.group:
             raise ShapeError(f"{self._label}: {self.in_channels} channels cannot be divided into {self.group} groups")
@@ -107,18 +107,10 @@ class Conv2d(Windowed):
         """
         assert self.in_channels is not None
         self._check_images(x, self.in_channels, self.W)
-        inputs = (x, self.W, self.b) if self.bias else (x, self.W)
-        return self._run(self._operation(x), *inputs)
-
-    def _operation(self, x: Tensor) -> Operation:
-        settings = self.stride, self._padding_of(x), self.relu
-        if self.group == 1:
-            pool = self.pool
-            window = None if pool is None else (pool.kernel_size, pool.stride, pool.padding)
-            return convolution.Conv2d(*settings, window)
-        if self.group == self.in_channels == self.nb_kernels:
-            return convolution.DepthwiseConv2d(*settings)
-        return convolution.GroupedConv2d(self.group, *settings)
+        pool = self.pool
+        window = None if pool is None else (pool.kernel_size, pool.stride, pool.padding)
+        operation = convolution.Conv2d(self.stride, self._padding_of(x), self.relu, window)
+        return self._run(operation, x, self.W, self.b) if self.bias else self._run(operation, x, self.W)
 
 
 class SeparableConv2d(TensorLayer):
@@ -147,7 +139,8 @@ class SeparableConv2d(TensorLayer):
         self.in_channels, self.nb_kernels, self.bias = whole.in_channels, whole.nb_kernels, bias
         self.window = whole.kernel_size, whole.stride, whole.padding
 
-    def initialize(self, x: Tensor) -> None:  # noqa: D102
+    def initialize(self, x: Tensor) -> None:
+        """Local. Create both convolutions, for images like `x`."""
         channels = self._channels(x, self.in_channels)
         self.depthwise_conv = Conv2d(channels, channels, *self.window, group=channels, bias=self.bias)
         self.point_conv = Conv2d(self.nb_kernels, 1, bias=self.bias)

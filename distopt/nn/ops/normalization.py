@@ -22,8 +22,6 @@ class BatchNorm2d(Weighted):
         eps: added to the variance.
     """
 
-    at_once = True
-
     def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float) -> None:
         self.running = running_mean, running_var
         self.momentum, self.eps = momentum, eps
@@ -35,7 +33,7 @@ class BatchNorm2d(Weighted):
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        dgamma, dbeta = self.gradient_memory(into)
+        dgamma, dbeta = self.gradient_memory(into, at_once=True)
         return kernels_of(dy).batch_norm2d_backward(dy, self.saved, dgamma, dbeta), dgamma, dbeta
 
 
@@ -92,7 +90,7 @@ class SyncBatchNorm2d(BatchNorm2d):
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         saved, mean, var, sums = self.saved
         kernels = kernels_of(dy)
-        dgamma, dbeta = self.gradient_memory(into)
+        dgamma, dbeta = self.gradient_memory(into, at_once=True)
         dx = kernels.batch_norm2d_backward(dy, saved, dgamma, dbeta)  # as if mean and variance were constants
         if not self.needs[0]:
             return None, dgamma, dbeta
@@ -100,8 +98,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         totals[0], totals[1] = dgamma, dbeta
         totals *= saved.gamma  # before the sum: between partial updates the ranks have different gammas
         self.reduce(totals)
-        # Mean and variance depend on every x; through them the gradient gains an affine function of x: these are scale
-        # and shift of the normalized x.
+        # Mean and variance depend on every x, which adds an affine function of the normalized x to the gradient.
         slope, shift = (saved.inverse_deviation / -sums[-1] * totals).astype(mean.dtype)
         more, _ = kernels.batch_norm2d(saved.x, slope, shift, mean, var, 0.0, self.eps, False)
         dx += more
