@@ -21,6 +21,7 @@ from .nn.layers.convolution import Conv2d, SeparableConv2d
 from .nn.layers.linear import Linear
 from .nn.layers.normalization import BatchNorm2d
 from .nn.layers.pooling import AvgPool1d, AvgPool2d, MaxPool1d, MaxPool2d, Pooling2d
+from .nn.ops import broadcasting as _broadcasting
 from .nn.ops import elementwise as _elementwise
 from .nn.ops import index as _index
 from .nn.ops import loss as _loss
@@ -28,12 +29,13 @@ from .nn.ops import matrix as _matrix
 from .nn.ops import pooling as _pooling
 from .nn.ops import reduction as _reduction
 from .nn.ops import shape as _shape
-from .nn.ops.elementwise import *  # noqa: F403 - a face of these modules
+from .nn.ops.broadcasting import *  # noqa: F403 - a face of these modules
+from .nn.ops.broadcasting import logical_and as _and
+from .nn.ops.broadcasting import logical_not as _not
+from .nn.ops.broadcasting import logical_or as _or
+from .nn.ops.broadcasting import logical_xor as _xor
+from .nn.ops.elementwise import *  # noqa: F403
 from .nn.ops.elementwise import dropout as _dropout
-from .nn.ops.elementwise import logical_and as _and
-from .nn.ops.elementwise import logical_not as _not
-from .nn.ops.elementwise import logical_or as _or
-from .nn.ops.elementwise import logical_xor as _xor
 from .nn.ops.index import *  # noqa: F403
 from .nn.ops.loss import *  # noqa: F403
 from .nn.ops.matrix import *  # noqa: F403
@@ -64,7 +66,7 @@ __all__ = [
     "gradients",
     "training",
 ]
-_FILES = _elementwise, _index, _loss, _matrix, _pooling, _reduction, _shape
+_FILES = _broadcasting, _elementwise, _index, _loss, _matrix, _pooling, _reduction, _shape
 __all__ += [name for file in _FILES for name in file.__all__]
 
 training: bool  # a property of the module, see below

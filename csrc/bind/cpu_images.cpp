@@ -20,7 +20,7 @@ Index windows(Index size, Index kernel, Index stride, Index padding) {
 template <class T>
 ConvShape conv_shape(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) {
   const Index h = x.shape(2), width = x.shape(3), kh = w.shape(2), kw = w.shape(3);
-  // As many groups as w has its channels in those of x.
+  // Each group has as many channels of x as w has.
   const Index groups = w.shape(1) && x.shape(1) > w.shape(1) ? x.shape(1) / w.shape(1) : 1;
   const ConvShape s{Index(x.shape(0)),
                     Index(x.shape(1)) / groups,

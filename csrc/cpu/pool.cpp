@@ -38,8 +38,8 @@ inline bool is_halving(const PoolShape& s) {
   return s.kh == 2 && s.kw == 2 && s.sh == 2 && s.sw == 2 && s.ph == 0 && s.pw == 0;
 }
 
-// Calls f(ox, count) for vectors of a row of outputs. The last one begins earlier where it would end behind the row:
-// some outputs twice cost less than a part of a vector.
+// Calls f(ox, count) for vectors of a row of outputs. The last one begins earlier where it would end behind the row,
+// since computing some outputs twice costs less than a part of a vector.
 template <class T, class F>
 inline void for_vectors(Index outputs, F f) {
   constexpr Index lanes = kLanes<T>;

@@ -67,7 +67,7 @@ bool any(const V& mask) {
 #endif
 }
 
-// Looks for it in elements `begin` to `end`, one by one: this happens once.
+// Looks one by one for the first sum that is not finite, in elements `begin` to `end`: that is rare.
 template <typename T>
 Nonfinite find_nonfinite(const void* const* ins, int n, size_t begin, size_t end) {
   const auto at = [&](int q, size_t i) {

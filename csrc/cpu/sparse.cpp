@@ -68,8 +68,8 @@ float value_at(const Source& from, std::size_t i) {
   return from.residual[i] + x;
 }
 
-// A floor that probably lets somewhat more than k elements through; top_key, which lets none through, where that
-// does not pay.
+// A floor that probably lets somewhat more than k elements through. Where such an estimate does not pay: top_key, which
+// lets none through.
 std::int32_t estimate_floor(const Source& from, std::size_t n, std::size_t k) {
   constexpr std::size_t group = sample_group;
   if (!estimate_pays(n, k)) return top_key;

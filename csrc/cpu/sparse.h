@@ -10,7 +10,7 @@ namespace distopt {
 
 struct Selection {
   std::size_t count;      // selected elements
-  std::size_t nonfinite;  // of these, infinities and NaN: 0: the whole source is finite, unless count is 0
+  std::size_t nonfinite;  // infinities and NaN among them; if 0 and count is not, the whole source is finite
 };
 
 // Room that the lists of top_k need.

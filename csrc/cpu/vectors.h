@@ -61,7 +61,7 @@ inline V shuffle(V low, V high, std::index_sequence<I...>) {
 #endif
 }
 
-// Of any alignment. A register, a part of one, or a scalar.
+// The value at `p`, of any alignment: V is a register, a part of one, or a scalar.
 template <class V, class T>
 inline V load_as(const T* p) {
   V v;

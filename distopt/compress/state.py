@@ -100,7 +100,7 @@ class CodecState:
         comm: the communicator, to be used by the methods here, which count bytes.
         topology: the topology of the communicator.
         empty: gives wire memory, as `Communicator.empty` does; collective.
-        calls: the label of the collectives that follow, equal on all ranks; communicators compare it.
+        wire_label: the label of the collectives that follow, equal on all ranks; communicators compare it.
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
         findings: int64 [4], the results of a pass over the bucket; see `kernels.base`. Only with headers.
@@ -129,7 +129,7 @@ class CodecState:
         self.names = {part.name for part in self.parts}
         self.size = sum(part.size for part in self.parts)
         self.statistics = Statistics() if statistics is None else statistics
-        self.comm, self.topology, self.calls = comm, comm.topology, label
+        self.comm, self.topology, self.wire_label = comm, comm.topology, label
         self.empty = empty or comm.empty
         self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
         self.kernels = kernels_of(bucket)
@@ -291,12 +291,12 @@ class CodecState:
     def sparse_all_reduce(self, indices: Array, values: Array, counts: Sequence[int]) -> Generator[Work, None, None]:
         """Collective. Replace the bucket by the mean of the ranks' lists; see `comm.sparse.sparse_all_reduce`."""
         self.statistics.wire_bytes += yield from sparse_all_reduce(
-            self.comm, indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self.calls
+            self.comm, indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self.wire_label
         )
 
     def _counted(self, n_bytes: int, start: Callable[..., WorkT], *args: Any, **options: Any) -> WorkT:
         began = perf_counter()
-        work = start(*args, label=self.calls, **options)
+        work = start(*args, label=self.wire_label, **options)
         self.statistics.wire_bytes += n_bytes
         self.statistics.comm_seconds += perf_counter() - began
         return work

@@ -98,7 +98,7 @@ class Fusion:
             part[...] = array.reshape(-1)
         if residual is not None:
             state.load_state_dict({f"residual/{state.label}": residual})
-        state.calls = self._label("fused")
+        state.wire_label = self._label("fused")
         self._sent.append(_Buffer(state, arrays, residual, codec.start(state)))
 
     def wait(self) -> None:

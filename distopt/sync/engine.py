@@ -143,8 +143,6 @@ class Engine:
         """
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
-        if type(bucket_elements) is not int:
-            bucket_elements = check_integer("bucket_elements", bucket_elements)
         if not defers:
             self.settle()
         if self.shards is not None:
@@ -186,7 +184,7 @@ class Engine:
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
-        states[0].calls = agreement.label(layout.buckets[0].label)
+        states[0].wire_label = agreement.label(layout.buckets[0].label)
         for state in states:
             state.defers = defers and not isinstance(state.bucket, np.ndarray)
         return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
@@ -213,8 +211,6 @@ class Engine:
         self.check_unsharded("a partial update")
         self.settle()
         agreement, statistics = self.agreement, self.statistics
-        if type(partition_elements) is not int:
-            partition_elements = check_integer("partition_elements", partition_elements)
         layout = self.partial.layout_for(partition_elements, order, rule, version)
         agreement.look(rule.constants(), statistics.steps - statistics.skipped)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")

@@ -153,10 +153,10 @@ def test_the_cpu_can_be_asked_for(monkeypatch, caplog, untold):
 
 def test_random_numbers_are_refused_while_a_step_is_captured():
     gpu = device.Device("cuda", 0, np)
-    gpu.recording = "forward"
+    gpu.capturing = "forward"
     with pytest.raises(UsageError, match="would be the same in every replay"):
         gpu.rng.random(3)
-    gpu.recording = ""
+    gpu.capturing = ""
     assert gpu.rng.random(3).shape == (3,)
 
 

@@ -186,7 +186,7 @@ def test_a_graph_serves_again_after_a_backward_pass_of_the_script():
     opt.SGD(lr=0.5)(loss)
     for name, param in net.get_params().items():
         np.testing.assert_allclose(param.array, before[name] - 0.5 * first[name], rtol=1e-6)
-    with pytest.raises(UsageError, match="walked before"):
+    with pytest.raises(UsageError, match="used before"):
         next(autograd.backward(loss))
 
 

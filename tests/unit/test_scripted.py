@@ -49,7 +49,7 @@ def test_an_operator_of_a_script_is_part_of_the_graph():
         assert got[id(p)].dtype == np.float32
         np.testing.assert_allclose(got[id(p)].array, expected[id(p)].array, rtol=1e-6)
     opt.SGD(lr=0.1)(autograd.reduce_sum(y))
-    with pytest.raises(UsageError, match="walked before"):
+    with pytest.raises(UsageError, match="used before"):
         y.creator.backward(y.data)
 
 

@@ -11,7 +11,7 @@ namespace {
 // lowered(tap, pixel) = x[tap.offset + pixel.offset], where a tap is (c, ky, kx) and a pixel (oy, ox). Along the
 // columns of a panel consecutive offsets make runs, of at most one vector and inside one strip.
 struct Run {
-  Index column, count, offset;  // `column` as packed_column() has it
+  Index column, count, offset;  // the place in a row of the panel, by packed_column(); and in x
 };
 
 template <class T>

@@ -104,7 +104,7 @@ class Winograd {
   // Elements of the largest weight: its frequencies, 64 for each and in two layouts, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
 
-  // The chunks decide about the order of sums, so they have one size on every set.
+  // The chunks determine the order of sums, so they have one size on every instruction set.
   Index most_of_tile() const { return round_up(s_.c, kMostLanes<float>) + round_up(s_.m, kMostLanes<float>); }
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
@@ -183,7 +183,7 @@ class Winograd {
       expand_block<kWeight<R>, R>({plane, R, smaller(kTile, planes - p), R, R}, weight + p * plane, out + p, slice);
   }
 
-  // Of all outputs and one input channel.
+  // The gradients of the weights of all outputs for one input channel.
   void contract_weight(const float* in, float* dw) const {
     const Index plane = s_.c * R * R;
     for (Index m = 0; m < s_.m; m += kTile)

@@ -29,7 +29,7 @@ from .operation import Operation
 from .tensor import Tensor
 
 
-class Walk(Operation):
+class CustomBackward(Operation):
     """A custom backward pass, which takes the place of the operation behind a loss.
 
     Args:
@@ -70,10 +70,10 @@ def backward(
     _check(loss)
     if isinstance(dy, (int, float)):
         dy = Tensor.of(loss.device.xp.full_like(loss.array, dy), loss.device)
-    if isinstance(loss.creator, Walk):
+    if isinstance(loss.creator, CustomBackward):
         yield from loss.creator.pairs(dy, pauses)
         return
-    if loss.device.recording == "forward":
+    if loss.device.capturing == "forward":
         raise UsageError("the backward pass begins while the forward pass is captured; call self.optimizer(loss)")
     visits = _plan(loss)
     if dy is None:
@@ -102,7 +102,7 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
         UsageError: as `backward`.
     """
     _check(loss)
-    if isinstance(loss.creator, Walk):
+    if isinstance(loss.creator, CustomBackward):
         return loss.creator.parameters()
     return [param for visit in _plan(loss) for param in visit.final]
 
@@ -138,7 +138,7 @@ def tape(loss: Tensor) -> list[Operation]:
 
 def _inputs(op: Operation) -> tuple[Tensor, ...]:
     if op.inputs is None:
-        raise UsageError("this graph was walked before and is gone; compute the loss again for another backward pass")
+        raise UsageError("this graph was used before and is gone; compute the loss again for another backward pass")
     return op.inputs
 
 
@@ -208,9 +208,9 @@ def _visit(visit: _Visit, pending: dict[Operation, Array], retain_graph: bool) -
         into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
     device = inputs[0].device
     if device.verbosity:
-        gradients = device.timed(f"{type(op).__name__} backward", op.walk, pending.pop(op), into)
+        gradients = device.timed(f"{type(op).__name__} backward", op.propagate, pending.pop(op), into)
     else:
-        gradients = op.walk(pending.pop(op), into)
+        gradients = op.propagate(pending.pop(op), into)
     if not retain_graph:
         op.saved = None
     for source, sink, more, place, gradient in zip(inputs, sinks, adds, into, gradients, strict=True):

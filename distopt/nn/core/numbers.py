@@ -12,7 +12,7 @@ from ...errors import UsageError
 from .tensor import Tensor
 
 
-def checked(what: str, value: Any, below: float = math.inf) -> float:
+def non_negative(what: str, value: Any, below: float = math.inf) -> float:
     """Local. `value` as a float.
 
     Raises:

@@ -64,13 +64,13 @@ class Operation:
         out = inputs[0].of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(changes.clock), self
-            self.needs = tuple([(t.stores_grad and t._requires_grad) or t.in_graph for t in inputs])
+            self.needs = tuple(map(wants_gradient, inputs))
         return cast("T", out)
 
     def _compute(self, arrays: list[Array]) -> Array:
         return half.compute(self, arrays) if self.half else self.forward(*arrays)
 
-    def walk(self, dy: Array, into: Arrays) -> Arrays:
+    def propagate(self, dy: Array, into: Arrays) -> Arrays:
         """`gradients`, in half precision where the forward pass was.
 
         Raises:
@@ -97,7 +97,7 @@ class Operation:
         raise NotImplementedError
 
     def backward(self, dy: Array = None) -> Any:
-        """Local. The gradients of the inputs, for scripts that walk a graph by hand, as SINGA's unit tests do.
+        """Local. The gradients of the inputs, for scripts that traverse a graph by hand, as SINGA's unit tests do.
 
         Args:
             dy: gradient of the result, an array (default: 1, for a loss). It is not changed.
@@ -110,13 +110,13 @@ class Operation:
         """
         if self.inputs is None:
             raise UsageError(
-                f"{type(self).__name__} was not recorded, or its graph was walked before; compute it in training mode"
+                f"{type(self).__name__} was not recorded, or its graph was used before; compute it in training mode"
             )
         x, needs = self.inputs[0], self.needs
         xp, dtype = x.device.xp, x.dtype if x.dtype.kind == "f" else float32
         self.needs = tuple([t.requires_grad for t in self.inputs])
         try:
-            gradients = self.walk(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
+            gradients = self.propagate(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
         finally:
             self.needs = needs
         pairs = zip(gradients, self.inputs, strict=True)

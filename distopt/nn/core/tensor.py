@@ -279,7 +279,7 @@ class Tensor:
 
     def copy_data(self, other: Tensor) -> None:
         """Overwrite the values with those of `other`, a tensor of the same size on any device."""
-        self.copy_from_numpy(other.device.host(other.array))
+        self.copy_from(other)
 
     def copy_from(self, source: Tensor | np.ndarray[Any, Any], offset: int = 0) -> None:
         """As `copy_data` from a tensor, as `copy_from_numpy` from an array."""

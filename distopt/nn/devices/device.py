@@ -35,7 +35,7 @@ class Device:
         xp: as given.
         host_rng: NumPy generator for initial parameters, so that a seed gives the same parameters on every device. On
             the CPU it is the same object as `rng`.
-        recording: the pass that is being captured in a CUDA graph, "forward" or "backward"; else empty.
+        capturing: the pass that is being captured in a CUDA graph, "forward" or "backward"; else empty.
         graph_generation: incremented when captured steps become invalid.
         verbosity: if 1 or more, every operation is timed.
     """
@@ -45,7 +45,7 @@ class Device:
         self.xp: Any = xp
         self._rng = self.xp.random.default_rng()
         self.host_rng = self._rng if kind == "cpu" else np.random.default_rng()
-        self.recording = ""
+        self.capturing = ""
         self.graph_generation = 0
         self.verbosity = 0
         self._index = index
@@ -63,7 +63,7 @@ class Device:
         Raises:
             UsageError: a training step is being captured; every replay would draw the same numbers.
         """
-        if self.recording:
+        if self.capturing:
             raise UsageError("random numbers, such as those of dropout, would be the same in every replay of a graph")
         if self._rng is None:
             self._rng = self.xp.random.default_rng(self._seed)

@@ -45,7 +45,8 @@ def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int,
 
 def _column(x: Array, window: Sizes) -> int:
     """Elements of a column of the lowered images."""
-    return x.shape[1] * window[2] * window[3]
+    elements: int = x.shape[1] * window[2] * window[3]
+    return elements
 
 
 def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
@@ -56,7 +57,8 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
 
 
 def _groups(x: Array, w: Array) -> int:
-    return x.shape[1] // w.shape[1] if w.shape[1] else 1
+    groups: int = x.shape[1] // max(w.shape[1], 1)
+    return max(groups, 1)
 
 
 def _products(groups: int, *matrices: Array, **options: bool) -> None:

@@ -153,7 +153,7 @@ class Layer:
 
     def _sublayers(self) -> Iterator[tuple[str, Layer]]:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
-        return _walk("", self, set())
+        return _layers_at("", self, set())
 
     def __str__(self) -> str:
         """A line for this layer and for each sub-layer, with the shapes and the number of its parameters."""
@@ -238,7 +238,7 @@ def has_relu(activation: str | None) -> bool:
     return activation == "RELU"
 
 
-def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Layer]]:
+def _layers_at(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Layer]]:
     """The layers that an attribute refers to, and all below them; see `Layer._sublayers`."""
     items: Iterable[tuple[Any, object]]
     if id(value) in seen:
@@ -253,7 +253,7 @@ def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Layer]]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         if isinstance(item, (Layer, list, tuple, dict, FunctionType)):
-            yield from _walk(f"{path}{key}.", item, seen)
+            yield from _layers_at(f"{path}{key}.", item, seen)
 
 
 def _rank(attribute: tuple[str, object]) -> int:
@@ -290,8 +290,4 @@ def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
 def _overwrite(have: Mapping[str, Tensor], given: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
     _check_states(have, given)
     for name, tensor in have.items():
-        value = given[name]
-        if isinstance(value, Tensor):
-            tensor.copy_data(value)
-        else:
-            tensor.copy_from_numpy(value)
+        tensor.copy_from(given[name])

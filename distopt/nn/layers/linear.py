@@ -40,7 +40,8 @@ class Linear(TensorLayer):
         self.out_features = check_integer("out_features", args[0] if args else out_features, 1)
         self.bias, self.relu = bias, has_relu(activation)
 
-    def initialize(self, x: Tensor) -> None:  # noqa: D102
+    def initialize(self, x: Tensor) -> None:
+        """Local. Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for rows like those of `x`."""
         if self.in_features is None:
             self._check_matrix(x)
             self.in_features = x.shape[1]
@@ -102,7 +103,8 @@ class Gemm(TensorLayer):
         self.alpha, self.beta, self.transA, self.transB = alpha, beta, transA, transB
         self.bias, self.bias_shape = bias, (1, nb_kernels) if bias_shape is None else tuple(bias_shape)
 
-    def initialize(self, x: Tensor) -> None:  # noqa: D102
+    def initialize(self, x: Tensor) -> None:
+        """Local. Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for a matrix like `x`."""
         inputs = self._inputs(x)
         self.W = self._parameter("W", (self.nb_kernels, inputs) if self.transB else (inputs, self.nb_kernels), x)
         initializer.glorot_normal(self.W)

@@ -6,7 +6,7 @@ from ...checks import check_integer
 from ...errors import UsageError
 from ..core.array import Array
 from ..core.mode import mode
-from ..core.numbers import checked
+from ..core.numbers import non_negative
 from ..core.tensor import Tensor
 from ..ops import normalization
 from .base import TensorLayer
@@ -39,13 +39,14 @@ class BatchNorm2d(TensorLayer):
     running_var: Tensor
 
     def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
-        if checked("momentum", momentum) > 1:
+        if non_negative("momentum", momentum) > 1:
             raise UsageError(f"momentum {momentum} is not in [0, 1]")
         self.channels = None if channels is None else check_integer("channels", channels, 1)
         self.momentum, self.eps = momentum, eps
         self.running: normalization.Running | None = None
 
-    def initialize(self, x: Tensor) -> None:  # noqa: D102
+    def initialize(self, x: Tensor) -> None:
+        """Local. Create the parameters and the running statistics, for images like `x`."""
         self.channels = self._channels(x, self.channels)
         self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
         self.scale.set_value(1)
@@ -53,10 +54,17 @@ class BatchNorm2d(TensorLayer):
         self.running_var = Tensor((self.channels,), x.device, self.scale.dtype)
         self.running_var.set_value(1)
 
-    def own_states(self) -> dict[str, Tensor]:  # noqa: D102
+    def own_states(self) -> dict[str, Tensor]:
+        """Local. The running statistics, once the layer is initialized."""
         return {"running_mean": self.running_mean, "running_var": self.running_var} if self._initialized else {}
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The images `x`, normalized by the batch in training mode and by the running statistics otherwise.
+
+        Raises:
+            ShapeError: `x` has another number of channels than before.
+            UsageError: `x` is neither of the type of the parameters nor float16, or has one value per channel to train.
+        """
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
         return self._run(self._operation(x), x, self.scale, self.bias)
@@ -108,7 +116,7 @@ class SyncBatchNorm2d(BatchNorm2d):
     def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
         if self.reduce is None or not mode.training:
             return super()._operation(x)
-        if x.device.recording:
+        if x.device.capturing:
             raise UsageError(f"{self._label} sums over ranks, which a CUDA graph cannot hold")
         running = self.running_mean.array, self.running_var.array
         return normalization.SyncBatchNorm2d(*running, 1 - self.momentum, self.eps, self.reduce)

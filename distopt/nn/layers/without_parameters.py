@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.numbers import checked
+from ..core.numbers import non_negative
 from ..core.tensor import Tensor
-from ..ops import elementwise, loss, reduction, shape
+from ..ops import broadcasting, elementwise, loss, reduction, shape
 from .base import TensorLayer
 
 __all__ = [
@@ -28,21 +28,24 @@ __all__ = [
 class ReLU(TensorLayer):
     """max(x, 0)."""
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The larger of x and 0, for each element x."""
         return elementwise.relu(x)
 
 
 class Sigmoid(TensorLayer):
     """1 / (1 + exp(-x))."""
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. 1 / (1 + exp(-x)), for each element x."""
         return elementwise.sigmoid(x)
 
 
 class SoftMax(TensorLayer):
     """exp(x) / sum(exp(x)) over the last dimension."""
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. Probabilities in the shape of `x`, which add up to 1 over the last dimension."""
         return reduction.softmax(x)
 
 
@@ -52,7 +55,8 @@ class Flatten(TensorLayer):
     def __init__(self, axis: int = 1) -> None:
         self.axis = axis
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. The elements of `x` as a matrix."""
         return shape.flatten(x, self.axis)
 
 
@@ -68,9 +72,10 @@ class Dropout(TensorLayer):
     """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
 
     def __init__(self, ratio: float = 0.5) -> None:
-        self.ratio = checked("dropout ratio", ratio, below=1)
+        self.ratio = non_negative("dropout ratio", ratio, below=1)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Local. A tensor like `x`; outside of training mode, its values are those of `x`."""
         return elementwise.dropout(x, self.ratio)
 
 
@@ -79,7 +84,7 @@ class Add(TensorLayer):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Local. `a + b`, with broadcasting."""
-        return elementwise.add(a, b)
+        return broadcasting.add(a, b)
 
 
 class Cat(TensorLayer):

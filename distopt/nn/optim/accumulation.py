@@ -40,7 +40,7 @@ class GradientAccumulation:
                 self.sums[param] = grad.array.copy()
 
     def taken(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs with the sums added to them, and then the sums of further parameters; none is left."""
+        """Yield the pairs with the sums added to them, then the sums of other parameters; there are none afterwards."""
         sums, self.sums = self.sums, {}
         for param, grad in pairs:
             if param in sums:

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from ...errors import UsageError
-from ..core.numbers import checked, number_of
+from ..core.numbers import non_negative, number_of
 from .schedules import Constant, DecayScheduler
 
 
@@ -33,7 +33,9 @@ class Hyperparameter:
     def __set__(self, optimizer: Any, value: Any) -> None:
         if not isinstance(value, (Real, DecayScheduler)):
             raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
-        schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
+        schedule = (
+            value if isinstance(value, DecayScheduler) else Constant(non_negative(self._name, value, self._below))
+        )
         optimizer.values[self._name] = number_of(schedule(optimizer._steps))
         optimizer._schedules[self._name] = schedule
         for param, slots in optimizer._slots.items():  # a momentum that was 0 until now needs a slot

@@ -9,7 +9,7 @@ from typing import Any
 from ...checks import number_or_nan
 from ...errors import UsageError
 from ..core.array import float32
-from ..core.numbers import checked, number_of
+from ..core.numbers import non_negative, number_of
 from ..core.tensor import Tensor
 
 __all__ = ["Constant", "CosineDecay", "DecayScheduler", "ExponentialDecay", "LinearWarmUp", "StepDecay"]
@@ -29,7 +29,7 @@ class DecayScheduler:
     """
 
     def __init__(self, init_value: float) -> None:
-        self.init_value = checked("init_value", init_value)
+        self.init_value = non_negative("init_value", init_value)
 
     def __call__(self, step: Any) -> Any:
         """Local. The value at `step`, from 0: a number for a number, a tensor [1] for a tensor of one element."""
@@ -43,7 +43,8 @@ class DecayScheduler:
 class Constant(DecayScheduler):
     """The same value at every step."""
 
-    def __call__(self, step: Any) -> Any:  # noqa: D102
+    def __call__(self, step: Any) -> Any:
+        """Local. `init_value`: a number for a number, a tensor [1] for a tensor."""
         return _like(step, self.init_value)
 
     call = __call__
@@ -78,7 +79,7 @@ class ExponentialDecay(_Formula):
     def __init__(self, init_value: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> None:
         super().__init__(init_value)
         self.decay_steps = _positive("decay_steps", decay_steps)
-        self.decay_rate = checked("decay_rate", decay_rate)
+        self.decay_rate = non_negative("decay_rate", decay_rate)
         self.staircase = staircase
 
     def at(self, step: float) -> float:
@@ -105,7 +106,7 @@ class StepDecay(_Formula):
         if not isinstance(milestones, Iterable):
             raise UsageError(f"milestones are steps, as [30, 60], not {milestones!r}; for intervals: ExponentialDecay")
         self.milestones = [_positive("a milestone", step) for step in milestones]
-        self.decay_rate = checked("decay_rate", decay_rate)
+        self.decay_rate = non_negative("decay_rate", decay_rate)
 
     def at(self, step: float) -> float:
         """The value at `step`."""
@@ -127,7 +128,7 @@ class CosineDecay(_Formula):
     def __init__(self, init_value: float, decay_steps: int, end_value: float = 0.0) -> None:
         super().__init__(init_value)
         self.decay_steps = _positive("decay_steps", decay_steps)
-        self.end_value = checked("end_value", end_value)
+        self.end_value = non_negative("end_value", end_value)
 
     def at(self, step: float) -> float:
         """The value at `step`."""
@@ -152,7 +153,7 @@ class LinearWarmUp(_Formula):
     def __init__(self, schedule: float | DecayScheduler, warm_up_steps: int, start_factor: float = 1 / 3) -> None:
         self.schedule = schedule if isinstance(schedule, DecayScheduler) else Constant(schedule)
         self.warm_up_steps = _positive("warm_up_steps", warm_up_steps)
-        self.start_factor = checked("start_factor", start_factor)
+        self.start_factor = non_negative("start_factor", start_factor)
         super().__init__(self.at(0))
 
     def at(self, step: float) -> float:

@@ -49,8 +49,8 @@ class Capture:
             inside.enter_context(self.own_memory())
             self._base.share_workspace(self._device.id(), self._stream.ptr, self._launched_on)
             inside.callback(self._base.share_workspace, self._device.id(), self._stream.ptr, None)
-            self._device.recording = what
-            inside.callback(setattr, self._device, "recording", "")
+            self._device.capturing = what
+            inside.callback(setattr, self._device, "capturing", "")
             self._cuda.runtime.streamBeginCapture(self._stream.ptr, _THREAD_LOCAL)
             self._inside = inside.pop_all()
 
@@ -102,8 +102,9 @@ class Graph:
 # The mode of a capture: calls of its thread that might wait for the device fail. Other threads, such as the one that
 # polls NCCL, may make them.
 _THREAD_LOCAL = 1
-# Of cuda.h, from CUDA 12.0 to 13.5: kinds of nodes; and CUDA_MEMCPY3D in words of 8 bytes: where source and target have
-# their type of memory, and two words after it the address if that type is "unified".
+# Values of cuda.h, the same from CUDA 12.0 to 13.5. First, kinds of nodes. Then the size of CUDA_MEMCPY3D, in words of
+# 8 bytes, and the words with the types of memory of source and target. An address in "unified" memory stands two words
+# after its type.
 _MEMCPY, _HOST_CALL = 1, 3
 _COPY_WORDS, _SOURCE, _TARGET = 25, 4, 15
 _HOST, _UNIFIED = 1, 4

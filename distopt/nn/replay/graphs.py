@@ -109,7 +109,7 @@ class StepGraphs:
             inputs: arguments of `train`.
             options: likewise, by keyword.
         """
-        if self._device.recording:  # a model within a model that is captured
+        if self._device.capturing:  # a model within a model that is captured
             return train(*inputs, **options)
         try:
             kind = self._kind_of(inputs, options)
@@ -188,7 +188,7 @@ class StepGraphs:
                 results = train(*step.inputs, **step.options)
         except Exception as error:
             if step.forward is not None:
-                raise  # the error is none of the capture
+                raise  # the error does not come from the capture
             failure = f"the forward pass: {text_of(error)}"
         finally:
             step.capture.abort()

@@ -109,12 +109,12 @@ class CapturedStep:
         self.forward = self.capture.end()
         self.capture.launch(self.forward)
         gradients, order = partial(self._backward, call.loss), partial(autograd.gradient_order, call.loss)
-        return call.on(optimizer, self._loss(autograd.Walk(gradients, order)))
+        return call.on(optimizer, self._loss(autograd.CustomBackward(gradients, order)))
 
-    def _loss(self, walk: autograd.Walk) -> Tensor:
+    def _loss(self, creator: autograd.CustomBackward) -> Tensor:
         assert self.call is not None
         loss = Tensor.of(self.call.loss.array, self.device)
-        loss.creator = walk
+        loss.creator = creator
         return loss
 
     def _backward(self, loss: Tensor, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,7 +189,7 @@ class CapturedStep:
                 own.array[...] = value.array
         self.capture.launch(self.forward)
         results = _copied(self.results)  # the next replay overwrites them
-        self.call.on(optimizer, self._loss(autograd.Walk(self._gradients, self._parameters)))
+        self.call.on(optimizer, self._loss(autograd.CustomBackward(self._gradients, self._parameters)))
         for call in self.later:
             call.on(optimizer)
         return results

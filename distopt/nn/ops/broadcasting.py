@@ -1,0 +1,239 @@
+"""Operations on the elements of several tensors, which broadcast as in NumPy; comparisons and logic."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...kernels import array_module
+from ..core.arithmetic import Add, Broadcast, Div, Mul, Sub, broadcast
+from ..core.array import Array, float32
+from ..core.operation import Arrays
+from ..core.tensor import Tensor
+
+__all__ = [
+    "add",
+    "add_all",
+    "div",
+    "equal",
+    "greater",
+    "less",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "max",
+    "mean",
+    "min",
+    "mul",
+    "pow",
+    "prelu",
+    "sub",
+    "sum",
+    "where",
+]
+
+
+def add(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a + b`, with broadcasting."""
+    return Add()(a, a.operand(b))
+
+
+def sub(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a - b`, with broadcasting."""
+    return Sub()(a, a.operand(b))
+
+
+def mul(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a * b`, with broadcasting."""
+    return Mul()(a, a.operand(b))
+
+
+def div(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a / b`, with broadcasting."""
+    return Div()(a, a.operand(b))
+
+
+# a to the power b, float32 for integers. The gradient of b is 0 where a is 0.
+Pow = broadcast(
+    "Pow",
+    lambda a, b: (a if a.dtype.kind == "f" else a.astype(float32)) ** b,
+    lambda dy, a, b: dy * b * a ** array_module(dy).where(b == 0, 1, b - 1),
+    lambda dy, a, b: dy * a**b * array_module(dy).log(array_module(dy).where(a == 0, 1, a)),
+)
+
+
+def pow(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a` to the power `b`, with broadcasting. The gradient of `b` is 0 where `a` is 0."""
+    return Pow()(a, a.operand(b))
+
+
+# x where it is at least 0, else slope * x (He et al., arXiv 1502.01852).
+PRelu = broadcast(
+    "PRelu",
+    lambda x, slope: array_module(x).where(x < 0, slope * x, x),
+    lambda dy, x, slope: dy * array_module(dy).where(x < 0, slope, 1),
+    lambda dy, x, slope: dy * array_module(dy).where(x < 0, x, 0),
+)
+
+
+def prelu(x: Tensor, slope: Tensor | float) -> Tensor:
+    """The value x where it is at least 0, else `slope` x, with broadcasting (He et al., arXiv 1502.01852)."""
+    return PRelu()(x, x.operand(slope))
+
+
+class Where(Broadcast):
+    """a where the condition holds, else b.
+
+    Args:
+        condition: an array of Booleans, which is broadcast with a and b.
+    """
+
+    def __init__(self, condition: Array) -> None:
+        self.condition = condition
+
+    def value(self, a: Array, b: Array) -> Array:
+        return array_module(a).where(self.condition, a, b)
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        where = array_module(dy).where
+        da = self.reduced(where(self.condition, dy, 0), 0) if self.needs[0] else None
+        return da, self.reduced(where(self.condition, 0, dy), 1) if self.needs[1] else None
+
+
+def where(x: Tensor, y: Tensor | float, condition: Tensor | ArrayLike) -> Tensor:
+    """`x` where the condition holds (is not 0), else `y`, with broadcasting."""
+    given = condition.array if isinstance(condition, Tensor) else np.asarray(condition)
+    return Where(x.device.xp.asarray(given != 0))(x, x.operand(y))
+
+
+class Sum(Broadcast):
+    """The sum of arrays, element by element."""
+
+    def value(self, *xs: Array) -> Array:
+        return reduce(operator.add, xs) if len(xs) > 1 else xs[0].copy()
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        return [self.reduced(dy.copy(), i) if need else None for i, need in enumerate(self.needs)]
+
+
+def sum(*xs: Tensor) -> Tensor:
+    """The sum of tensors, element by element, with broadcasting; `reduce_sum` adds the elements of one."""
+    return Sum()(*xs)
+
+
+def add_all(*xs: Tensor) -> Tensor:
+    """The sum of tensors, with broadcasting; as `sum`."""
+    return sum(*xs)
+
+
+class Mean(Sum):
+    """The mean of arrays, element by element."""
+
+    def value(self, *xs: Array) -> Array:
+        return super().value(*xs) / len(xs)
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        dy /= len(self.needs)
+        return super().gradients(dy, into)
+
+
+def mean(*xs: Tensor) -> Tensor:
+    """The mean of tensors, element by element, with broadcasting."""
+    return Mean()(*xs)
+
+
+class Max(Broadcast):
+    """The greatest of arrays, element by element. The first of several that are equal has the gradient."""
+
+    choice = "maximum"
+
+    def value(self, *xs: Array) -> Array:
+        return reduce(getattr(array_module(xs[0]), self.choice), xs) if len(xs) > 1 else xs[0].copy()
+
+    def forward(self, *xs: Array) -> Array:
+        y = super().forward(*xs)
+        self.saved = xs, y
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        xs, y = self.saved
+        where = array_module(dy).where
+        gradients = []
+        for i, x in enumerate(xs):
+            chosen = x == y
+            gradients.append(self.reduced(where(chosen, dy, 0), i))
+            dy = where(chosen, 0, dy)
+        return gradients
+
+
+def max(*xs: Tensor) -> Tensor:
+    """The greatest of tensors, element by element, with broadcasting. The first of equal ones has the gradient."""
+    return Max()(*xs)
+
+
+class Min(Max):
+    """The least of arrays, element by element; see `Max`."""
+
+    choice = "minimum"
+
+
+def min(*xs: Tensor) -> Tensor:
+    """The least of tensors, element by element, with broadcasting. The first of equal ones has the gradient."""
+    return Min()(*xs)
+
+
+# -- comparisons and logic: 1.0 for true, 0.0 for false, without a gradient -------------------------------------------
+class Truth(Broadcast):
+    """1.0 where a predicate of NumPy's holds, else 0.0. It has no gradient.
+
+    Args:
+        predicate: its name, such as "greater" or "logical_not".
+    """
+
+    def __init__(self, predicate: str) -> None:
+        self.predicate = predicate
+
+    def value(self, *xs: Array) -> Array:
+        return getattr(array_module(xs[0]), self.predicate)(*xs).astype(float32)
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        return [None] * len(self.needs)
+
+
+def greater(x: Tensor, y: Tensor | float) -> Tensor:
+    """1.0 where `x > y`, else 0.0."""
+    return Truth("greater")(x, x.operand(y))
+
+
+def less(x: Tensor, y: Tensor | float) -> Tensor:
+    """1.0 where `x < y`, else 0.0."""
+    return Truth("less")(x, x.operand(y))
+
+
+def equal(x: Tensor, y: Tensor | float) -> Tensor:
+    """1.0 where `x == y`, else 0.0."""
+    return Truth("equal")(x, x.operand(y))
+
+
+def logical_and(a: Tensor, b: Tensor) -> Tensor:
+    """1.0 where both are not 0, else 0.0."""
+    return Truth("logical_and")(a, b)
+
+
+def logical_or(a: Tensor, b: Tensor) -> Tensor:
+    """1.0 where one is not 0, else 0.0."""
+    return Truth("logical_or")(a, b)
+
+
+def logical_xor(a: Tensor, b: Tensor) -> Tensor:
+    """1.0 where exactly one is not 0, else 0.0."""
+    return Truth("logical_xor")(a, b)
+
+
+def logical_not(x: Tensor) -> Tensor:
+    """1.0 where `x` is 0, else 0.0."""
+    return Truth("logical_not")(x)
