@@ -369,7 +369,7 @@ def give_backend(group: dist.ProcessGroup) -> object:
 
     From 2.14 on, C++ can call a backend of Python, and its operators look for one.
     """
-    with contextlib.suppress(TypeError):  # before, the class has no constructor
+    with contextlib.suppress(TypeError):  # before 2.14, the class has no constructor
         backend = _Backend(group)
         custom = dist.ProcessGroup.BackendType.CUSTOM
         dist.ProcessGroup._register_backend(group, torch.device("cpu"), custom, backend)

@@ -22,7 +22,7 @@ from distopt import checkpoint, cli
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
-from distopt.torch.checkpoint.states import decode, encode
+from distopt.torch.checkpoint.trees import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
 from tests.faults.healing import RUN, Job, without_heal
 from tests.faults.healing import disturb as kill

@@ -21,7 +21,7 @@ from ...compress import Codec, CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
-from ..checkpoint.states import plain_model
+from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
@@ -113,7 +113,7 @@ class DiLoCo:
         self._handle = inner_optimizer.register_step_post_hook(self._count)
 
     def close(self) -> None:
-        """Local. Count the inner optimizer's steps no more."""
+        """Local. Stop counting the steps of the inner optimizer, and so averaging."""
         self._handle.remove()
 
     def stats(self) -> CommunicationStatistics:

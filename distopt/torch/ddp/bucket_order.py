@@ -59,7 +59,8 @@ class Idle(nn.Module):
         super().__init__()
         self._parameters_by_readiness = parameters
 
-    def forward(self, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(self, like: torch.Tensor) -> torch.Tensor:
+        """Local. Zero, a tensor [] on the device of `like`, from which all parameters get gradients of zero."""
         total = torch.zeros((), device=like.device)
         for parameter in reversed(self._parameters_by_readiness):
             total = total + parameter.sum() * 0

@@ -28,6 +28,7 @@ from ..ddp.shared_buckets import LEAST_BYTES
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import memory_of, reduction_of, refuse_nan
+from .arguments import check_any, check_count, check_list, check_whole, split_rows
 from .channels import Channel, Channels
 from .collectives import STARTS, Collectives, of_each
 from .futures import callback_owner
@@ -111,7 +112,7 @@ class DistoptProcessGroup(NamedGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
         """Collective. Replace each of `tensors`, which share a dtype, by its reduction over all ranks."""
-        _check_any("all_reduce_coalesced", tensors)
+        check_any("all_reduce_coalesced", tensors)
         reduction = reduction_of(opts.reduceOp, tensors[0])
         return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
 
@@ -133,8 +134,8 @@ class DistoptProcessGroup(NamedGroup):
             ValueError: number, sizes or dtypes of the tensors do not fit.
         """
         (out,), (lists,) = _list(outs), parts
-        self._check_list("reduce_scatter", lists, "input")
-        _check_count("reduce_scatter", out, lists[self.rank()])
+        check_list(self.size(), "reduce_scatter", lists, "input")
+        check_count("reduce_scatter", out, lists[self.rank()])
         action = Collectives.reduce_scatter_list
         return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out))
 
@@ -144,15 +145,15 @@ class DistoptProcessGroup(NamedGroup):
         Raises:
             ValueError: `tensor` is not as long as the `out` of all ranks together, or of another dtype.
         """
-        self._check_whole("reduce_scatter_single", out, tensor)
+        check_whole(self.size(), "reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, out)
         return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
 
     def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
         """Collective. `reduce_scatter_single` for each pair of `outs` and `tensors`."""
-        _check_any("reduce_scatter_single_coalesced", tensors)
+        check_any("reduce_scatter_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
-            self._check_whole("reduce_scatter_single", out, tensor)
+            check_whole(self.size(), "reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, outs[0])
         return self._run(opts, outs, of_each(Collectives.reduce_scatter), [outs, tensors], reduction)
 
@@ -174,14 +175,14 @@ class DistoptProcessGroup(NamedGroup):
             ValueError: number, sizes or dtypes of the tensors do not fit.
         """
         (tensor,), (each,) = _list(tensors), outs
-        self._check_list("all_gather", each, "output", tensor)
-        _check_count("all_gather", tensor, each[self.rank()])
+        check_list(self.size(), "all_gather", each, "output", tensor)
+        check_count("all_gather", tensor, each[self.rank()])
         return self._run(opts, each, Collectives.all_gather_list, each, tensor)
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
         """Collective. Write tensor i of rank r to `outs[r][i]`."""
         # PyTorch passes one list for each rank, with one tensor for each tensor of that rank.
-        _check_any("all_gather_coalesced", tensors)
+        check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
@@ -192,36 +193,36 @@ class DistoptProcessGroup(NamedGroup):
         Raises:
             ValueError: `out` is not as long as the tensors of all ranks together, or of another dtype.
         """
-        self._check_whole("all_gather_single", tensor, out)
+        check_whole(self.size(), "all_gather_single", tensor, out)
         return self._run(opts, [out], Collectives.all_gather, out, tensor)
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:
         """Collective. `all_gather_single` for each pair of `outs` and `tensors`."""
-        _check_any("all_gather_single_coalesced", tensors)
+        check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
-            self._check_whole("all_gather_single", tensor, out)
+            check_whole(self.size(), "all_gather_single", tensor, out)
         return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
 
     def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
         """Collective. Write the tensor of rank r to `outs[0][r]` of rank `opts.rootRank`; `outs` is else empty."""
         (tensor,), each = _list(tensors), outs[0] if outs else []
         if self.rank() == opts.rootRank:
-            self._check_list("gather", each, "output", tensor)
-            _check_count("gather", tensor, *each)
+            check_list(self.size(), "gather", each, "output", tensor)
+            check_count("gather", tensor, *each)
         return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
 
     def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
         """Collective. Write `tensors[0][r]` of rank `opts.rootRank` to `outs[0]` of rank r; `tensors` is else empty."""
         (out,), each = _list(outs), tensors[0] if tensors else []
         if self.rank() == opts.rootRank:
-            self._check_list("scatter", each, "input", out)
-            _check_count("scatter", out, *each)
+            check_list(self.size(), "scatter", each, "input", out)
+            check_count("scatter", out, *each)
         return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
         """Collective. Send `parts[r]` to rank r, and receive into `outs[r]` from rank r; sizes may differ."""
         for each, role in ((outs, "output"), (parts, "input")):
-            self._check_list("all_to_all", each, role)
+            check_list(self.size(), "all_to_all", each, role)
         return self._run(opts, outs, Collectives.all_to_all, outs, parts)
 
     def all_to_all_single(
@@ -239,7 +240,8 @@ class DistoptProcessGroup(NamedGroup):
         Raises:
             ValueError: the numbers do not add up to the rows of their tensor, or cannot be equal.
         """
-        outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
+        outs = split_rows(self.size(), out, out_splits, "output")
+        parts = split_rows(self.size(), tensor, splits, "input")
         return self._run(opts, [out], Collectives.all_to_all, outs, parts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -428,40 +430,6 @@ class DistoptProcessGroup(NamedGroup):
         else:
             queue.attend()
         return work
-
-    def _check_list(self, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:
-        if len(tensors) != self.size():
-            raise ValueError(f"{name}: the {role} list has {len(tensors)} tensors for {self.size()} ranks")
-        for tensor in tensors:
-            if tensor.dtype != (like if like is not None else tensors[0]).dtype:
-                raise ValueError(f"{name}: the {role} list has tensors of another type; give all the same")
-
-    def _check_whole(self, name: str, part: Tensor, whole: Tensor) -> None:
-        if part.dtype != whole.dtype or part.numel() * self.size() != whole.numel():
-            raise ValueError(
-                f"{name}: {whole.numel()} {whole.dtype} are not {self.size()} parts of {part.numel()} {part.dtype}"
-            )
-
-    def _split(self, tensor: Tensor, sizes: Sequence[int], role: str) -> list[Tensor]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if sizes and (len(sizes) != self.size() or sum(sizes) != rows):
-            raise ValueError(f"all_to_all_single: {role} splits {list(sizes)} do not cut {rows} rows for each rank")
-        if not sizes and rows % self.size():
-            raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
-        return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
-
-
-def _check_any(name: str, tensors: Sequence[Tensor]) -> None:
-    if not tensors:
-        raise ValueError(f"{name}: the list is empty; give one tensor or more, as many on all ranks")
-
-
-def _check_count(name: str, own: Tensor, *listed: Tensor) -> None:
-    for tensor in listed:
-        if tensor.numel() != own.numel():
-            raise ValueError(
-                f"{name}: {own.numel()} elements are given, and {tensor.numel()} in the list; give as many"
-            )
 
 
 def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:

@@ -30,8 +30,6 @@ from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from ...comm.work import Work
     from ...flight import Group
 
@@ -171,7 +169,10 @@ class PendingWork(WaitedWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future of the tensors, or of the error. Its callbacks may call collectives; see `futures`."""
-        by_ddp = _asked_by_ddp(sys._getframe(1))
+        # C++ in a backward pass, that is DDP, asks from the frame that runs the pass, and waits at the end of the pass,
+        # after the queue's callback. A hook in Python has a frame of its own, and may wait at once in C++, so the
+        # queue's thread must carry out the operation.
+        by_ddp = runs_backward(sys._getframe(1))
         if by_ddp and of_a_hook(self._tensors):
             self.wait()
             return typed(self._tensors)
@@ -312,7 +313,7 @@ class OperationQueue:
         """Local. Have the queue's thread carry out all operations, at once or after `_GRACE_SECONDS`."""
         at_once = at_once or self._by_thread
         self._at_once = self._at_once or at_once
-        if self._thread in (None, threading.current_thread()):  # a callback in the thread itself may wait: have another
+        if self._thread in (None, threading.current_thread()):  # a callback that waits in that thread needs another one
             with self._lock:
                 if self._thread in (None, threading.current_thread()) and not self._closed:
                     # A daemon, since a script may end in the middle of an operation.
@@ -349,7 +350,7 @@ class OperationQueue:
 
     # -- internal ------------------------------------------------------------------------------------------------------
     def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Local. Wait until `predicate`; whether it holds in time."""
+        """Local. Wait until `predicate` holds, at most `seconds` (None: no limit); return whether it holds."""
         with self._lock:
             self._waiting += 1
             try:
@@ -439,12 +440,3 @@ class _AtTheEnd:
     def __del__(self) -> None:
         if self.works:
             self._queue.attend(at_once=True)
-
-
-def _asked_by_ddp(frame: FrameType | None) -> bool:
-    """Whether C++ in a backward pass, that is DDP, has asked for a future: `frame` then runs the backward pass itself.
-
-    DDP waits for the future at the end of the pass, after the queue's callback. A hook in Python, which has a frame of
-    its own, may wait at once in C++, so the queue's thread must carry out the operation.
-    """
-    return runs_backward(frame)
