@@ -132,9 +132,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor
-    return tensor.contiguous().resolve_conj().resolve_neg()
+    return tensor if lies_in_a_row(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def lies_in_a_row(tensor: torch.Tensor) -> bool:

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ... import compress
-from ...comm.base import Array
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ...sync.layout import Layout
 from ...sync.step import GradientCounter
-from ..checkpoint.states import plain_model
+from ..ddp.plain_model import plain_model
 from ..private import call_after_backward, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
@@ -243,12 +242,7 @@ class DistOpt(torch.optim.Optimizer):
         """
         if (cut := self._shards) is None:
             raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
-
-        def fold(grads: dict[int, Array]) -> None:
-            with cut.resumed() or self._begun() as step:
-                cut.fold(step, grads, self._unused)
-
-        return cut.parts(batch, self._engine.statistics, self._params, fold)
+        return cut.parts(batch, self._engine.statistics, self._params, self._begun, self._unused)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -298,7 +292,8 @@ class DistOpt(torch.optim.Optimizer):
             tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
             self._leave(but=param)
         if self._step is None:
-            self._open()
+            self._step = self._begun()
+            self._layout, self._skips = self._step.layout, False
         if number != self._pass:
             self._pass = number
             call_after_backward(self._finish)
@@ -312,13 +307,10 @@ class DistOpt(torch.optim.Optimizer):
                 tensor.grad = view
             self._step.final(param)
 
-    def _open(self) -> None:
-        resumed = None if self._shards is None else self._shards.resumed()
-        self._step = resumed or self._begun()
-        self._layout, self._skips = self._step.layout, False
-
     def _begun(self) -> GradientCounter:
-        """Collective. A new step."""
+        """Collective. A new step, or the one that awaits the next shard."""
+        if self._shards is not None and (step := self._shards.resumed()) is not None:
+            return step
         if sum(len(group["params"]) for group in self.param_groups) != len(self._params):
             raise UsageError("the optimizer has got more parameters since it was wrapped; wrap it anew")
         engine, rule = self._engine, self._rule
@@ -344,7 +336,7 @@ class DistOpt(torch.optim.Optimizer):
 
     @on_current_stream
     def _finish(self) -> None:
-        """Collective. The end of a backward pass, and of the step: unless the pass is part of another one."""
+        """Collective, at the end of a backward pass. End the step, unless the pass runs inside another one."""
         step = self._step
         if step is None or (not step.is_complete and is_nested_backward()):
             return
@@ -377,7 +369,7 @@ class DistOpt(torch.optim.Optimizer):
         return {id(param) for param in awaited}
 
     def _give(self, layout: Layout, unused: set[int]) -> None:
-        """Collective if parameters may be unused, else local. Make the means the gradients of the parameters.
+        """Collective if parameters may be unused, else local. Set `.grad` of each parameter to its mean; limit their norm.
 
         Args:
             layout: the buckets with the means.

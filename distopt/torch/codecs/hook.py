@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ... import compress
-from ...comm.base import Array
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
-from ..checkpoint.states import plain_model
+from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .gpu import on_current_stream
 from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
@@ -99,12 +98,7 @@ class CodecHook:
         """
         if (cut := self._shards) is None:
             raise UsageError("shards() cuts steps for hook(ddp, shards=8), and this hook has no shards")
-
-        def fold(grads: dict[int, Array]) -> None:
-            with self._begun() as step:
-                cut.fold(step, grads, cut.unused)
-
-        return cut.parts(batch, self._engine.statistics, [*self._params.values()], fold)
+        return cut.parts(batch, self._engine.statistics, [*self._params.values()], self._begun, cut.unused)
 
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
@@ -142,7 +136,7 @@ def hook(
         model.register_comm_hook(*distopt.torch.hook(model, "top-k", ratio=0.01, error_feedback=True))
 
     Args:
-        model: the model inside of DDP, or DDP itself; its names of parameters name residuals and errors.
+        model: the model inside of DDP, or DDP itself; residuals and errors have the names of its parameters.
         codec: a codec, or the name of one, see `distopt.compress.create`.
         group: the ranks, over any backend (default: all). The group of DDP.
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.

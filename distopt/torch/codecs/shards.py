@@ -14,8 +14,9 @@ from ...comm.base import Array
 from ...errors import UsageError
 from ...launch.job.topology import Topology
 from ...sync.shards import RunningStatistics, Shards
-from ..checkpoint.states import plain_model
+from ...sync.step import GradientCounter
 from ..ddp.bucket_order import Idle
+from ..ddp.plain_model import plain_model
 from ..ddp.sync_batch_norm import SyncBatchNorm
 from ..private import is_changed
 from ..tensors import array_of
@@ -55,9 +56,18 @@ class ModelShards(Shards):
         batch: Sequence[Any],
         done: Any,
         params: Sequence[TrainedParameter],
-        fold: Callable[[dict[int, Array]], object],
+        begin: Callable[[], GradientCounter],
+        unused: Literal["raise", "zero"],
     ) -> Iterator[Any]:
-        """Collective with the steps in it. As `walk`; `fold` takes the gradients of each shard but the last."""
+        """Collective with the steps in it. As `walk`, with the random numbers and gradients of each shard.
+
+        Args:
+            batch: see `walk`.
+            done: see `walk`.
+            params: of the model.
+            begin: begins a step, or gives the one that awaits the next shard.
+            unused: see `Step.fold`, which takes the gradients of each shard but the last.
+        """
 
         @contextlib.contextmanager
         def around(seed: Sequence[int]) -> Iterator[None]:
@@ -75,7 +85,8 @@ class ModelShards(Shards):
             if precedes_last:
                 grads = {id(param): param.array_like(param.tensor.grad) for param in params if self._has_grad(param)}
                 if grads:  # else the turn had no backward pass
-                    fold(grads)
+                    with begin() as step:
+                        self.fold(step, grads, unused)
 
         return map(_aligned, self.walk(batch, done, around))
 
