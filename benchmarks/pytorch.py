@@ -67,65 +67,86 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if sums were right, and parameters equal on all ranks."""
     answers: dict[str, Answers] = {}
     facts, wrong = machine(), []
-    request = {"warm_up": 1, "interface": LINK if args.emulate else "lo"}
     with ExitStack() as stack:
         site = site_of(args, [], stack)
         print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")
         print(f"# {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
-        if SUMS in args.only:
-            names = [GLOO, DISTOPT] if args.emulate or args.hosts else [GLOO, DISTOPT, BUCKET]
-            with Lineup() as lineup:
-                fill(lineup, names, "all_reduce", site, {})
-                ratios = [f"Gloo / {name}" for name in names[1:]]
-                print_head("bytes", *(f"{name} (us)" for name in names), *ratios, *SENDS)
-                sums = {"collective": "all_reduce", "buffers": "in place", "dtype": "float32", "samples": args.steps}
-                for size in args.sizes:
-                    count = {"count": size // 4, "capacity": size // 4, "calls": 1}
-                    answers[f"{SUMS} {size}"] = found = lineup.ask(args.rounds, {**request, **sums, **count})
-                    gloo, *ours = (median(of_rounds(found[name])) * 1e6 for name in names)
-                    times = [f"{time:.0f}" for time in (gloo, *ours)]
-                    print_row(f"{size:,}", *times, *(f"{gloo / one:.2f}" for one in ours), *sent(found, 1))
-                    if any(one["wrong"] for rounds in found.values() for ranks in rounds for one in ranks):
-                        wrong.append(f"{SUMS} of {size:,} bytes")
-        models = [name for name in MODELS if name in args.only]
-        if models:
-            print_head(
-                "step", "none (ms)", "waiting adds", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits"
-            )
-        for name in models:
-            described, options = MODELS[name]
-            candidates = [NOTHING, WAITING, GLOO, DISTOPT]
-            answers[name] = found = steps_of(candidates, site, {"model": name, **options}, args, request)
-            bare = of_rounds(found[NOTHING])
-            # Within a round, so that changes of the machine's speed affect both.
-            waiting, gloo, ours = (
-                median(with_it - without for with_it, without in zip(of_rounds(found[one]), bare, strict=True)) * 1e3
-                for one in (WAITING, GLOO, DISTOPT)
-            )
-            times = (f"{time:.2f}" for time in (median(bare) * 1e3, waiting, gloo, ours, ours / gloo))
-            print_row(described, *times, *sent(found, args.steps), same_bits(found))
-            wrong += [name] if len({rank["parameters"] for rank in found[DISTOPT][-1]}) > 1 else []
-        if SHARDED in args.only:
-            described, options = MODELS["mlp"]
-            options = {"model": "mlp", "sharded": True, **options}
-            answers[SHARDED] = found = steps_of([FAKE, GLOO, DISTOPT], site, options, args, request)
-            bare, gloo, ours = (of_rounds(found[name]) for name in (FAKE, GLOO, DISTOPT))
-            ratio = median(one / other for one, other in zip(ours, gloo, strict=True))
-            print_head("FSDP2", "none (ms)", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
-            times = (*(f"{median(each) * 1e3:.2f}" for each in (bare, gloo, ours)), f"{ratio:.2f}")
-            print_row(described, *times, *sent(found, args.steps), same_bits(found))
-        if DIVIDED in args.only:
-            print_head("hidden", "none (tokens/s)", "Gloo", "distopt", "distopt / Gloo", "us a sum", "same bits")
-        for hidden in args.hidden if DIVIDED in args.only else ():
-            answers[f"{DIVIDED} {hidden}"] = found = tokens_of(hidden, site, args)
-            bare, gloo, ours = (median(of_rounds(found[name])) for name in (NOTHING, GLOO, DISTOPT))
-            speeds = (f"{1 / time:.1f}" for time in (bare, gloo, ours))
-            print_row(f"{hidden:,}", *speeds, f"{gloo / ours:.2f}", f"{sum_us(found):.0f}", same_bits(found))
+        parts = ((measure_sums, {SUMS}), (measure_steps, {*MODELS}), (measure_sharded, {SHARDED}))
+        for measure, names in (*parts, (measure_tokens, {DIVIDED})):
+            if names & {*args.only}:
+                wrong += measure(args, site, answers)
     for name in wrong:
         print(f"# {name}: results are wrong, or differ between ranks")
     if args.json:
         write_json(args.json, {"benchmark": "pytorch", "machine": facts, "rate": args.rate, "answers": answers})
     return 1 if wrong else 0
+
+
+def measure_sums(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
+    """Print the table of all-reduce, and add the answers to `answers`; return what was wrong."""
+    names, wrong = [GLOO, DISTOPT] if args.emulate or args.hosts else [GLOO, DISTOPT, BUCKET], []
+    with Lineup() as lineup:
+        fill(lineup, names, "all_reduce", site, {})
+        ratios = [f"Gloo / {name}" for name in names[1:]]
+        print_head("bytes", *(f"{name} (us)" for name in names), *ratios, *SENDS)
+        sums = {"collective": "all_reduce", "buffers": "in place", "dtype": "float32", "samples": args.steps}
+        for size in args.sizes:
+            count = {"count": size // 4, "capacity": size // 4, "calls": 1}
+            found = answers[f"{SUMS} {size}"] = lineup.ask(args.rounds, {**request_of(args), **sums, **count})
+            gloo, *ours = (median(of_rounds(found[name])) * 1e6 for name in names)
+            times = [f"{time:.0f}" for time in (gloo, *ours)]
+            print_row(f"{size:,}", *times, *(f"{gloo / one:.2f}" for one in ours), *sent(found, 1))
+            if any(one["wrong"] for rounds in found.values() for ranks in rounds for one in ranks):
+                wrong.append(f"{SUMS} of {size:,} bytes")
+    return wrong
+
+
+def measure_steps(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
+    """As `measure_sums`, of DDP's steps."""
+    wrong = []
+    print_head("step", "none (ms)", "waiting adds", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits")
+    for name in (name for name in MODELS if name in args.only):
+        described, options = MODELS[name]
+        candidates = [NOTHING, WAITING, GLOO, DISTOPT]
+        found = answers[name] = steps_of(candidates, site, {"model": name, **options}, args)
+        bare = of_rounds(found[NOTHING])
+        # Within a round, so that changes of the machine's speed affect both.
+        waiting, gloo, ours = (
+            median(with_it - without for with_it, without in zip(of_rounds(found[one]), bare, strict=True)) * 1e3
+            for one in (WAITING, GLOO, DISTOPT)
+        )
+        times = (f"{time:.2f}" for time in (median(bare) * 1e3, waiting, gloo, ours, ours / gloo))
+        print_row(described, *times, *sent(found, args.steps), same_bits(found))
+        wrong += [name] if len({rank["parameters"] for rank in found[DISTOPT][-1]}) > 1 else []
+    return wrong
+
+
+def measure_sharded(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
+    """As `measure_sums`, of FSDP2's steps."""
+    described, options = MODELS["mlp"]
+    options = {"model": "mlp", "sharded": True, **options}
+    found = answers[SHARDED] = steps_of([FAKE, GLOO, DISTOPT], site, options, args)
+    bare, gloo, ours = (of_rounds(found[name]) for name in (FAKE, GLOO, DISTOPT))
+    ratio = median(one / other for one, other in zip(ours, gloo, strict=True))
+    print_head("FSDP2", "none (ms)", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
+    times = (*(f"{median(each) * 1e3:.2f}" for each in (bare, gloo, ours)), f"{ratio:.2f}")
+    print_row(described, *times, *sent(found, args.steps), same_bits(found))
+    return []
+
+
+def measure_tokens(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
+    """As `measure_sums`, of tensor-parallel inference."""
+    print_head("hidden", "none (tokens/s)", "Gloo", "distopt", "distopt / Gloo", "us a sum", "same bits")
+    for hidden in args.hidden:
+        found = answers[f"{DIVIDED} {hidden}"] = tokens_of(hidden, site, args)
+        bare, gloo, ours = (median(of_rounds(found[name])) for name in (NOTHING, GLOO, DISTOPT))
+        speeds = (f"{1 / time:.1f}" for time in (bare, gloo, ours))
+        print_row(f"{hidden:,}", *speeds, f"{gloo / ours:.2f}", f"{sum_us(found):.0f}", same_bits(found))
+    return []
+
+
+def request_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {"warm_up": 1, "interface": LINK if args.emulate else "lo"}
 
 
 def fill(lineup: Lineup, names: Iterable[str], module: str, site: Site, options: Setup) -> None:
@@ -139,13 +160,11 @@ def fill(lineup: Lineup, names: Iterable[str], module: str, site: Site, options:
         lineup.add(name, partial(start, name))
 
 
-def steps_of(
-    names: Iterable[str], site: Site, options: Setup, args: argparse.Namespace, request: dict[str, Any]
-) -> Answers:
+def steps_of(names: Iterable[str], site: Site, options: Setup, args: argparse.Namespace) -> Answers:
     """Training steps of the candidates of these names, in turns."""
     with Lineup() as lineup:
         fill(lineup, names, "train", site, options)
-        return lineup.ask(args.rounds, {**request, "steps": args.steps})
+        return lineup.ask(args.rounds, {**request_of(args), "steps": args.steps})
 
 
 def tokens_of(hidden: int, site: Site, args: argparse.Namespace) -> Answers:
