@@ -14,6 +14,7 @@ import numpy as np
 from distopt.comm.base import Communicator, RaggedWork, Work
 from distopt.errors import MismatchError, StalledError
 from distopt.launch.job.topology import Topology
+from tests.conformance.oracle import STORAGE, reduce_in_rank_order
 
 TIMEOUT = 30.0
 
@@ -48,32 +49,6 @@ class OracleWork(Work):
         finish([posts[rank][1] for rank in range(board.world_size)])
 
 
-def widen(array, dtype):
-    """The values of a wire array, for computing with them."""
-    if dtype == "bfloat16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32) if dtype == "float16" else array
-
-
-def narrow(array, dtype):
-    """The opposite of `widen`, rounded to nearest even."""
-    if dtype == "bfloat16":
-        bits = array.astype(np.float32).view(np.uint32)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
-    return array.astype(dtype)
-
-
-def reduced(arrays, dtype, op):
-    total = widen(arrays[0], dtype).copy()
-    for array in arrays[1:]:
-        combine = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}[op]
-        combine(total, widen(array, dtype), out=total)
-    if op == "mean":
-        total /= np.asarray(len(arrays), total.dtype)
-    return narrow(total, dtype)
-
-
 class OracleCommunicator(Communicator):
     name = "oracle"
 
@@ -87,7 +62,7 @@ class OracleCommunicator(Communicator):
         raise NotImplementedError("ranks that are threads belong to no job")
 
     def _empty(self, count, dtype, xp):
-        return np.full(count, 77, "uint16" if dtype == "bfloat16" else dtype)
+        return np.full(count, 77, STORAGE[dtype])
 
     def barrier(self):
         self._post("barrier", np.zeros(0), None, lambda _: None).wait()
@@ -113,8 +88,7 @@ class OracleCommunicator(Communicator):
             elif kind == "broadcast":
                 out[...] = arrays[root]
             else:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    result = reduced(arrays, dtype, op)
+                result = reduce_in_rank_order(arrays, dtype, op)
                 out[...] = result if kind == "all_reduce" else np.split(result, len(arrays))[self.topology.rank]
 
         return self._post((kind, dtype, op, root, array.shape), array, out, finish)

@@ -22,8 +22,8 @@ TWO_RANKS = ["distopt", "run", "--nproc-per-node", "2"]
 # Blocks of Python without the title of a file run one after the other: by a test that asserts more, or below, after
 # these lines.
 RUN_ELSEWHERE = {
-    "README.md": "tests/unit/test_readme.py",
-    "docs/guide/training.md": "tests/unit/test_docs_training.py",
+    "README.md": "tests/unit/test_docs.py",
+    "docs/guide/training.md": "tests/unit/test_docs.py",
     "docs/guide/collectives.md": "tests/ranks/test_world.py",
     "docs/guide/checkpoints.md": "tests/unit/test_checkpoint.py",
 }

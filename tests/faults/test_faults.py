@@ -63,13 +63,6 @@ def test_drawn_fault(number: int, request) -> None:
     check(trial, request)
 
 
-def test_of_other_seeds_each_kind_is_drawn_as_well_and_trials_repeat():
-    for seed in range(20):
-        trials = list(islice(draw(random.Random(seed), KINDS, BACKENDS), 60))
-        assert {trial.kind for trial in trials} == set(KINDS)
-        assert [Trial.parse(str(trial)) for trial in trials] == trials
-
-
 def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):
     """The trials can fail: here nothing goes wrong, and all that must come of a fault is missing."""
     outcome = run(Trial("os._exit 0", "main", "nowhere"))

@@ -4,7 +4,6 @@ distopt run --heal --nproc-per-node 1:2 -m tests.ranks.elastic --steps 100
 """
 
 import argparse
-import hashlib
 import os
 import signal
 import time
@@ -13,26 +12,12 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from distopt import autograd, device, layer, model, opt, tensor
+from distopt import device, opt, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.data import ShardedSampler
+from tests.ranks.healed import Network, digest_of
 
 SHARDS = 8
-
-
-class Network(model.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = layer.Conv2d(3, 3), layer.BatchNorm2d(), layer.Linear(4)
-        self.dropout = layer.Dropout(0.2)
-
-    def forward(self, x):
-        return self.last(self.dropout(autograd.flatten(autograd.relu(self.norm(self.first(x))))))
-
-    def train_one_batch(self, x, y):
-        loss = autograd.softmax_cross_entropy(self.forward(x), y)
-        self.optimizer(loss)
-        return loss
 
 
 def main() -> None:
@@ -51,7 +36,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     world = distopt.init()
     device.get_default_device().SetRandSeed(3)
-    network = Network()
+    network = Network(dropout=0.2)
     network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=SHARDS, seed=5))
     numbers = np.random.default_rng(17)
     x, y = numbers.standard_normal((200, 1, 8, 8), np.float32), numbers.integers(0, 4, 200).astype(np.int32)
@@ -76,11 +61,7 @@ def main() -> None:
         if checkpoint.steps >= args.steps:
             break
     checkpoint.close()
-    digest = hashlib.blake2b(digest_size=8)
-    for thing in (network, network.optimizer):
-        for name, states in sorted(thing.get_states().items()):
-            digest.update(name.encode() + np.asarray(tensor.to_numpy(states)).tobytes())
-    print(f"ends with {digest.hexdigest()}", flush=True)
+    print(f"ends with {digest_of(network, network.optimizer)}", flush=True)
 
 
 if __name__ == "__main__":

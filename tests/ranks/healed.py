@@ -18,17 +18,27 @@ from distopt.errors import UsageError
 
 
 class Network(model.Model):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.first, self.norm, self.last = layer.Conv2d(3, 3), layer.BatchNorm2d(), layer.Linear(4)
+        self.dropout = layer.Dropout(dropout)
 
     def forward(self, x):
-        return self.last(autograd.flatten(autograd.relu(self.norm(self.first(x)))))
+        return self.last(self.dropout(autograd.flatten(autograd.relu(self.norm(self.first(x))))))
 
     def train_one_batch(self, x, y):
         loss = autograd.softmax_cross_entropy(self.forward(x), y)
         self.optimizer(loss)
         return loss
+
+
+def digest_of(*things) -> str:
+    """Of the states of a network and the like."""
+    digest = hashlib.blake2b(digest_size=8)
+    for thing in things:
+        for name, states in sorted(thing.get_states().items()):
+            digest.update(name.encode() + np.asarray(tensor.to_numpy(states)).tobytes())
+    return digest.hexdigest()
 
 
 def main() -> None:
@@ -59,10 +69,7 @@ def main() -> None:
         if checkpoint.steps % 10 == 0 and world.rank == 0:
             print(f"step {checkpoint.steps}", flush=True)
     checkpoint.close()
-    digest = hashlib.blake2b(digest_size=8)
-    for name, states in sorted(network.get_states().items()):
-        digest.update(name.encode() + np.asarray(tensor.to_numpy(states)).tobytes())
-    print(f"ends with {digest.hexdigest()} {numbers.integers(1 << 30)} of rank {world.rank}", flush=True)
+    print(f"ends with {digest_of(network)} {numbers.integers(1 << 30)} of rank {world.rank}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
 SHORT = {
     "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
-    "pytorch": "--only all-reduce,cnn,tensor-parallel --sizes 1K --hidden 128 --rounds 1 --steps 1",
+    "pytorch": "--only cnn,tensor-parallel --hidden 128 --rounds 1 --steps 1",
     "never-slower": "--only small,mpi-2x1 --turns 1",
     "kernels": "--count 1000 -n 1 --peers=",
     "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
     "--json {results} --plot {plot} --output {page}",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
-    "slow-link": "--rates 100mbit --ranks 1 --only ddp,diloco-sparse --seconds 1 --data {digits} --output {page}",
+    "slow-link": "--rates 100mbit --ranks 1 --only diloco-sparse --seconds 1 --data {digits} --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "recorder": "--steps 30 --batch-size 2",

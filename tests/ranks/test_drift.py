@@ -3,18 +3,20 @@
 import functools
 import json
 import operator
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import distopt
 from distopt import autograd, launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
 from tests.emulation import activate
 from tests.emulation import build as emulator
 from tests.parts import cases_beside
-from tests.processes import ROOT, mpiexec
+from tests.processes import mpiexec
 from tests.ranks.small_net import SMALL, batch, build, step_of
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
@@ -333,7 +335,6 @@ def test_two_optimizers_in_another_order_on_one_rank_are_named(ends, when, way, 
 
 
 # -- other communicators -----------------------------------------------------------------------------------------------
-SCRIPT = str(ROOT / "tests" / "ranks" / "drift_script.py")
 MPI = {
     ("other_rule", "lr", "fp32"): OTHER_RULES["lr"][1],
     ("change", "lr", "fp32"): "(now lr = 0.01; ",
@@ -348,7 +349,7 @@ MPI = {
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", MPI)
 def test_over_mpi(case, world_size):
-    ended = mpiexec(world_size, SCRIPT, *case, env={"DISTOPT_BACKEND": "mpi"})
+    ended = mpiexec(world_size, "-m", "tests.ranks.test_drift", *case, env={"DISTOPT_BACKEND": "mpi"})
     assert ended.code != 0
     assert "MismatchError" in ended.stderr
     assert f"rank {world_size - 1} " in ended.stderr
@@ -372,3 +373,9 @@ def test_on_emulated_gpus(ends, monkeypatch, case, world_size):
     emulator.build()
     monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
     assert_named(ends(on_emulated_gpu, "case"), GPU[case])
+
+
+if __name__ == "__main__":  # a rank of mpiexec, with the function and the case that its arguments name
+    own_world = distopt.init()
+    make = functools.partial(opt.DistOpt, bucket_elements=SMALL, partition_elements=SMALL)
+    globals()[sys.argv[1]](make, own_world.rank == own_world.world_size - 1, *sys.argv[2:])

@@ -13,6 +13,7 @@ from tests.processes import ROOT, patience
 
 JOB, TORCH = ["-m", "tests.ranks.elastic"], ["-m", "tests.torch.elastic"]
 PORT = 29_487
+SWEEP = [pytest.mark.slow, pytest.mark.sweep]
 
 
 def run(ranks: int, *words: str, **variables: str) -> list[str]:
@@ -30,7 +31,14 @@ def ends_of(lines: list[str]) -> set[str]:
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
-    ("script", "after"), [*((JOB, after) for after in (3, 1, 2, 8)), ([*TORCH, "dist-opt"], 2), ([*TORCH, "ddp"], 3)]
+    ("script", "after"),
+    [
+        (JOB, 3),
+        *(pytest.param(JOB, after, marks=SWEEP) for after in (1, 2)),
+        (JOB, 8),
+        ([*TORCH, "dist-opt"], 2),
+        ([*TORCH, "ddp"], 3),
+    ],
 )
 def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, script, after):
     if script != JOB:
@@ -71,9 +79,13 @@ def test_a_rank_that_cannot_be_started_again_is_left_out_until_the_next_fault(st
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
-    ("script", "folder"), [(JOB, False), (JOB, True), ([*TORCH, "dist-opt"], False), ([*TORCH, "ddp"], False)]
+    ("script", "folder"),
+    [
+        (JOB, False),
+        pytest.param(JOB, True, marks=SWEEP),
+        *(pytest.param([*TORCH, front], False, marks=SWEEP) for front in ("dist-opt", "ddp")),  # minutes
+    ],
 )
 def test_a_host_is_lost_and_comes_back(start, net, tmp_path, script, folder):
     if script != JOB:

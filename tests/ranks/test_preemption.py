@@ -13,7 +13,7 @@ import pytest
 from tests.processes import Ended, Program, mpiexec_command
 from tests.ranks.test_checkpoint import assert_same_bits
 
-EPOCHS = 60  # 12 steps each; the job leaves after four times as many as it had made, at the latest
+EPOCHS = 30  # 12 steps each; the job leaves after four times as many as it had made, at the latest
 
 
 def start(folder: Path, launcher: list[str], env: dict[str, str] | None = None) -> Program:

@@ -123,6 +123,20 @@ def test_a_cut_link_ends_both_hosts_within_10_seconds(net):
     assert re.match(r"distopt run: the node that owns .*, distopt-a \(pid \d+\), has ended or cannot", lines[1][0])
 
 
+@pytest.mark.slow
+def test_a_job_survives_an_outage_of_a_second(net):
+    programs = on_two_hosts(net, LAUNCHED, "stay", ranks=(1, 1))
+    for program in programs:
+        program.read_lines(1)
+    net.cut(silently=False)
+    time.sleep(1.0)
+    net.mend()
+    time.sleep(patience(2.0))
+    assert [program.process.poll() for program in programs] == [None, None]
+    programs[0].process.terminate()
+    assert [one.code for one in ends(programs)] == [143, 143]
+
+
 def test_a_signal_to_one_host_ends_both(net):
     programs = on_two_hosts(net, SCRIPT, "stay")
     for program in programs:

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,15 @@ def fsdp2(rank: int, size: int) -> list[object]:
     return []
 
 
+def dtensor(rank: int, size: int) -> list[object]:
+    """PyTorch keeps the group of its mesh until the process ends."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, whole = dist.init_device_mesh("cpu", (size,)), torch.arange(12.0)
+    assert torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
+    return []
+
+
 def codec(rank: int, size: int) -> list[object]:
     """A loop of `DistOpt`, whose ranks have nothing to do with the group's, by top-K."""
     sgd = opt.DistOpt(opt.SGD(lr=0.1), *place, bucket_elements=SMALL)
@@ -195,7 +205,7 @@ PROGRAMS: dict[str, Callable[[int, int], list[object]]] = {
     function.__name__: function
     for function in (
         *(messages_waited_for, messages_left, messages_of_other_sizes, sums_left, futures_left, callbacks_left),
-        *(groups, nothing, a_new_group, a_split_group, ddp, ddp_by_power_sgd, fsdp2, codec, a_save_under_way),
+        *(groups, nothing, a_new_group, a_split_group, ddp, ddp_by_power_sgd, fsdp2, dtensor, codec, a_save_under_way),
     )
 }
 
@@ -230,7 +240,7 @@ def main() -> int:
     def one(case: tuple[str, bool, str, int]) -> None:
         program, destroys, launcher, ranks = case
         code, text = run(launcher, ranks, program, destroys=destroys)
-        if code != 0 or "Traceback" in text or "terminate called" in text:
+        if code != 0 or re.search("Traceback|terminate called|leaked", text):
             failures[program] += 1
             print(f"{program}, destroys: {destroys}, {launcher}, {ranks} ranks: code {code}\n{text}", flush=True)
 

@@ -1,23 +1,11 @@
-"""Communication hooks of DDP: the same bits on all ranks and in every run, whenever their callbacks run.
-
-    python -m tests.torch.hooks 3 --runs 20
-    python -m tests.torch.hooks 2+1
-
-trains by every hook so often, with buckets of equal and of different sizes, on three ranks or on two emulated hosts.
-Where the ranks are two, and no callback calls a collective, the bits are also Gloo's.
-"""
+"""Communication hooks of DDP, and training by each; `checks/callbacks.py` compares the bits."""
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import itertools
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -28,8 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch  # noqa: F401 - registers the backend
-
-from .forked import CONTEXT, group_with_gloo, join, place_of
 
 with warnings.catch_warnings():  # PyTorch's own: it imports what it deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -117,48 +103,3 @@ def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: 
         if not name.startswith("zero"):  # whose hooks update
             optimizer.step()
     return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
-
-
-def rank_main(rank: int, size: int, method: str, names: list[str], runs: int, out: Queue[tuple[str, str]]) -> None:
-    join(rank, size, method, 60.0)
-    gloo = group_with_gloo(range(size)) if size == 2 else None
-    for name in names:
-        for kind, sizes in sizes_for(name).items():
-            train = partial(trained, name, rank, size, sizes)
-            for _ in range(runs):
-                out.put((f"{name} {kind}", hashlib.sha256(train().numpy().tobytes()).hexdigest()[:12]))
-            if gloo is not None and not HOOKS[name][1]:
-                out.put((f"{name} {kind}", hashlib.sha256(train(gloo).numpy().tobytes()).hexdigest()[:12]))
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("ranks")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--only", default=",".join(HOOKS))
-    args = parser.parse_args()
-    out: Queue[tuple[str, str]] = CONTEXT.Queue()
-    found: dict[str, list[str]] = {}
-    with place_of(args.ranks) as place:
-        method = place.method()
-        place.keep_store(method)
-        ranks = place.start(rank_main, place.size, method, args.only.split(","), args.runs, out)
-        while any(process.is_alive() for process in ranks) or not out.empty():
-            try:
-                name, digest = out.get(timeout=0.5)
-            except Exception:  # queue.Empty: look again whether the ranks live
-                continue
-            found.setdefault(name, []).append(digest)
-    for name, digests in found.items():
-        print(f"{name:36} {len(digests)} trainings by {args.ranks} ranks: {', '.join(sorted(set(digests)))}")
-    wrong = [name for name, digests in found.items() if len(set(digests)) > 1]
-    failed = [process.exitcode for process in ranks if process.exitcode]
-    if wrong or failed or len(found) < sum(len(sizes_for(name)) for name in args.only.split(",")):
-        print(f"different bits: {wrong}; exit codes: {failed}")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

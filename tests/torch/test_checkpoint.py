@@ -64,13 +64,13 @@ JOBS = [
     pytest.param("gloo", 3, ["--static-graph"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "zero"], marks=pytest.mark.sweep),
-    ("distopt", 2, ["--by", "hook"]),
+    pytest.param("distopt", 2, ["--by", "hook"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "hook"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
     ("gloo", 2, ["--by", "dist-opt"]),
     pytest.param("distopt", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
-    ("distopt", 2, ["--by", "sparse-diloco"]),
+    pytest.param("distopt", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
 ]
 

@@ -1,6 +1,7 @@
-"""Groups under every launcher and init method."""
+"""Groups under every launcher and init method; how their jobs end."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+
+from .ends import LAUNCHERS, PROGRAMS, run
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 BIN = Path(sys.executable).parent
@@ -53,18 +56,33 @@ def test_distopt_alone_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
-@pytest.mark.slow
-def test_a_group_that_pytorch_keeps_is_no_leak(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.torch.kept", str(tmp_path / "store")],
-        cwd=root, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "leaked" not in ended.stderr
-
-
 def test_without_pytorch_the_cure_is_told() -> None:
     code = "import sys; sys.modules['torch'] = None; import distopt.torch"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert ended.stderr.splitlines()[-1].endswith("; pip install torch")
+
+
+# -- scripts that just end; ends.py repeats this many times ------------------------------------------------------------
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("destroys", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_job_ends(program: str, destroys: bool) -> None:
+    launcher = LAUNCHERS[(list(PROGRAMS).index(program) + destroys) % len(LAUNCHERS)]
+    code, text = run(launcher, 2, program, destroys=destroys)
+    assert code == 0, text
+    assert not re.search("Traceback|leaked", text), text
+
+
+# -- a rank that fails ends all others, which name it; faults.py has the ranks -----------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("trials", ["1", pytest.param("8", marks=[pytest.mark.slow, pytest.mark.sweep])])
+def test_failures_are_named(trials: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.torch.faults", trials],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

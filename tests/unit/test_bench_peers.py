@@ -19,6 +19,7 @@ from benchmarks.peers.lineup import Candidate
 from benchmarks.peers.ranks.pattern import PERIOD, Pattern
 from benchmarks.peers.ranks.transports import COLLECTIVES
 from distopt.errors import UsageError
+from tests.conformance.oracle import reduce_in_rank_order
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -47,19 +48,6 @@ def test_size_range(first, last, factor, item, sizes):
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
-def all_reduce_slowly(arrays, dtype):
-    """Sum in rank order, rounding as a transport of that type does."""
-    if dtype == "bfloat16":
-        wide = [(array.astype(np.uint32) << 16).view(np.float32) for array in arrays]
-        total = sum(wide[1:], wide[0].copy())
-        bits = total.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total = total + array
-    return total
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int8", "bool"])
 def test_wrong_elements_are_counted(dtype, world_size):
@@ -69,7 +57,7 @@ def test_wrong_elements_are_counted(dtype, world_size):
     for pattern, array in zip(patterns, arrays, strict=True):
         pattern.fill(array)
     assert dtype == "bool" or not np.array_equal(arrays[0], arrays[1])
-    total = all_reduce_slowly(arrays, dtype)
+    total = reduce_in_rank_order(arrays, dtype, "sum")
     assert patterns[0].wrong(total) == 0
     total[[0, PERIOD - 1, PERIOD, count - 1]] = 0
     assert patterns[0].wrong(total) == 4

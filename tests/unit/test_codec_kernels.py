@@ -3,6 +3,7 @@ import pytest
 
 from distopt import _core
 from distopt.kernels import host
+from tests.conformance.oracle import bfloat16_from, bfloat16_to
 
 F32 = np.float32
 SIZES = [0, 1, 3, 15, 16, 17, 511, 4095, 4096, 5000, 70001]
@@ -148,14 +149,8 @@ def test_accumulation_happens_in_the_selecting_pass(n, with_momentum):
                 np.testing.assert_array_equal(small, residual + scale * grad, err_msg=name)
 
 
-def bfloat16(x):
-    bits = x.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
-
-
 def decoded(wire, kind):
-    return wire.view(np.float16).astype(F32) if kind == "float16" else (wire.astype(np.uint32) << 16).view(F32)
+    return wire.view(np.float16).astype(F32) if kind == "float16" else bfloat16_to(wire)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -175,7 +170,7 @@ def test_cast_rounds_to_nearest_even_saturates_and_counts(n, kind, ranks, with_r
             total = before + x if with_residual else x
             scaled = total * scale
             clamped = np.where(np.abs(scaled) > limit, np.copysign(limit, scaled), scaled)
-            expected = clamped.astype(np.float16).view(np.uint16) if kind == "float16" else bfloat16(clamped)
+            expected = clamped.astype(np.float16).view(np.uint16) if kind == "float16" else bfloat16_from(clamped)
             nan = np.isnan(total)
             assert np.array_equal(out[~nan], expected[~nan]), name
             assert np.isnan(decoded(out, kind)[nan]).all(), name

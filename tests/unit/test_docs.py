@@ -1,9 +1,14 @@
-"""Documentation names files, headings and places that exist."""
+"""Documentation names files, headings and places that exist; README and docs/guide/training.md run as they are."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distopt import opt
 from tests.docs.site import pages
 from tests.processes import ROOT
 
@@ -55,3 +60,89 @@ def test_the_picture_has_every_room():
     picture = set(re.findall(r'class="name"[^>]*>([\w.]+)', (ROOT / "docs/reference/architecture.svg").read_text()))
     rooms = {file.parent.name for file in (ROOT / "distopt").glob("*/__init__.py")}
     assert rooms | {file.parent.name for file in (ROOT / "csrc").glob("*/*.h")} <= picture
+
+
+# -- README: each command runs here, or in .ci/run, or is a Makefile target that one of them runs ----------------------
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+IN_TABLE = re.findall(r"\| `([^`]*\.py[^`]*)` \|", README)
+
+
+def test_shell_commands_are_run_by_ci():
+    ci = (ROOT / ".ci/run").read_text()
+    assert SHELL
+    for command in SHELL:
+        assert re.search(rf"^{re.escape(command)}\b", ci, re.M), f"{command!r} stands in README and not in .ci/run"
+
+
+def test_commands_of_the_table_are_run_by_the_makefile():
+    examples = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    assert len(IN_TABLE) == 4
+    for command in IN_TABLE:
+        assert command in examples, f"{command!r} stands in README and not in the Makefile"
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S))
+def test_python_snippets_run(code, tmp_path):
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    env = {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.rpartition(" ")[0] for line in done.stdout.splitlines())
+    assert lines == ["[rank 1] loss", "loss"]
+
+
+def test_messages_of_the_table_are_those_of_the_code():
+    table = README[README.index("| you see |") :]
+    quoted = re.findall(r"^\| `(.*?)` \|", table, re.M)
+    pieces = [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|\d+|all_reduce|[(),#]", text)]
+    files = [
+        path for folder in ("distopt", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")
+    ]
+    sources = re.sub(r'"\s+f?"', "", "\n".join(path.read_text() for path in files))
+    assert len(quoted) == 6
+    for piece in pieces:
+        assert piece in sources, f"README quotes {piece!r}, which no code says"
+
+
+# -- docs/guide/training.md --------------------------------------------------------------------------------------------
+TRAINING = (Path(__file__).parents[2] / "docs" / "guide" / "training.md").read_text()
+
+
+def test_the_examples_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "training"}
+    for code in re.findall(r"```python\n(.*?)```", TRAINING, re.S):
+        exec(code, names)
+    sgd, net = names["sgd"], names["net"]
+    model, *layers, scores, norm = capsys.readouterr().out.splitlines()
+    assert model == "Net, 147 parameters"
+    assert len(layers) == 3
+    assert scores.startswith("after epoch 2: [")
+    assert 0 < float(norm) != sgd.grad_norm > 0
+    assert sgd.step_counter.item() == 1 + 2 + 1 + 2 + 1, "updates"
+    assert sgd.lr.schedule(0) == 0.1
+    assert all(np.isfinite(param.array).all() for param in net.get_params().values())
+
+
+def test_the_names_of_its_table_exist():
+    names = re.findall(r"^\| `(\w+)\(", TRAINING, re.M)
+    assert len(names) == 6
+    for name in names:
+        assert issubclass(getattr(opt, name), opt.DecayScheduler)
+
+
+# -- the way of a gradient ---------------------------------------------------------------------------------------------
+def test_one_step_enters_few_files_and_the_docs_show_them():
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.unit.gradient_path"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    *way, total = ended.stdout.strip().splitlines()
+    files, visits = map(int, re.fullmatch(r"(\d+) files, (\d+) visits", total).groups())
+    assert files <= 8
+    assert len(way) == visits <= 14
+    documented = (ROOT / "docs" / "reference" / "architecture.md").read_text()
+    assert "\n".join(way) in documented, ended.stdout

@@ -1,10 +1,11 @@
 """Ranks of this host that believe to be on several."""
 
 import re
+import sys
 
 import pytest
 
-from tests.processes import ROOT, is_open_mpi, mpiexec
+from tests.processes import ROOT, Program, is_open_mpi, mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")
 
@@ -99,3 +100,16 @@ def test_ranks_that_sum_in_different_orders_are_refused():
     assert ended.code != 0
     assert "the ranks differ in DISTOPT_SUM_ORDER: auto on rank 0" in ended.stderr
     assert "rank on rank 1" in ended.stderr
+
+
+# -- two hosts ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_sum_is_that_of_the_flat_communicator_and_has_the_same_bits_everywhere(net):
+    ended = Program(net.mpiexec(2, [sys.executable, SCRIPT, "check"])).end()
+    assert ended.code == 0, ended.stderr
+    assert "was not matched" not in ended.stdout, "UCX warns of messages that nobody has received"
+    told = re.findall(r"^rank (\d) on (\S+) over (\w+): (\w+)$", ended.stdout, re.MULTILINE)
+    first, second = (host.name for host in net.hosts)
+    assert sorted((rank, host) for rank, host, *_ in told) == [("0", first), ("1", first), ("2", second), ("3", second)]
+    assert {backend for _, _, backend, _ in told} == {"hierarchical"}
+    assert len({digest for *_, digest in told}) == 1
