@@ -104,19 +104,6 @@ def test_ranks_of_srun_on_one_host(container, memory):
 
 @pytest.mark.slow
 @each_container
-def test_ranks_of_srun_on_two_hosts(container, memories, net):
-    command = [*CONTAINERS[container], sys.executable, SCRIPT]
-    programs = []
-    for rank in range(4):
-        env = {**slurm(rank, 4, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % 2), **WIRE}
-        programs.append(Program(memories[rank // 2] + net.hosts[rank // 2].inside(command), env))
-    ended = [program.end() for program in programs]
-    assert_sums(ended, 4, "hierarchical")
-    assert_said(ended)
-
-
-@pytest.mark.slow
-@each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     script = tmp_path / "contained.py"
     script.write_text(

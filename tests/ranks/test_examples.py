@@ -192,9 +192,8 @@ FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluat
 
 
 @pytest.mark.slow
-@BOTH
-def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
-    folder = tmp_path / "checkpoints"
+def test_an_example_goes_on_in_the_middle_of_an_epoch(digits, tmp_path):
+    run, folder = multiprocess, tmp_path / "checkpoints"
     options = ["--data-dir", str(digits), "-b", "32", "-d", "sparseTopK"]  # six steps per epoch
     whole = run(*options, "-m", "2")
     saving = [*options, "--checkpoint", str(folder), "--checkpoint-every", "4"]

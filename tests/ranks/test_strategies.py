@@ -144,17 +144,6 @@ def test_a_reducer_keeps_its_residual_under_other_options(tmp_path):
     np.testing.assert_allclose(ranks[0]["received"], np.mean([rank["sent"] for rank in ranks], axis=0), atol=1e-6)
 
 
-def partial_then_dense(optimizer) -> dict[str, np.ndarray]:
-    net = build(optimizer)
-    train(optimizer, net, range(5), "partialUpdate")
-    train(optimizer, net, range(5, 8), Fp32())
-    return {"parameters": parameters(net)}
-
-
-def test_dense_steps_after_partial_ones_start_from_equal_parameters(tmp_path):
-    assert_equal_bits(on_ranks(tmp_path, 2, partial_then_dense), "parameters")
-
-
 # -- states and statistics --------------------------------------------------------------------------------------------
 def counted(optimizer) -> dict[str, np.ndarray]:
     net = build(optimizer)

@@ -18,7 +18,7 @@ import pytest
 
 from distopt.errors import UsageError
 from tests.events import scalars
-from tests.processes import ROOT, Ended, Program, on_a_terminal, patience
+from tests.processes import ROOT, Ended, Program, patience
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("submitit")
@@ -282,15 +282,6 @@ def test_the_page_is_served_while_the_job_runs(tmp_path, port):
                 seen = urllib.request.urlopen(page, timeout=patience(60)).read().decode()
         os.kill(program.process.pid, signal.SIGTERM)
         program.end(patience(60))  # and leaves no server
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_progress(tmp_path):
-    code, shown = on_a_terminal(
-        [TEMPLATE / "train.py", *OPTIONS.split(), "-cpus", "1", "-epochs", "1", "-out", tmp_path]
-    )
-    assert code == 0, shown
-    assert re.search(r"\d images/s, loss=\d", shown), shown
 
 
 @pytest.mark.slow

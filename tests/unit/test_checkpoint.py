@@ -178,31 +178,6 @@ def test_every_random_generator(tmp_path, bits):
         load(tmp_path, noise=np.random.Generator((np.random.SFC64 if bits != "SFC64" else np.random.Philox)(1)))
 
 
-def test_a_script_without_model_and_ranks(tmp_path):
-    def build():
-        weights = {"w": tensor.Tensor(data=np.arange(6, dtype=np.float32).reshape(2, 3)), "b": np.zeros((), np.float16)}
-        weights["w"].name = "w"
-        return weights, opt.Adam(lr=0.1)
-
-    def train(weights, adam, saver, steps):
-        for _ in range(steps):
-            grad = tensor.Tensor(data=weights["w"].array * 0.1 + saver.steps)
-            adam.update(weights["w"], grad)
-            adam.step()
-            saver.step()
-
-    whole, adam = build()
-    with Checkpoint(tmp_path, every=2, weights=whole, adam=adam) as saver:
-        assert saver.resume() is None
-        train(whole, adam, saver, 5)
-    weights, adam = build()
-    with Checkpoint(tmp_path, every=2, weights=weights, adam=adam) as saver:
-        resumed = saver.resume()
-        assert str(resumed) == f"{tmp_path / step_name(4)} (step 4, epoch 0)"
-        train(weights, adam, saver, 1)
-    np.testing.assert_array_equal(weights["w"].array, whole["w"].array)
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_an_optimizer_of_the_user(tmp_path, distributed):
     def build():
@@ -488,20 +463,6 @@ def test_checkpoints_of_other_scripts_are_refused(tmp_path, theirs, ours, reason
     write_over(tmp_path / "folder", **theirs)
     with pytest.raises(StateError, match=reason):
         load(tmp_path / "folder", **ours)
-
-
-def test_slots_of_another_optimizer_are_refused(tmp_path):
-    def trained(optimizer):
-        weight = tensor.Tensor(data=np.ones(3))
-        weight.name = "w"
-        optimizer.update(weight, tensor.Tensor(data=np.ones(3)))
-        optimizer.step()
-        return optimizer
-
-    write_over(tmp_path / "folder", optimizer=trained(opt.SGD(momentum=0.5)))
-    for other in (opt.Adam(), trained(opt.Adam())):
-        with pytest.raises(StateError, match=r"w are \['momentum'\], where Adam"):
-            load(tmp_path / "folder", optimizer=other)
 
 
 # -- the first checkpoint ---------------------------------------------------------------------------------------------

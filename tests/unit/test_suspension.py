@@ -11,44 +11,7 @@ from distopt.launch import stopwatch
 from distopt.launch.end_together.watch import Watch, start_server
 from distopt.launch.sockets import listen
 from distopt.launch.stopwatch import Stopwatch
-from tests.processes import ROOT, Program, start_mpiexec
-
-SCRIPT = str(ROOT / "tests" / "ranks" / "suspended_script.py")
-ENV = {"DISTOPT_TIMEOUT": "2.5", "DISTOPT_STALL_WARNING": "2"}
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=1)
-@pytest.mark.parametrize("where", ["join", "collective"])
-@pytest.mark.parametrize("start", ["launch.main", "mpiexec"])
-def test_job_that_is_suspended_for_longer_than_the_timeout(start, where):
-    if start == "mpiexec":
-        program = start_mpiexec(2, SCRIPT, "0", where, env=ENV)
-    else:
-        program = Program([sys.executable, SCRIPT, "2", where], ENV)
-    (line,) = program.read_lines(1)
-    assert "is late" in line
-    time.sleep(0.3)
-    suspend(program, 3.5)
-    ended = program.end()
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout.count("[1.0, 3.0, 5.0, 7.0, 9.0]") == 2
-    assert not ended.stderr
-
-
-@pytest.mark.slow
-def test_rank_that_alone_is_suspended_is_named():
-    program = Program([sys.executable, SCRIPT, "2", "collective"], ENV)
-    (line,) = program.read_lines(1)
-    late = int(line.removeprefix("[rank 1] ").split()[0])
-    os.kill(late, signal.SIGSTOP)
-    began = time.monotonic()
-    ended = program.end()
-    assert ended.code != 0
-    assert time.monotonic() - began > 1.0
-    assert "no answer within 2.5 s" in ended.stderr
-    assert f"pid {late})" in ended.stderr
-
+from tests.processes import Program
 
 MEETS = """
 import socket, sys

@@ -114,10 +114,10 @@ def steps_of_ddp(
     models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(rank)
-    for step in range(22):
+    for step in range(14):
         x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
         for model, optimizer in zip(models, optimizers, strict=True):
-            if step == 20:
+            if step == 12:
                 with model.no_sync():
                     torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.zero_grad(set_to_none=clears)
