@@ -369,7 +369,7 @@ class DistOpt(torch.optim.Optimizer):
         return {id(param) for param in awaited}
 
     def _give(self, layout: Layout, unused: set[int]) -> None:
-        """Collective if parameters may be unused, else local. Set `.grad` of each parameter to its mean; limit their norm.
+        """Collective if parameters may be unused, else local. Set `.grad` of each parameter to its mean.
 
         Args:
             layout: the buckets with the means.

@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
 from ..ddp.plain_model import plain_model
+from ..private import call_after_backward
 from .communicator import communicator_of
 from .gpu import on_current_stream
 from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
@@ -84,11 +85,15 @@ class CodecHook:
         if self._shards is not None:
             self._shards.end_last(self._engine.communicator, verdict)
         if verdict is not None:
-            self._engine.refuse(verdict)
+            # After DDP's own callback, which it queues behind the last bucket: else it takes no further backward pass.
+            call_after_backward(lambda: call_after_backward(lambda: self._engine.refuse(verdict)))
         views = views_of(step.layout)
         for bucket, future in taken:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                grad.copy_(views[id(self._params[id(tensor)])])
+                if verdict is not None:
+                    grad.fill_(torch.nan)
+                else:
+                    grad.copy_(views[id(self._params[id(tensor)])])
             future.set_result(bucket.buffer())
 
     def shards(self, *batch: Any) -> Iterator[Any]:

@@ -196,6 +196,25 @@ def check_dist_opt_of_a_bad_gradient(r: Ranks) -> None:
             assert not torch.equal(params_of(model)[0], before[0])
 
 
+def check_hooks_go_on_after_a_bad_gradient(r: Ranks) -> None:
+    """A step that a script leaves out after its GradientError has left no trace."""
+    for name in ("fp32", "top-k"):
+        found = []
+        for is_bad in (False, True):
+            model, _ = hooked(name, dist.group.WORLD, **CODECS[name])
+            optimizer = sgd(model)
+            train(model, optimizer, r.rank, 3)
+            if is_bad:
+                ((x, y),) = batches(r.rank, 1, 9)
+                bad = torch.nn.functional.cross_entropy(model(x * torch.nan if r.rank == r.size - 1 else x), y)
+                with pytest.raises(GradientError, match=rf"step 3: .* rank {r.size - 1} "):
+                    bad.backward()
+            train(model, optimizer, r.rank, 2, 3)
+            found.append(params_of(model))
+        for one, other in zip(*found, strict=True):
+            same(one, other, name)
+
+
 def check_dist_opt_of_other_gradients(r: Ranks) -> None:
     """Sparse gradients, and parameters in channels_last, as DDP has them; limits are those of one process."""
 
