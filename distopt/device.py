@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from .checks import check_integer, explain_absent
 from .kernels.discovery import find_cupy
 from .nn.devices.device import Device, get_default_device
-from .nn.devices.discovery import find_gpu, gpu_is_usable
-from .nn.notices import tell_once
+from .nn.devices.discovery import gpu_is_usable, gpu_or_cpu
 from .nn.staging import Staging
 
 __all__ = [
@@ -53,12 +52,7 @@ def create_cuda_gpu_on(device_id: int) -> Device:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
         UsageError: there are GPUs, but none with this number.
     """
-    device, missing = find_gpu(device_id)
-    if device is not None:
-        return device
-    if missing:
-        tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
-    return get_default_device()
+    return gpu_or_cpu(device_id)
 
 
 def enable_lazy_alloc(enable: bool) -> None:

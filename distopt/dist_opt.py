@@ -29,8 +29,7 @@ from .nn.core import autograd
 from .nn.core.mode import mode
 from .nn.core.tensor import Tensor
 from .nn.devices.device import Device, get_default_device
-from .nn.devices.discovery import find_gpu
-from .nn.notices import tell_once
+from .nn.devices.discovery import gpu_or_cpu
 from .nn.optim.accumulation import GradientAccumulation
 from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
@@ -189,10 +188,7 @@ class DistOpt:
         """
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
-            device, missing = find_gpu(index)
-            if missing and driver_version():
-                tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
-            return device or get_default_device()
+            return gpu_or_cpu(index, tell=driver_version() > 0)
         if Settings.from_env().device == "cuda":
             raise UsageError(
                 f"DISTOPT_DEVICE=cuda, but the {self.communicator.name} communicator moves data of the CPU; set "

@@ -128,7 +128,7 @@ def test_ranks_that_train_apart_are_told_once(rank, warns, monkeypatch, caplog):
 def test_the_device_is_looked_for_once(monkeypatch):
     sgd = opt.DistOpt(opt.SGD())
     assert sgd.device is tensor.ones((1,)).device
-    monkeypatch.setattr("distopt.dist_opt.find_gpu", None)
+    monkeypatch.setattr("distopt.dist_opt.gpu_or_cpu", None)
     assert sgd.device is tensor.ones((1,)).device
 
 

@@ -1,1 +1,1 @@
-"""The CPU, and the GPUs that this process can use. Imports nothing else of `nn`; never knows a tensor."""
+"""The CPU, and the GPUs that this process can use. Imports only `notices` of `nn`; never knows a tensor."""
