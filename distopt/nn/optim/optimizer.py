@@ -1,4 +1,4 @@
-"""The base of optimizers: steps, hyperparameters, slots and states."""
+"""The base of optimizers: steps, hyperparameters and states."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ..singa.views import CurrentValue
 from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler
+from .slots import SlotStore
 
 
 def passes_gate(apply: Callable[..., None]) -> Callable[..., None]:
@@ -77,9 +78,8 @@ class Optimizer:
         self._schedules: dict[str, DecayScheduler] = {}
         self.values = {}
         self._device = get_default_device()
-        self._slots: dict[Tensor, dict[str, Array]] = {}
+        self._store = SlotStore()
         self._updated: dict[Tensor, int] = {}  # when, by `changes.clock`
-        self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
         self._accumulation = GradientAccumulation()
         self.lr = lr
 
@@ -204,8 +204,10 @@ class Optimizer:
             UsageError: shapes or dtypes differ.
         """
         check_gradient(param_value, param_grad)
-        slots = self._slots.get(param_value)
-        self._apply(param_value.array, param_grad.array, self._claim(param_value) if slots is None else slots)
+        slots = self._store.of.get(param_value)
+        if slots is None:
+            slots = self._store.meet(param_value, self.slots)
+        self._apply(param_value.array, param_grad.array, slots)
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         """Apply the rule to `param`, in place. `values` has the hyperparameters."""
@@ -248,7 +250,7 @@ class Optimizer:
             if param.name in seen:
                 raise UsageError(f"two parameters are named {param.name}; give every parameter a name of its own")
             seen.add(param.name)
-            self._unclaimed_for(param)
+            self._store.check_waiting(param)
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -258,19 +260,7 @@ class Optimizer:
             UsageError: a parameter has no unique name, or gradients of `no_sync` wait for an update.
         """
         self._accumulation.check_empty()
-        states = {"step_counter": np.array(self._steps)}
-        for param, slots in self._slots.items():
-            for slot, array in slots.items():
-                key = f"{param.name}:{slot}"
-                if param.name is None or key in states:
-                    raise UsageError(
-                        f"the states of parameter {param.name} cannot be told apart; give every parameter a name of "
-                        "its own (Model.compile does)"
-                    )
-                states[key] = np.array(param.device.host(array))
-        for name, slots in self._unclaimed.items():
-            states.update({f"{name}:{slot}": array.copy() for slot, array in slots.items()})
-        return states
+        return {"step_counter": np.array(self._steps), **self._store.states()}
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Continue from the result of `get_states`; parameters are identified by name.
@@ -281,15 +271,10 @@ class Optimizer:
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
-        loaded = self._loaded(states)
-        self._go_to(check_count("step_counter", states["step_counter"]))
+        steps, slots = self._checked(states)
+        self._go_to(steps)
         self._accumulation.sums.clear()
-        self._unclaimed = loaded
-        known = list(self._slots)
-        self._slots.clear()
-        for param in known:
-            if param.name in loaded:
-                self._claim(param)
+        self._store.load(slots)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Check that `set_states` would accept these states.
@@ -297,53 +282,14 @@ class Optimizer:
         Raises:
             StateError: see `set_states`.
         """
-        self._loaded(states)
+        self._checked(states)
 
-    def _loaded(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> dict[str, dict[str, Array]]:
-        """Copies of the slots by parameter and name, once they have been checked."""
+    def _checked(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[int, dict[str, dict[str, Array]]]:
+        """The number of steps and the slots in states of this optimizer."""
         if "step_counter" not in states:
             raise StateError("these are not states of an optimizer: step_counter is missing")
-        check_count("step_counter", states["step_counter"])
-        loaded: dict[str, dict[str, Array]] = {}
-        for key, value in states.items():
-            name, colon, slot = key.rpartition(":")
-            if not colon:
-                continue
-            array = value.to_numpy() if isinstance(value, Tensor) else value
-            dtype = getattr(array, "dtype", None)
-            if dtype is None or dtype.kind != "f":
-                raise StateError(f"state {key} is {dtype or type(value).__name__}; expected an array of floats")
-            loaded.setdefault(name, {})[slot] = array.copy()
-        for name, slots in loaded.items():
-            if not set(self.slots) <= set(slots) <= {*self.slots, *self.former_slots}:
-                raise StateError(
-                    f"the states of parameter {name} are {sorted(slots)}, where {type(self).__name__} as it is set up "
-                    f"has {sorted(self.slots)}"
-                )
-        for param in self._slots:
-            _check_fit(param, loaded.get(str(param.name), {}))
-        return loaded
-
-    def _unclaimed_for(self, param: Tensor) -> dict[str, Array] | None:
-        slots = self._unclaimed.get(param.name) if param.name else None
-        if slots is not None:
-            _check_fit(param, slots)
-        return slots
-
-    def _claim(self, param: Tensor) -> dict[str, Array]:
-        """The slots of a parameter that is met for the first time: loaded ones, or zeros."""
-        xp = param.device.xp
-        loaded = self._unclaimed_for(param)
-        if loaded is None:
-            slots = self._new_slots(param)
-        else:
-            slots = {slot: xp.asarray(array) for slot, array in loaded.items()}
-            del self._unclaimed[str(param.name)]
-        self._slots[param] = slots
-        return slots
-
-    def _new_slots(self, param: Tensor) -> dict[str, Array]:
-        return {slot: param.device.xp.zeros_like(param.array) for slot in self.slots}
+        steps = check_count("step_counter", states["step_counter"])
+        return steps, self._store.checked(states, self.slots, self.former_slots, type(self).__name__)
 
     # -- SINGA's view ------------------------------------------------------------------------------------------------
     @property
@@ -367,11 +313,7 @@ class Optimizer:
 
     def tensors_of(self, slot: str) -> dict[str | None, Tensor]:
         """Local. A slot of all parameters, by their names, as tensors that share its memory."""
-        return {
-            param.name: Tensor.of(slots[slot], param.device, requires_grad=False)
-            for param, slots in self._slots.items()
-            if slot in slots
-        }
+        return self._store.tensors(slot)
 
     def device_check(self, *inputs: Tensor) -> None:
         """Local. Move the `inputs`, and later results of `as_tensor`, to the device of the first of them."""
@@ -392,12 +334,3 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             f"a gradient of {given.dtype} and shape {given.shape} is none of {param.name or 'a parameter'} of "
             f"{own.dtype} and shape {own.shape}"
         )
-
-
-def _check_fit(param: Tensor, slots: Mapping[str, Array]) -> None:
-    for slot, array in slots.items():
-        if array.shape != param.shape or array.dtype != param.dtype:
-            raise StateError(
-                f"state {param.name}:{slot} is {array.dtype} of shape {array.shape}; expected {param.dtype} of shape "
-                f"{param.shape}"
-            )
