@@ -61,7 +61,7 @@ _OPS_OF = {
 }
 
 
-# By the number of the operation, since PyTorch makes and compares its names slowly, and the type of the tensor.
+# By number of the operation, whose names PyTorch makes and compares slowly, and type of the tensor.
 _KNOWN = {
     (kind.value, dtype): reduction
     for kind, reduction in _REDUCTIONS.items()

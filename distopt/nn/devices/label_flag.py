@@ -24,7 +24,7 @@ class LabelFlag:
         self._values[:] = 0
 
     def check(self) -> None:
-        """Raise an error if a label was recorded, once.
+        """Raise an error if a label has been recorded since the last call.
 
         Raises:
             UsageError: a label was out of range.

@@ -215,8 +215,8 @@ def conv2d(
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed.
 
-    With pooling, and up to 4 channels, dw and db are sums over pooled pixels only if dx is not needed
-    (csrc/cpu/conv/direct.h). Their last bits may differ from separate convolution and pooling.
+    With pooling, at most 4 channels in a group and no need for dx, dw and db are summed over pooled pixels alone
+    (csrc/cpu/conv/direct.h), so their last bits may differ from those of separate convolution and pooling.
     """
     x, w, stride, padding, y, pooling = saved
     dx = empty(x.shape, x.dtype) if need_dx else None

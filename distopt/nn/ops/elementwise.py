@@ -17,7 +17,7 @@ from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
 
-Formula: TypeAlias = Callable[..., Array]  # a value's takes (array module, x, *options), a slope's takes y after x
+Formula: TypeAlias = Callable[..., Array]  # value(array module, x, *options) and slope(array module, x, y, *options)
 
 __all__ = [
     "abs",

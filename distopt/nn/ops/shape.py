@@ -96,7 +96,7 @@ def transpose(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return Permute(x.shape, order)(x)
 
 
-# For each mode, the order in which the dimensions [N, C, H, b, W, b] of the squares make the channels.
+# For each mode, the order of the dimensions [N, C, H, b, W, b] that turns squares into channels.
 _BLOCKS = {"DCR": (0, 3, 5, 1, 2, 4), "CRD": (0, 1, 3, 5, 2, 4)}
 
 

@@ -210,7 +210,7 @@ class CapturedStep:
                 if param.grad is None:
                     param.grad = Tensor.of(array.copy(), self.device, requires_grad=False)
                     self._moved = True
-                elif param.grad.array is not array:  # another bucket: right all the same, and the next step is captured
+                elif param.grad.array is not array:  # in another bucket; the next step is captured anew
                     param.grad.array[...] = array
                     self._moved = True
                 yield param, param.grad

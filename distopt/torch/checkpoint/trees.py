@@ -146,7 +146,7 @@ def tensor_nodes(node: Any) -> dict[str, dict[str, str]]:
 
 
 def items_of(tree: Any) -> dict[Any, Any]:
-    """Local. The nodes of the values of an encoded mapping, by key, for keys that are strings."""
+    """Local. The nodes of the values of an encoded mapping, by those keys that are strings."""
     if not isinstance(tree, dict):
         return {}
     ((_, items),) = tree.items()

@@ -124,7 +124,7 @@ class DistOpt(torch.optim.Optimizer):
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
-        self._skips = False  # the next update
+        self._skips = False  # whether the next `step` leaves the parameters alone
         self._handles = [_hooked(param, weakref.ref(self)) for param in self._params]
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
