@@ -1,4 +1,4 @@
-"""Borders of four different widths around images. Kernels take two widths, so such a border joins the images first."""
+"""Borders of four different widths around images: kernels take two, so such a border becomes part of the images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..kernels import kernels_of
 from ..kernels.geometry import Padding, Pair, out_size, with_border, without_border
 
 
-def evened(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
+def with_even_padding(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
     """Images and padding as kernels take them: a border of four numbers becomes part of the images."""
     if len(padding) == 2:
         return x, (padding[0], padding[1])
@@ -15,6 +15,6 @@ def evened(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float =
     return with_border(x, padding, kernels_of(x).empty, fill), (0, 0)
 
 
-def trimmed(dx: Array | None, padding: Padding) -> Array | None:
-    """The gradient of the images that `evened` took."""
+def without_uneven_border(dx: Array | None, padding: Padding) -> Array | None:
+    """The gradient of the images that `with_even_padding` took."""
     return dx if dx is None or len(padding) == 2 else without_border(dx, padding, kernels_of(dx).empty)

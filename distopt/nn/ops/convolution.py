@@ -6,7 +6,7 @@ from ..core.array import Array
 from ..core.operation import Arrays
 from ..kernels import kernels_of
 from ..kernels.geometry import Padding, Pair
-from .border import evened, trimmed
+from .border import with_even_padding, without_uneven_border
 from .weighted import Weighted
 
 
@@ -29,11 +29,11 @@ class Conv2d(Weighted):
         self.stride, self.padding, self.relu, self.pool = stride, padding, relu, pool
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        x, padding = evened(x, w.shape[2:], self.stride, self.padding)
+        x, padding = with_even_padding(x, w.shape[2:], self.stride, self.padding)
         y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, padding, self.relu, self.pool)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         dw, *db = self.gradient_memory(into)
         dx = kernels_of(dy).conv2d_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
-        return trimmed(dx, self.padding), dw, *db
+        return without_uneven_border(dx, self.padding), dw, *db

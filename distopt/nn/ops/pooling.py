@@ -10,7 +10,7 @@ from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
 from ..kernels.geometry import Padding, Pair, pool_out
-from .border import evened, trimmed
+from .border import with_even_padding, without_uneven_border
 from .reduction import ReduceMean
 
 __all__ = [
@@ -24,10 +24,10 @@ class _Pool2d(Operation):
     def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
 
-    def evened(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
+    def with_even_padding(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
         """Images and window as kernels take them."""
         pool_out(x.shape, self.kernel, self.stride, self.padding)  # its error names the padding that was given
-        x, padding = evened(x, self.kernel, self.stride, self.padding, self.fill)
+        x, padding = with_even_padding(x, self.kernel, self.stride, self.padding, self.fill)
         return x, (self.kernel, self.stride, padding)
 
 
@@ -37,12 +37,12 @@ class MaxPool2d(_Pool2d):
     fill = -inf
 
     def forward(self, x: Array) -> Array:
-        x, window = self.evened(x)
+        x, window = self.with_even_padding(x)
         y, self.saved = kernels_of(x).max_pool2d(x, *window)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (trimmed(kernels_of(dy).max_pool2d_backward(dy, self.saved), self.padding),)
+        return (without_uneven_border(kernels_of(dy).max_pool2d_backward(dy, self.saved), self.padding),)
 
 
 class AvgPool2d(_Pool2d):
@@ -51,12 +51,12 @@ class AvgPool2d(_Pool2d):
     fill = 0.0
 
     def forward(self, x: Array) -> Array:
-        x, window = self.evened(x)
+        x, window = self.with_even_padding(x)
         y, self.saved = kernels_of(x).avg_pool2d(x, *window)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (trimmed(kernels_of(dy).avg_pool2d_backward(dy, self.saved), self.padding),)
+        return (without_uneven_border(kernels_of(dy).avg_pool2d_backward(dy, self.saved), self.padding),)
 
 
 def globalaveragepool(x: Tensor, data_format: str = "channels_first") -> Tensor:
