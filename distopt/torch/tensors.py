@@ -99,7 +99,7 @@ def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
     """
     kind, factor = getattr(reduce_op, "op", reduce_op), None
     known = _KNOWN.get((kind.value, tensor.dtype))
-    if known is not None and (known.op == "sum" or not tensor.is_sparse):
+    if known is not None and not tensor.is_sparse:
         return known
     if kind == _RED_OPS.PREMUL_SUM:
         kind, factor = _RED_OPS.SUM, reduce_op.factor
