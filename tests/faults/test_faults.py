@@ -15,6 +15,7 @@ from tests.processes import Program
 from .__main__ import draw
 from .backends import BACKENDS, can_mount, nearly_full, possible_backends
 from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
+from .soak import PARTS, command
 from .trials import Trial, run
 
 # DISTOPT_TEST_SEED draws others.
@@ -78,3 +79,15 @@ def test_full_dev_shm_does_not_matter(tmp_path) -> None:
     ended = Program(nearly_full("/dev/shm") + script).end()
     assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
     assert len([*tmp_path.glob("finished?")]) == 2
+
+
+# -- what remains of many jobs and collectives -------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize("part", PARTS)
+def test_jobs_and_collectives_with_errors_leave_nothing(part, tmp_path):
+    count = 10 if part == "jobs" else 1000
+    ended = Program(command(part, count, tmp_path)).end()
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count(f"{count:,} ") >= 1
+    assert not ended.stderr

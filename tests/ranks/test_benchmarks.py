@@ -43,7 +43,7 @@ SHORT = {
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
-# tests/unit/test_bench_*.py run these and look at their results.
+# tests/unit/test_bench.py runs these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
 AS_ROOT = {"collectives", "network", "never-slower", "overlap", "slow-link", "startup"}
 ON_GPUS = {"gpu"}

@@ -5,36 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from distopt import autograd, layer, model, opt, tensor
+from distopt import autograd, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
+from tests.ranks.small_net import Net
 from tests.users_rules import ByApply
 
 FEATURES, HIDDEN, CLASSES = 11, 7, 5
 PARTS = (3, 1, 4)  # batches of each update: the first of them lie inside no_sync
-
-
-class Net(model.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1 = layer.Linear(HIDDEN, activation="RELU")
-        self.linear2 = layer.Linear(CLASSES)
-        self.loss = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x):
-        return self.linear2(self.linear1(x))
-
-    def train_one_batch(self, x, y, share):
-        loss = self.loss(self.forward(x), y) * share
-        self.optimizer(loss)
-        return loss
-
-
-class Unweighted(Net):
-    def train_one_batch(self, x, y):
-        loss = self.loss(self.forward(x), y)
-        self.optimizer(loss)
-        return loss
 
 
 def batch(number: int, size: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -46,8 +24,8 @@ def tensors(number: int, size: int = 6) -> tuple[Tensor, Tensor]:
     return tuple(map(tensor.from_numpy, batch(number, size)))
 
 
-def build(rule, kind: type[Net] = Net, **options) -> Net:
-    net = kind()
+def build(rule, **options) -> Net:
+    net = Net(HIDDEN, CLASSES)
     x, _ = tensors(0)
     x.device.SetRandSeed(5)
     net.set_optimizer(rule)
@@ -59,11 +37,15 @@ def updates(rule, net: Net, parts=PARTS):
     """After each update."""
     number = 0
     for count in parts:
+
+        def step(loss, share=1 / count):
+            rule(loss * share)
+
         with rule.no_sync():
             for _ in range(count - 1):
-                net(*tensors(number), 1 / count)
+                net(*tensors(number), step)
                 number += 1
-        net(*tensors(number), 1 / count)
+        net(*tensors(number), step)
         number += 1
         yield {name: param.to_numpy() for name, param in net.get_params().items()}
 

@@ -7,7 +7,7 @@ from distopt import autograd, layer, model, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import matrix
-from tests.unit.test_accumulation import Twin, Unweighted, batch, build, tensors
+from tests.unit.test_accumulation import Twin, batch, build, tensors
 
 
 def sgd() -> opt.SGD:
@@ -24,7 +24,7 @@ def set_training(params, which: str) -> None:
 
 
 def test_frozen_parameters_stay_and_the_others_train_as_in_pytorch():
-    net = build(sgd(), Unweighted)
+    net = build(sgd())
     twin = Twin(net, lambda o, p: o.SGD(p, lr=0.3, momentum=0.9, weight_decay=0.1))
     params = net.get_params()
     theirs = twin.updates([1] * 10)
@@ -45,7 +45,7 @@ def test_nothing_is_computed_for_frozen_layers_at_the_bottom(monkeypatch):
     walked = []
     gradients = matrix.Linear.gradients
     monkeypatch.setattr(matrix.Linear, "gradients", lambda op, *args: walked.append(op.needs) or gradients(op, *args))
-    net = build(sgd(), Unweighted)
+    net = build(sgd())
     net(*tensors(0))
     assert walked == [(True, True, True), (False, True, True)]
     walked.clear()
@@ -69,7 +69,7 @@ def test_a_layer_tells_whether_it_trains_and_frees_all_below():
 def test_what_cannot_be_frozen_or_trained_is_said():
     with pytest.raises(UsageError, match="Conv2d has no parameters yet; compile the model before it is frozen"):
         layer.Conv2d(3, 3).requires_grad = False
-    net = build(sgd(), Unweighted)
+    net = build(sgd())
     net.requires_grad = False
     before = [param.to_numpy() for param in net.get_params().values()]
     with pytest.raises(UsageError, match="no parameter behind this tensor trains; set requires_grad of one to True"):

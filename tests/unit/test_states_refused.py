@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from distopt import layer, model, opt, tensor
+from distopt import opt, tensor
 from distopt.checkpoint import adapters
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
+from tests.ranks.small_net import Net
 
 BAD = [
     float("nan"),
@@ -32,23 +33,8 @@ BAD = [
 ]
 
 
-class Net(model.Model):
-    def __init__(self):
-        super().__init__()
-        self.linear = layer.Linear(3)
-        self.loss = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x):
-        return self.linear(x)
-
-    def train_one_batch(self, x, y):
-        loss = self.loss(self.forward(x), y)
-        self.optimizer(loss)
-        return loss
-
-
 def trained(optimizer):
-    net = Net()
+    net = Net(6, 3)
     net.set_optimizer(optimizer)
     x = tensor.from_numpy(np.arange(8, dtype=np.float32).reshape(2, 4))
     net.compile([x], is_train=True, use_graph=False, sequential=False)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from distopt import autograd, layer, model, opt, tensor
+from distopt import autograd, opt, tensor
 from distopt.nn.core.tensor import Tensor
+from tests.ranks.small_net import Net
 from tests.users_rules import ByApply, ByHook, WithStates, built_in
 
 RULES = [ByApply, WithStates, ByHook]
@@ -14,36 +15,16 @@ def decay() -> opt.DecayScheduler:
     return opt.ExponentialDecay(0.05, 2, 0.5)
 
 
-class Net(model.Model):
-    way = "__call__"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1 = layer.Linear(7, activation="RELU")
-        self.linear2 = layer.Linear(3)
-        self.loss = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x):
-        return self.linear2(self.linear1(x))
-
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.loss(out, y)
-        getattr(self.optimizer, self.way)(loss)
-        return out, loss
-
-
 def trained(rule, way: str) -> np.ndarray:
     """Losses and parameters after some steps."""
     rng = np.random.default_rng(1)
     x = tensor.from_numpy(rng.standard_normal((8, 5), np.float32))
     y = tensor.from_numpy(rng.integers(0, 3, 8, np.int32))
     x.device.SetRandSeed(2)
-    net = Net()
-    net.way = way
+    net = Net(7, 3)
     net.set_optimizer(rule)
     net.compile([x], is_train=True)
-    losses = [net(x, y)[1].item() for _ in range(6)]
+    losses = [net(x, y, getattr(rule, way)).item() for _ in range(6)]
     return np.concatenate([losses, *[p.array.reshape(-1) for _, p in sorted(net.get_params().items())]])
 
 
