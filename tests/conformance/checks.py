@@ -342,7 +342,8 @@ def check_dropped_ragged(comm: Communicator) -> None:
         for _ in range(10):
             comm.all_gather_ragged(comm.xp.full(count + rank, rank, np.float32))
             comm.all_to_all_ragged([comm.xp.full(count + r, rank, np.float32) for r in range(n)])
-        comm.barrier()
+        comm.all_reduce(kept := comm.xp.full(count, rank + 1.0)).wait()
+        assert (host(kept) == n * (n + 1) / 2).all()
 
 
 def check_read_only_inputs(comm: Communicator) -> None:
@@ -646,7 +647,8 @@ def check_dropped_work(comm: Communicator) -> None:
     for count in (3, 60_000):
         for i in range(50):
             comm.all_reduce(comm.xp.full(count, i, np.float32))
-        comm.barrier()
+        comm.all_reduce(kept := comm.xp.full(count, comm.topology.rank, np.int64), "max").wait()
+        assert (host(kept) == comm.topology.world_size - 1).all()
 
 
 def check_shapes(comm: Communicator) -> None:

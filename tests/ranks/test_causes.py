@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.processes import Ended, Program
+from tests.processes import ROOT, Ended, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -156,14 +156,8 @@ def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(tmp_path, signum):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import time\nfrom distopt import launch\n"
-        "def train(rank, n):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-        "if __name__ == '__main__':\n    launch.main(train, 3)\n"
-    )
-    program = Program([sys.executable, str(script)])
+def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(signum):
+    program = Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), "wait", "3"])
     program.read_lines(3)
     for _ in range(50):
         if program.process.poll() is None:

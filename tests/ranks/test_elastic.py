@@ -37,7 +37,7 @@ def ends_of(lines: list[str]) -> set[str]:
         *(pytest.param(JOB, after, marks=SWEEP) for after in (1, 2)),
         (JOB, 8),
         ([*TORCH, "dist-opt"], 2),
-        ([*TORCH, "ddp"], 3),
+        pytest.param([*TORCH, "ddp"], 3, marks=SWEEP),
     ],
 )
 def test_a_checkpoint_of_four_ranks_resumes_on_others(tmp_path, script, after):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import Ended, Program, mpiexec_command
+from tests.processes import ROOT, Ended, Program, mpiexec_command
 from tests.ranks.test_checkpoint import assert_same_bits
 
 EPOCHS = 30  # 12 steps each; the job leaves after four times as many as it had made, at the latest
@@ -113,14 +113,8 @@ def test_slurm_is_asked_once_to_queue_a_running_job_again(tmp_path, state, reque
     assert "Traceback" not in ended.stderr
 
 
-def test_ranks_that_do_not_leave_are_ended_after_two_seconds(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import time\nfrom distopt import launch\n"
-        "def train(rank, n):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-        "if __name__ == '__main__':\n    launch.main(train, 2)\n"
-    )
-    program = Program([sys.executable, str(script)])
+def test_ranks_that_do_not_leave_are_ended_after_two_seconds():
+    program = Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), "wait", "2"])
     program.read_lines(2)
     began = time.monotonic()
     os.kill(program.process.pid, signal.SIGUSR1)
