@@ -36,10 +36,11 @@ def batch(step: int, rank: int, device=None) -> tuple[tensor.Tensor, tensor.Tens
 
 
 def build(optimizer) -> Net:
-    optimizer.device.SetRandSeed(3)
+    device = getattr(optimizer, "device", tensor.Tensor((1,)).device)  # a rule of one process has none
+    device.SetRandSeed(3)
     net = Net()
     net.set_optimizer(optimizer)
-    net.compile([batch(0, 0, optimizer.device)[0]], is_train=True)
+    net.compile([batch(0, 0, device)[0]], is_train=True)
     return net
 
 

@@ -53,11 +53,8 @@ def accumulated(optimizer) -> dict[str, np.ndarray]:
 
 def in_one_process(world_size: int, **options) -> np.ndarray:
     """Trained on large batches."""
-    net = Net()
     single = rule(**options)
-    tensor.Tensor((1,)).device.SetRandSeed(3)
-    net.set_optimizer(single)
-    net.compile([batch(0, 0)[0]], is_train=True)
+    net = build(single)
     for number in range(UPDATES):
         net(*whole(range(number * PARTS, (number + 1) * PARTS), world_size), single)
         assert (single.grad_norm or 1) > SMALL_NORM
@@ -198,10 +195,8 @@ def frozen(optimizer) -> dict[str, np.ndarray]:
 
 
 def in_one_process_frozen(world_size: int) -> np.ndarray:
-    net, single = Net(), rule()
-    tensor.Tensor((1,)).device.SetRandSeed(3)
-    net.set_optimizer(single)
-    net.compile([batch(0, 0)[0]], is_train=True)
+    single = rule()
+    net = build(single)
     for number in range(9):
         net.linear1.requires_grad = not 3 <= number < 6
         net(*whole([number], world_size), single)
@@ -260,10 +255,8 @@ def weighted(optimizer) -> dict[str, np.ndarray]:
         net(x, y, lambda loss: dist.reduce_and_update(loss * (size * dist.world_size / total), Fp32(), SMALL))
     results = {"parameters": parameters(net)}
 
-    net, single = Net(), rule()
-    x.device.SetRandSeed(3)
-    net.set_optimizer(single)
-    net.compile([x], is_train=True)
+    single = rule()
+    net = build(single)
     for number in range(UPDATES):
         parts = [[part.to_numpy()[: 5 + 4 * rank] for part in batch(number, rank)] for rank in range(dist.world_size)]
         x, y = (tensor.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
@@ -283,10 +276,7 @@ def test_batches_of_other_sizes_count_by_their_weight(tmp_path, world_size):
 # -- learning rate ----------------------------------------------------------------------------------------------------
 def assigned(optimizer) -> dict[str, np.ndarray]:
     dist, plain = new(optimizer.communicator), rule()
-    net, other = build(dist), Net()
-    other.set_optimizer(plain)
-    tensor.Tensor((1,)).device.SetRandSeed(3)
-    other.compile([batch(0, 0)[0]], is_train=True)
+    net, other = build(dist), build(plain)
     for number in range(6):
         if number == 2:
             dist.lr = plain.lr = 0.01
