@@ -97,12 +97,12 @@ class _Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         axes = [axis for axis in range(x.dim()) if axis != 1]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        own = torch.zeros(2, x.size(1), dtype=torch.float64)
+        own = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
         if x.numel():
             own[1], own[0] = torch.var_mean(x.to(dtype), axes, correction=0)
         # The mean square from the variance: squares of float32 lose a variance that is small beside the mean.
         own[1] += own[0] ** 2
-        sums = torch.cat([own.view(-1), torch.ones(1, dtype=torch.float64)]) * (x.numel() // x.size(1))
+        sums = torch.cat([own.view(-1), own.new_ones(1)]) * (x.numel() // x.size(1))
         dist.all_reduce(sums, group=group)
         count = sums[-1].item()
         if count <= 1:

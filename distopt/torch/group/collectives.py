@@ -122,7 +122,7 @@ class Collectives:
             own = own * reduction.factor
         kind = [own.sparse_dim(), *own.shape]
         label = f"{label} sparse".lstrip()
-        head = torch.tensor([len(kind), *kind, own.indices().shape[1]])
+        head = torch.tensor([len(kind), *kind, own.indices().shape[1]], device="cpu")
         heads = self._gather_ragged(torch.cat([head, own.indices().reshape(-1)]), seconds, label)
         values = self._gather_ragged(own.values(), seconds, label)
         total = torch.zeros_like(own)

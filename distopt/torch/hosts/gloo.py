@@ -99,7 +99,7 @@ class Gloo:
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
         self._keeps = self._notices  # keeps connections open, so that other ranks can report a cause
-        self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
+        self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8, device="cpu") for _ in processes]
         self._received: list[Any] = []
         self._waiting = 0  # number of threads in `wait`
         for other in range(len(processes)):
@@ -209,7 +209,7 @@ class Gloo:
         for group, (other, process) in itertools.product(groups, enumerate(self.processes)):
             if process is not self.me:
                 with suppress(RuntimeError):  # a wait that times out closes all connections of the group
-                    group.recv([torch.empty(1)], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1, device="cpu")], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
 
     def _say(self, error: CommunicatorError) -> None:
         """Report an error to all other ranks, the first time."""

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import distopt.torch
 from distopt.torch.group.queue import PendingWork
 
 from .ddp import network
-from .ranks import Ranks, reduced, same, values
+from .ranks import Ranks, reduced, same, same_on_all_ranks, values
 
 
 def check_inference_mode(r: Ranks) -> None:
@@ -37,6 +38,25 @@ def check_inference_mode(r: Ranks) -> None:
     same(dense, torch.full((3,), r.size / 2))
     for tensor in (*outs, received):
         same(tensor, torch.ones(3))
+
+
+def check_another_default_device(r: Ranks) -> None:
+    """Scripts may make tensors on another device than the group's by default."""
+    layer = distopt.torch.SyncBatchNorm(3)
+    images = values(r.rank, torch.float32, (4, 3, 2, 2)).requires_grad_()
+    with torch.device("meta"):
+        group = dist.new_group()
+        layer(images).square().sum().backward()
+        sparse = torch.eye(3, device="cpu").to_sparse()
+        dist.all_reduce(sparse, group=group)
+        objects = [None] * r.size
+        dist.all_gather_object(objects, r.rank, group=group)
+        dist.monitored_barrier(group)
+        dist.destroy_process_group(group)
+    same(sparse.to_dense(), torch.eye(3) * r.size)
+    assert objects == [*r.all]
+    assert images.grad.device.type == "cpu"
+    same_on_all_ranks(layer.running_mean)
 
 
 def check_works_end_in_order(r: Ranks) -> None:
