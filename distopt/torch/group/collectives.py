@@ -130,7 +130,8 @@ class Collectives:
         for each, part in zip(heads, values, strict=True):
             nnz = int(each[len(head) - 1])
             indices = each[len(head) :].view(own.sparse_dim(), nnz)
-            total = total + torch.sparse_coo_tensor(indices, part.view(nnz, *own.values().shape[1:]), own.shape)
+            entries = part.view(nnz, *own.values().shape[1:])
+            total = total + torch.sparse_coo_tensor(indices, entries, own.shape, check_invariants=False)
         with torch.no_grad():  # instead of detach(), which copies a sparse tensor
             tensor.copy_(total.coalesce())
             # PyTorch passes a complex tensor as a real view, which has entries of its own now.
