@@ -9,7 +9,7 @@ namespace distopt::mpi {
 namespace {
 
 // Chunks from one rank that may have arrived before the first of them is reduced.
-constexpr std::size_t window = 4;
+constexpr std::size_t window = 2;
 
 template <typename T>
 void divide(void* data, std::size_t count, int divisor) {
