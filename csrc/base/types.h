@@ -42,6 +42,9 @@ inline bool can_reduce(DType dtype, RedOp op) {
   return op == RedOp::mean ? is_float(dtype) : op < RedOp::bit_and || !is_float(dtype);
 }
 
+// Whether partial results have the type's own precision: 16-bit floats are summed in float32, and rounded once.
+inline bool rounds_each_operation(DType dtype) { return dtype != DType::float16 && dtype != DType::bfloat16; }
+
 // Where a sum is NaN or infinite: the first such element, and the rank at fault, which is the first whose own value is
 // not finite or, where a sum of finite values overflowed, the first whose value has the largest magnitude.
 struct Nonfinite {

@@ -29,7 +29,11 @@ void MpiCollective::begin() {
   announce(payload, bytes);
   const bool ragged = arguments_.kind == OpKind::all_gather_ragged || arguments_.kind == OpKind::all_to_all_ragged;
   if (ragged || travels_inline()) return;
-  start_flow(plan());
+  const bool has_partner = !context_->two_hosts.ranks.empty();
+  if (has_partner && arguments_.kind == OpKind::all_reduce && rounds_each_operation(arguments_.dtype))
+    start_flow(context_->two_hosts, plan_over_two_hosts(arguments_, *context_));
+  else
+    start_flow(context_->everyone, plan());
 }
 
 void MpiCollective::announce(const char* payload, std::size_t bytes) {
@@ -38,8 +42,8 @@ void MpiCollective::announce(const char* payload, std::size_t bytes) {
   announcement_->begin(arguments_, sequence_, payload, bytes);
 }
 
-void MpiCollective::start_flow(FlowPlan plan) {
-  flow_ = std::make_unique<Flow>(*context_, context_->everyone, tag() + 1);
+void MpiCollective::start_flow(const Group& group, FlowPlan plan) {
+  flow_ = std::make_unique<Flow>(*context_, group, tag() + 1);
   flow_->begin(std::move(plan));
 }
 
@@ -138,7 +142,7 @@ void MpiCollective::make_room() {
     plan.to[q] = own;
     plan.from[q] = {outputs[q], bytes_from(q)};
   }
-  start_flow(std::move(plan));
+  start_flow(context_->everyone, std::move(plan));
 }
 
 }  // namespace distopt::mpi

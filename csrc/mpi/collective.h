@@ -58,7 +58,7 @@ class MpiCollective {
 
  private:
   bool travels_inline() const { return arguments_.input_bytes(context_->size()) <= context_->inline_bytes; }
-  void start_flow(FlowPlan plan);
+  void start_flow(const Group& group, FlowPlan plan);
   FlowPlan plan() const;
   void take_inline();
   void make_room();

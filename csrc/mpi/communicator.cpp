@@ -32,6 +32,20 @@ Group everyone(int rank, std::size_t size) {
   return group;
 }
 
+// See Context.
+Group two_hosts(int rank, const std::vector<Process>& processes) {
+  const auto half = static_cast<int>(processes.size() / 2);
+  Group group;
+  if (half < 2 || processes.size() % 2 != 0 || processes.front().host == processes.back().host) return group;
+  for (int i = 0; i < 2 * half; ++i) {
+    if (processes[i].host != processes[i < half ? 0 : half].host) return {};
+    const bool is_near = (i < half) == (rank < half);
+    if (i == rank) group.place = group.size();
+    if (is_near || i % half == rank % half) group.ranks.push_back(i);
+  }
+  return group;
+}
+
 // The communicators that tick() moves.
 struct Listening {
   std::mutex mutex;
@@ -49,7 +63,14 @@ MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<P
                                  std::size_t inline_bytes, std::size_t chunk_bytes)
     : processes_(std::move(processes)),
       transport_(make_transport(library)),
-      context_{*transport_, pool_, rank, processes_, inline_bytes, chunk_bytes, everyone(rank, processes_.size())} {
+      context_{*transport_,
+               pool_,
+               rank,
+               processes_,
+               inline_bytes,
+               chunk_bytes,
+               everyone(rank, processes_.size()),
+               two_hosts(rank, processes_)} {
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.communicators.push_back(this);

@@ -28,6 +28,9 @@ struct Context {
   std::size_t chunk_bytes;                // largest message that carries data
 
   Group everyone;
+  // For ranks on two hosts, the first half on one and the second half on the other, and more than one on each: the
+  // ranks of this host and the one with the same local index on the other host, in rank order. Else empty.
+  Group two_hosts;
 
   int size() const { return static_cast<int>(processes.size()); }
 };

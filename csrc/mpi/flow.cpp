@@ -19,13 +19,11 @@ void divide(void* data, std::size_t count, int divisor) {
 
 }  // namespace
 
-std::size_t Flow::chunks_of(std::size_t bytes) const {
-  return (bytes + context_.chunk_bytes - 1) / context_.chunk_bytes;
-}
+std::size_t Flow::chunks_of(std::size_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
 
 ByteSpan Flow::chunk_of(const ByteSpan& piece, std::size_t chunk) const {
-  const std::size_t begin = chunk * context_.chunk_bytes;
-  return {piece.data + begin, std::min(context_.chunk_bytes, piece.bytes - begin)};
+  const std::size_t begin = chunk * chunk_bytes_;
+  return {piece.data + begin, std::min(chunk_bytes_, piece.bytes - begin)};
 }
 
 std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<ByteSpan>& pieces) const {
@@ -40,6 +38,7 @@ std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<ByteSpan>&
 
 void Flow::begin(FlowPlan plan) {
   plan_ = std::move(plan);
+  chunk_bytes_ = plan_.chunk_bytes.value_or(context_.chunk_bytes);
   to_ = transfers_of(plan_.to);
   from_ = transfers_of(plan_.from);
   collected_ = transfers_of(plan_.collected);
@@ -55,7 +54,7 @@ void Flow::begin(FlowPlan plan) {
 void Flow::admit() {
   if (!plan_.reduction) return;
   slots_ = std::min(window, ready_chunks_);
-  slot_bytes_ = std::min(context_.chunk_bytes, plan_.result.bytes);
+  slot_bytes_ = std::min(chunk_bytes_, plan_.result.bytes);
   scratch_ = context_.pool.take(group_.size() * slots_ * slot_bytes_);
 }
 
@@ -79,8 +78,8 @@ void Flow::send_what_may_go() {
     more = false;
     for (std::size_t step = 1; step < group_.size(); ++step) {
       const std::size_t i = (group_.place + step) % group_.size();
-      more = send(to_[i], i, tag_, to_[i].chunks) || more;
-      more = send(shared_[i], i, tag_ + 1, ready_) || more;
+      more = send(to_[i], i, tag_, plan_.continued_by == i ? ready_ : to_[i].chunks) || more;
+      more = send(shared_[i], i, tag_ + 1, final_chunks()) || more;
     }
   }
 }
@@ -127,9 +126,11 @@ bool Flow::has_arrived(std::size_t chunk) const {
 void Flow::reduce(std::size_t chunk) {
   const ChunkReduction& reduction = *plan_.reduction;
   const ByteSpan out = chunk_of(plan_.result, chunk);
-  std::vector<const void*> ins(group_.size());
-  for (std::size_t i = 0; i < ins.size(); ++i)
-    ins[i] = i == group_.place ? reduction.own + chunk * context_.chunk_bytes : scratch_of(i, chunk);
+  std::vector<const void*> ins;
+  for (std::size_t i = 0; i < group_.size(); ++i) {
+    if (i == group_.place) ins.push_back(reduction.own + chunk * chunk_bytes_);
+    if (from_[i].chunks != 0) ins.push_back(scratch_of(i, chunk));
+  }
   const std::size_t count = out.bytes / item_bytes(reduction.dtype);
   void* const outs[] = {out.data};
   reduce_kernels().reduce(outs, 1, ins.data(), static_cast<int>(ins.size()), count, reduction.dtype, reduction.op,

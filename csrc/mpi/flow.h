@@ -36,6 +36,11 @@ struct FlowPlan {
   ByteSpan result;
   std::vector<bool> shared_with;
   std::vector<ByteSpan> collected;
+  // A place that gets the result of phase one, continues the reduction, and sends back what this rank shares in phase
+  // two.
+  std::optional<std::size_t> continued_by{};
+  // The largest message, if Context's is too large.
+  std::optional<std::size_t> chunk_bytes{};
 };
 
 class Flow {
@@ -78,6 +83,8 @@ class Flow {
   bool send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit);
   void receive_what_may_come();
   void receive(PieceTransfer& transfer, std::size_t place, int tag, char* into);
+  // Chunks of the result that phase two may send.
+  std::size_t final_chunks() const { return plan_.continued_by ? collected_[*plan_.continued_by].ended : ready_; }
   bool has_arrived(std::size_t chunk) const;
   void reduce(std::size_t chunk);
   char* scratch_of(std::size_t place, std::size_t chunk) const;
@@ -85,12 +92,13 @@ class Flow {
   Context& context_;
   const Group& group_;
   int tag_;
+  std::size_t chunk_bytes_ = 0;
   bool admitted_ = false;
   std::vector<PieceTransfer> to_, from_, shared_, collected_;
   FlowPlan plan_;
   Scratch scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
   std::size_t slots_ = 0, slot_bytes_ = 0;
-  std::size_t ready_ = 0;         // chunks of the result that phase two may send
+  std::size_t ready_ = 0;         // chunks of the result that have left phase one
   std::size_t ready_chunks_ = 0;  // all of them
 };
 

@@ -9,6 +9,9 @@ namespace {
 // Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes.
 constexpr std::size_t whole_bytes = 256 << 10;
 
+// The largest message where chunks pass through several ranks in turn: with larger ones, the ranks wait for each other.
+constexpr std::size_t relayed_bytes = 1 << 20;
+
 // Slice `place` of `size` about equal slices of the array.
 ByteSpan slice_of(const Arguments& arguments, std::size_t size, std::size_t place) {
   const std::size_t item = item_bytes(arguments.dtype);
@@ -33,6 +36,31 @@ FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, std::si
     plan.shared_with[i] = true;
     plan.collected[i] = plan.to[i];
   }
+  return plan;
+}
+
+FlowPlan plan_over_two_hosts(const Arguments& arguments, const Context& context) {
+  const Group& group = context.two_hosts;
+  const std::size_t ranks = group.size() - 1;
+  const bool is_second = 2 * context.rank >= context.size();
+  const std::size_t partner = is_second ? 0 : ranks, first = is_second ? 1 : 0;
+  const bool divides = arguments.op == RedOp::mean;
+  FlowPlan plan(group);
+  plan.chunk_bytes = std::min(context.chunk_bytes, relayed_bytes);
+  plan.result = slice_of(arguments, ranks, group.place - first);
+  plan.reduction = ChunkReduction{arguments.dtype, divides ? RedOp::sum : arguments.op, plan.result.data,
+                                  divides && is_second ? context.size() : 1};
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    if (i == group.place) continue;
+    if (i != partner) plan.to[i] = plan.collected[i] = slice_of(arguments, ranks, i - first);
+    if (i != partner || is_second) {
+      plan.from[i] = {nullptr, plan.result.bytes};
+      plan.shared_with[i] = true;
+    }
+  }
+  if (is_second) return plan;
+  plan.to[partner] = plan.collected[partner] = plan.result;
+  plan.continued_by = partner;
   return plan;
 }
 

@@ -23,6 +23,7 @@ FEW = "^(all_reduce-(float32-mean|bfloat16-sum)|reduce_scatter-float32-sum|all_g
     ("backend", "order", "hosts", "checks"),
     [
         ("hierarchical", "auto", "blocks", FEW),
+        ("tests.conformance.small_parts:SmallPartsCommunicator", "auto", "blocks", FEW),
         *(
             (backend, order, hosts, CHECKS)
             for backend, order in (("hierarchical", "auto"), ("hierarchical", "rank"), ("mpi", "auto"))
@@ -63,6 +64,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(("hosts", "backend"), [("abab", "hierarchical"), ("aabb", "mpi")])
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -83,11 +85,11 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
         ),
     ],
 )
-def test_failures_name_ranks_and_hosts(how, expected):
-    ended = mpiexec(4, SCRIPT, how, "abab", env={"DISTOPT_TIMEOUT": "1.5"})
+def test_failures_name_ranks_and_hosts(how, expected, hosts, backend):
+    ended = mpiexec(4, SCRIPT, how, hosts, env={"DISTOPT_TIMEOUT": "1.5", "DISTOPT_BACKEND": backend})
     assert ended.code == 0, ended.stderr
     ranks = told(ended.stdout)
-    assert len(ranks) == 4
+    assert [name for name, _ in ranks] == [backend] * 4
     for _, text in ranks:
         assert not text or re.search(expected, text), text
     assert sum(bool(text) for _, text in ranks) >= 3
