@@ -6,6 +6,18 @@ time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open M
 
     sudo .venv/bin/python -m benchmarks never-slower
     sudo .venv/bin/python -m benchmarks never-slower --only small,mpi-2x1 --turns 9
+    sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,mpi-2x2 --profile
+
+With --profile, tables of where the time of sums is spent follow: for each rank, medians of batches, in microseconds
+a call. Phases exclude each other, and their sum is the time of the call:
+
+- outside: Python, from one call into the communicator between hosts to the next;
+- steps: deciding what to do next; describe: the description of the call, and what is prepared for its transfers;
+- send, receive, poll: calls of MPI or Gloo, which move bytes; poll over Gloo is the wait for its thread;
+- reduce: the sums; host: shared memory of the host;
+- yield: over MPI, another process has the core, while this rank waits for messages.
+
+"begins" is when a rank starts a batch, after the first one, on the clock that the ranks share; "cpu" is processor time.
 """
 
 from __future__ import annotations
@@ -23,12 +35,13 @@ from distopt.cli.values import at_least
 from distopt.errors import DistoptError
 
 from . import pytorch
+from .all_reduce import Row as Measured
 from .all_reduce import measure
 from .networks.emulation import two_hosts
 from .networks.site import EmulatedSite, Site
 from .options import names_of
-from .output import heading, machine, write_json
-from .peers.lineup import Lineup, distopt_crew, mpi_crew
+from .output import heading, machine, table, write_json
+from .peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew
 from .pytorch import DISTOPT, FAKE, GLOO, MODELS, NOTHING, Answers, of_rounds, print_head, print_row
 
 MPI = "MPI"
@@ -43,12 +56,14 @@ class Result:
         ours, peer: one number for each turn.
         score: what is compared with `wanted`.
         extra: what else is worth knowing.
+        profile: where the time goes, as a table.
     """
 
     ours: Sequence[float]
     peer: Sequence[float]
     score: float
     extra: str = ""
+    profile: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,7 @@ def sums(name: str, peer: str, n_bytes: int, site: Site, args: argparse.Namespac
     """All-reduces of float32: a turn's time is the median of its batches, a peer's that of its fastest operation."""
     wanted = {"collective": "all_reduce", "dtype": "float32", "w": WARM_UP, "np": site.world_size}
     given = argparse.Namespace(**wanted, n=args.turns * SAMPLES, turns=args.turns)
+    count, best = n_bytes // 4, dict[str, Measured]()
     with Lineup() as lineup:
         for each in (name, peer):
             if each in (GLOO, DISTOPT):
@@ -81,19 +97,57 @@ def sums(name: str, peer: str, n_bytes: int, site: Site, args: argparse.Namespac
                 lineup.add(each, partial(mpi_crew, "all_reduce", site))
             else:
                 lineup.add(each, partial(distopt_crew, "all_reduce", site, each))
-        count = n_bytes // 4
         rows = measure(given, lineup, count, count, n_bytes)
         lineup.require_all()
-    if wrong := [row.who for row in rows if row.wrong]:
-        raise DistoptError(f"{', '.join(wrong)}: results of sums of {n_bytes:,} bytes are wrong")
-    best: dict[str, list[float]] = {}
-    for row in rows:
-        turns = [median(row.seconds[at : at + SAMPLES]) for at in range(0, len(row.seconds), SAMPLES)]
-        # distopt's arrays are wire memory where it has any, as gradients are.
-        if row.buffers != "ordinary" and (row.who not in best or median(turns) < median(best[row.who])):
-            best[row.who] = turns
-    ours, theirs = best[name], best[peer]
-    return Result(ours, theirs, median(ours) * 1e6 if in_us else median(theirs) / median(ours))
+        if wrong := [row.who for row in rows if row.wrong]:
+            raise DistoptError(f"{', '.join(wrong)}: results of sums of {n_bytes:,} bytes are wrong")
+        for row in rows:
+            # distopt's arrays are wire memory where it has any, as gradients are.
+            if row.buffers != "ordinary" and (
+                row.who not in best or median(_turns(row)) < median(_turns(best[row.who]))
+            ):
+                best[row.who] = row
+        phases = profile(lineup, best, args.turns) if args.profile else ""
+    ours, theirs = _turns(best[name]), _turns(best[peer])
+    score = median(ours) * 1e6 if in_us else median(theirs) / median(ours)
+    return Result(ours, theirs, score, profile=phases)
+
+
+def _turns(row: Measured) -> list[float]:
+    return [median(row.seconds[at : at + SAMPLES]) for at in range(0, len(row.seconds), SAMPLES)]
+
+
+def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
+    """The time that each rank spends in each phase of a call, as a table: medians of batches, in microseconds."""
+    answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in best}
+
+    def ask(candidate: Candidate, _: int) -> None:
+        row = best[candidate.name]
+        of_row = {name: getattr(row, name) for name in ("collective", "buffers", "count", "dtype", "calls")}
+        request = {**of_row, "capacity": row.count, "warm_up": WARM_UP, "samples": SAMPLES, "profile": True}
+        answers[candidate.name].append(candidate.crew.ask(request))
+
+    lineup.take_turns(turns, ask)
+    lineup.require_all()
+    lines = []
+    for name, asked in answers.items():
+        batches = [batch for ranks in asked for batch in zip(*(rank["spans"] for rank in ranks), strict=True)]
+        for batch in batches:
+            first = min(span["begin"] for span in batch)
+            for span in batch:
+                span["begin"] -= first
+        for rank, spans in enumerate(zip(*batches, strict=True)):
+            middle = {each: median(span.get(each, 0.0) for span in spans) for each in {**spans[0], **spans[-1]}}
+            begin, cpu = middle.pop("begin"), middle.pop("cpu")
+            call = median(second for ranks in asked for second in ranks[rank]["seconds"])
+            lines.append((f"{name}, rank {rank}", {"begins": begin, **middle, "call": call, "cpu": cpu}, middle))
+    phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle))
+    columns = ["begins", *phases, "sum", "call", "cpu"]
+    cells = []
+    for of, spent, middle in lines:
+        spent |= {"sum": sum(middle.values())} if middle else {}
+        cells.append([of, *(f"{spent[each] * 1e6:,.1f}" if each in spent else "" for each in columns)])
+    return table(["us a call", *columns], cells)
 
 
 # -- steps and tokens --------------------------------------------------------------------------------------------------
@@ -150,9 +204,16 @@ ROWS = {
         **at_most(10, " us"),
         measure=partial(sums, DISTOPT, GLOO, 1 << 10, in_us=True),
     ),
-    "torch-2x1": Row(
-        "256 KiB in PyTorch, 2 hosts x 1 rank", 1, **at_least_as(0.97), measure=partial(sums, DISTOPT, GLOO, 256 << 10)
-    ),
+    **{
+        name: Row(
+            f"{size} in PyTorch, 2 hosts x 1 rank", 1, **at_least_as(0.97), measure=partial(sums, DISTOPT, GLOO, n)
+        )
+        for name, size, n in (
+            ("torch-2x1-small", "1 KiB", 1 << 10),
+            ("torch-2x1", "256 KiB", 256 << 10),
+            ("torch-2x1-large", "4 MiB", 4 << 20),
+        )
+    },
     **{
         f"torch-2x2-{size}": Row(
             f"{size} MiB in PyTorch, 2 x 2", 2, **at_least_as(1), measure=partial(sums, DISTOPT, GLOO, size << 20)
@@ -185,12 +246,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), metavar="ROWS", help=f"of {','.join(ROWS)}")
     parser.add_argument("--turns", type=at_least(1), default=7, metavar="N", help="turns of each candidate (7)")
     parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="or tokens, timed in each turn (3)")
+    parser.add_argument("--profile", action="store_true", help="show the phases of sums, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if all rows could be measured."""
-    facts, report, failed = machine(), {}, []
+    facts, report, failed, profiles = machine(), {}, [], []
     print(f"# {heading(facts)}; medians of {args.turns} turns", flush=True)
     print_head("row", "work", "distopt", "peer", "score", "wanted", "met", "notes")
     with ExitStack() as stack:
@@ -207,6 +269,8 @@ def run(args: argparse.Namespace) -> int:
             met = "yes" if row.met(result.score) else "no"
             cells = time_of(result.ours), time_of(result.peer), f"{result.score:.2f}", row.wanted, met, result.extra
             print_row(name, row.work, *cells)
+            profiles += [f"\n{row.work}:\n\n{result.profile}"] if result.profile else []
+    print("\n".join(profiles), end="\n" if profiles else "")
     print("\n".join(failed), end="\n" if failed else "")
     if args.json:
         write_json(args.json, {"benchmark": "never-slower", "machine": facts, "rows": report})

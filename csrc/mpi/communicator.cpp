@@ -62,9 +62,10 @@ Listening& listening() {
 MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<Process> processes,
                                  std::size_t inline_bytes, std::size_t chunk_bytes)
     : processes_(std::move(processes)),
-      transport_(make_transport(library)),
+      transport_(make_transport(library, phases_)),
       context_{*transport_,
                pool_,
+               phases_,
                rank,
                processes_,
                inline_bytes,
@@ -154,6 +155,7 @@ bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seco
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
     // Where ranks outnumber cores, this gives the core to one that has work.
+    const Phases::Scope scope(phases_, Phase::yield);
     ::sched_yield();
   }
 }
@@ -161,6 +163,7 @@ bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seco
 double MpiCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
 
 void MpiCommunicator::advance() {
+  const Phases::Scope scope(phases_, Phase::steps);
   move();
   while (!queue_.empty() && queue_.front()->finished()) queue_.pop_front();
 }
@@ -180,6 +183,7 @@ void MpiCommunicator::advance(MpiCollective& collective) {
   try {
     if (!collective.has_begun()) {
       if (!may_begin(collective)) return;
+      const Phases::Scope scope(phases_, Phase::describe);
       collective.begin();
     }
     if (!collective.advance()) return;

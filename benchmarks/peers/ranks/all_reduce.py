@@ -30,28 +30,39 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
     Returns:
         "seconds" per call, one entry for each timed batch; the number of "wrong" elements; and, if the request names an
         "interface", the "interface_bytes" that it has sent for a call of the untimed batches: to read its counter takes
-        as long as a small sum, and not equally long on all ranks.
+        as long as a small sum, and not equally long on all ranks. If the request has "profile", a "spans" entry for each
+        timed batch: when it began, on the clock of the host, and seconds per call of processor time and of each phase.
     """
     calls, collective = request["calls"], request["collective"]
     call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
     wrong = sum(check(transport, world_size, root, call, request) for root in range(world_size))
     call.input.fill(0)
-    interface = request.get("interface")
-    seconds, sent = [], []
+    interface, profile = request.get("interface"), request.get("profile")
+    seconds, sent, spans = [], [], []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
         counts = interface is not None and batch < request["warm_up"]
         transport.sync()
         before = interface_bytes(interface) if counts else 0
-        start = time.perf_counter()
+        if profile:
+            transport.phases()
+        used, start = time.process_time(), time.perf_counter()
         for root in roots:
             call.run(root)
         seconds.append((time.perf_counter() - start) / calls)
+        if profile:
+            phases = {"cpu": time.process_time() - used, **transport.phases()}
+            spans.append({"begin": start, **{name: spent / calls for name, spent in phases.items()}})
         if counts:
             sent.append((interface_bytes(interface) - before) / calls)
     transport.sync()  # a peer may still be reading this buffer
     timed = seconds[request["warm_up"] :]
-    return {"seconds": timed, "wrong": wrong, "interface_bytes": median(sent or [0])}
+    return {
+        "seconds": timed,
+        "wrong": wrong,
+        "interface_bytes": median(sent or [0]),
+        "spans": spans[request["warm_up"] :],
+    }
 
 
 def check(transport: Transport, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .phases import Recorder
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _IN_PLACE = ("all_reduce", "broadcast")
 _MPI_NAMES = {
@@ -62,6 +64,13 @@ class Transport(ABC):
     def sync(self) -> None:
         """Collective. Return when all ranks have called it."""
 
+    def phases(self) -> dict[str, float]:
+        """Local. Seconds in each phase of its calls, and outside, since the last call of this, which begins to count.
+
+        Empty if the library's calls cannot be looked into.
+        """
+        return {}
+
 
 class Distopt(Transport):
     """A communicator of distopt."""
@@ -100,6 +109,10 @@ class Distopt(Transport):
 
     def sync(self) -> None:
         self._communicator.barrier()
+
+    def phases(self) -> dict[str, float]:
+        core = self._communicator.core
+        return core.take_phases() if hasattr(core, "take_phases") else {}
 
 
 class Mpi(Transport):
@@ -160,6 +173,7 @@ class Torch(Transport):
         import torch
 
         self.rank = join_torch(setup, rank, world_size)
+        self._recorder: Recorder | None = None
         self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
         group = torch.distributed.group.WORLD
@@ -184,6 +198,13 @@ class Torch(Transport):
 
     def sync(self) -> None:
         self._distributed.barrier()
+
+    def phases(self) -> dict[str, float]:
+        if not self.about.startswith("distopt"):
+            return {}
+        if self._recorder is None:
+            self._recorder = Recorder()
+        return self._recorder.take()
 
 
 class Floor(Transport):

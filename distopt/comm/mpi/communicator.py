@@ -27,8 +27,8 @@ _ALIGNMENT = 64
 # Most data that travel with the announcement, for two ranks, and for all ranks together if there are more. They go to
 # every rank: with more than two, they cross the network more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
-# UCX copies messages of up to 3 MiB once more where they arrive from TCP. Smaller limits also need more context switches
-# if ranks outnumber cores.
+# UCX copies messages of up to 3 MiB once more where they arrive from TCP. Smaller limits also need more context
+# switches if ranks outnumber cores.
 CHUNK_BYTES = 4 << 20
 
 
