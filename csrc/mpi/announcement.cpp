@@ -37,7 +37,9 @@ void Announcement::begin(const Arguments& arguments, std::uint64_t sequence, con
 void Announcement::exchange() {
   const int size = context_.size(), rank = context_.rank, blocks = blocks_of_round();
   const bool doubling = (size & (size - 1)) == 0;
-  const int to = doubling ? rank ^ distance_ : (rank + size - distance_) % size;
+  // The first round, whose messages are the shortest, is between ranks that are the furthest apart: most often on two
+  // hosts.
+  const int to = doubling ? rank ^ (size / 2 / distance_) : (rank + size - distance_) % size;
   const int from = doubling ? to : (rank + distance_) % size;
   context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks), from, tag_, received_);
   context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);

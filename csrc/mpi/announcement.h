@@ -56,7 +56,7 @@ class Announcement {
   Scratch memory_;  // blocks in the order of their arrival, this rank's first
   std::vector<const Said*> said_;
   std::vector<std::size_t> ends_;  // of the blocks
-  int distance_ = 1;               // between partners; doubles in each round
+  int distance_ = 1;               // blocks of this rank, up to all; doubles in each round
   bool sent_ = true, received_ = true;
   bool complete_ = false;
 };
