@@ -86,6 +86,37 @@ DIRECT = [
 ]
 
 
+# Groups, and the shape of one: by direct sums, by Winograd's method, and by lowering.
+GROUPED = [
+    (3, (2, 2, 9, 23, 5, (4, 3), (1, 1))),
+    (2, (3, 8, 14, 14, 8, (3, 3), (1, 1))),
+    (5, (2, 1, 8, 7, 1, (3, 3), (2, 1))),
+]
+
+
+@pytest.mark.parametrize("pool", [None, ((2, 2), (2, 2), (0, 0))])
+@pytest.mark.parametrize("case", GROUPED)
+def test_each_group_has_the_bits_of_a_convolution_of_its_own(isa, case, pool):
+    groups, (n, c, h, w, m, kernel, stride) = case
+    x, weight = array((n, groups * c, h, w), "float32"), array((groups * m, c, *kernel), "float32", 1)
+    bias = array(groups * m, "float32", 2)
+
+    def run(x, weight, bias, dy=None):
+        y, saved = cpu.conv2d(x, weight, bias, stride, (0, 0), True, pool)
+        dy = array(y.shape, "float32", 3) if dy is None else dy
+        dw, db = np.full_like(weight, np.nan), np.full_like(bias, np.nan)
+        dx = cpu.conv2d_backward(dy, saved, dw, db)
+        return y, dx, dw, db, dy
+
+    *whole, dy = run(x, weight, bias)
+    for group in range(groups):
+        own_in, own = slice(group * c, (group + 1) * c), slice(group * m, (group + 1) * m)
+        parts = run(x[:, own_in].copy(), weight[own], bias[own], dy[:, own].copy())
+        mine = whole[0][:, own], whole[1][:, own_in], whole[2][own], whole[3][own]
+        for got, part in zip(mine, parts[:4], strict=True):
+            np.testing.assert_array_equal(got, part)
+
+
 @pytest.mark.sweep(rest=40)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
