@@ -24,22 +24,17 @@ def script(how: str, world_size: int = 2, env: dict[str, str] | None = None) -> 
     return Program([sys.executable, SCRIPT, how, str(world_size)], env)
 
 
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_success(world_size):
-    ended = script("success", world_size).end()
-    assert (ended.code, ended.stderr) == (0, "")
-    starts = sorted(line.split(" pid ")[0] for line in ended.stdout.splitlines())
-    marked = [f"[rank {rank}] rank {rank} of {world_size}" for rank in range(1, world_size)]
-    assert starts == [*marked, f"rank 0 of {world_size}"]
-
-
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "5"}], ids=["shared", "chosen by the user"])
-def test_threads_are_shared_unless_the_user_chose(env, monkeypatch):
+def test_ranks_print_lines_with_marks_and_share_threads_unless_the_user_chose(env, monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     expected = env.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     ended = script("success", 2, env).end()
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(line.split(" pid ")[0] for line in ended.stdout.splitlines()) == [
+        "[rank 1] rank 1 of 2",
+        "rank 0 of 2",
+    ]
     assert [line.split(" threads ")[1] for line in ended.stdout.splitlines()] == [expected] * 2
 
 
