@@ -562,10 +562,12 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
     assert_goes_on(copy, 0)
 
 
-def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy):
-    """Its files look whole, and only who reads all of it sees the damage."""
+def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, caplog):
+    """Its files look whole, and only who reads all of it sees the damage; of three ranks, one tells."""
     damage(copy / step_name(3) / FILES[2])
     assert survey(copy / step_name(3)).whole
+    on_ranks(3, lambda comm: Rank(comm, copy).checkpoint.resume())
+    assert sum("is refused" in record.getMessage() for record in caplog.records) == 1
 
     def body(comm):
         own = Rank(comm, copy, keep=2)
