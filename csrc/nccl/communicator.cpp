@@ -143,11 +143,11 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
   sequence_ += operations.size();
   std::string text = describe(operations[0].arguments, first);
   if (operations.size() > 1) text += " and " + std::to_string(operations.size() - 1) + " with it";
-  auto collective = std::make_shared<NcclCollective>(sequence_, std::move(text), events_.take(), events_.take());
+  auto collective = std::make_shared<NcclCollective>(sequence_, std::move(text));
   for (std::size_t i = 0; i < operations.size(); ++i)
     if (const auto mismatch = board_->post(first + i, operations[i].arguments)) fail_and_throw(mismatch->failure());
-  collective->ready->record(caller);
-  collective->ready->hold_up(stream_->get());
+  collective->ready.record(caller);
+  collective->ready.hold_up(stream_->get());
   const Call function = [operations, rank = rank_, stream = stream_](nccl::Opened& in) {
     return call_all(in, operations, rank, stream->get());
   };
@@ -155,7 +155,7 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
     call_apart(collective->text.c_str(), opened(), function);
   else
     call(collective->text.c_str(), function);
-  collective->finished->record(stream_->get());
+  collective->finished.record(stream_->get());
   {
     const Lock lock(mutex_);
     outstanding_.push_back(collective);
@@ -239,7 +239,7 @@ void NcclCommunicator::wait_for_room() {
 }
 
 bool NcclCommunicator::done(const NcclCollective& collective) {
-  const bool reached = collective.finished->reached();
+  const bool reached = collective.finished.reached();
   // An abort lets the collective "finish": the failure is recorded before it.
   check_failure();
   return reached;
@@ -248,7 +248,7 @@ bool NcclCommunicator::done(const NcclCollective& collective) {
 void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stream) {
   check_failure();
   const InContext own(context_);
-  collective.finished->hold_up(stream);
+  collective.finished.hold_up(stream);
 }
 
 void NcclCommunicator::wait(const NcclCollective& collective, double timeout_seconds) {

@@ -38,14 +38,13 @@ struct NcclOperation {
 // One or several that were started together.
 class NcclCollective {
  public:
-  NcclCollective(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready,
-                 std::shared_ptr<Event> finished)
-      : sequence(sequence), text(std::move(text)), ready(std::move(ready)), finished(std::move(finished)) {}
+  // In the current context.
+  NcclCollective(std::uint64_t sequence, std::string text) : sequence(sequence), text(std::move(text)) {}
 
   const std::uint64_t sequence;  // of the last
   const std::string text;
-  const std::shared_ptr<Event> ready;     // the caller's data, on the caller's stream
-  const std::shared_ptr<Event> finished;  // the result, on the collective stream
+  Event ready;     // the caller's data, on the caller's stream
+  Event finished;  // the result, on the collective stream
 };
 
 class NcclCommunicator {
@@ -117,7 +116,6 @@ class NcclCommunicator {
   const double abort_seconds_;
   const Hooks hooks_;
   const std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();  // threads that are left in NCCL use it
-  EventPool events_;
 
   // One caller at a time; taken before mutex_. The next two are its own.
   std::mutex turn_;

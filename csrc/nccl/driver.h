@@ -11,6 +11,7 @@ struct Event;
 
 enum class Status : int { success = 0, not_ready = 600 };
 enum class CaptureStatus : int { none = 0 };
+enum class CaptureMode : int { relaxed = 2 };
 
 constexpr unsigned stream_non_blocking = 1, event_disable_timing = 2;
 
@@ -38,6 +39,7 @@ struct Function {
   X(stream_destroy, cuStreamDestroy_v2, (Stream*))                                      \
   X(stream_wait_event, cuStreamWaitEvent, (Stream*, Event*, unsigned))                  \
   X(stream_is_capturing, cuStreamIsCapturing, (Stream*, CaptureStatus*))                \
+  X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (CaptureMode*))           \
   X(event_create, cuEventCreate, (Event**, unsigned))                                   \
   X(event_destroy, cuEventDestroy_v2, (Event*))                                         \
   X(event_record, cuEventRecord, (Event*, Stream*))                                     \

@@ -1,11 +1,7 @@
 // CUDA streams and events that free themselves, and the context in which a thread calls.
 #pragma once
 
-#include <memory>
-#include <mutex>
 #include <stdexcept>
-#include <utility>
-#include <vector>
 
 #include "nccl/driver.h"
 
@@ -77,33 +73,5 @@ inline void refuse_capture(cuda::Stream* stream) {
   cuda::driver().stream_is_capturing(stream, &status);
   if (status != cuda::CaptureStatus::none) throw std::runtime_error("a collective cannot be captured in a CUDA graph");
 }
-
-// Events that return to the pool when unused: to create one takes longer than to record it. A stream that
-// waits for an event waits for its record at that time, so the next user does not disturb it.
-class EventPool {
- public:
-  std::shared_ptr<Event> take() {
-    const std::lock_guard<std::mutex> lock(idle_->mutex);
-    std::unique_ptr<Event> event;
-    if (idle_->events.empty()) {
-      event = std::make_unique<Event>();
-    } else {
-      event = std::move(idle_->events.back());
-      idle_->events.pop_back();
-    }
-    return {event.release(), [idle = idle_](Event* used) {
-              std::unique_ptr<Event> owner(used);
-              const std::lock_guard<std::mutex> lock(idle->mutex);
-              idle->events.push_back(std::move(owner));
-            }};
-  }
-
- private:
-  struct Idle {
-    std::mutex mutex;
-    std::vector<std::unique_ptr<Event>> events;
-  };
-  std::shared_ptr<Idle> idle_ = std::make_shared<Idle>();
-};
 
 }  // namespace distopt

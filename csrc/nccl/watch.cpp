@@ -162,6 +162,9 @@ bool NcclCommunicator::drained(double seconds) {
 
 void NcclCommunicator::watch() {
   static_cast<void>(cuda::driver().ctx_set_current.status(context_));
+  // Else a query would end the capture of another thread that uses the global mode, as PyTorch does by default.
+  cuda::CaptureMode mode = cuda::CaptureMode::relaxed;
+  static_cast<void>(cuda::driver().exchange_capture_mode.status(&mode));
   Lock lock(mutex_);
   while (!stop_) {
     changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failing_); });
@@ -203,7 +206,7 @@ void NcclCommunicator::look_after_oldest() {
     gone_since_.reset();
     patience_.emplace(limits_, "result");
   }
-  if (!watched->ready->reached()) return;
+  if (!watched->ready.reached()) return;
   if (!waits_since_) waits_since_.emplace();
   if (any_gone && !gone_since_) gone_since_.emplace();
   if (gone_since_ && gone_since_->seconds() > grace_seconds)
@@ -227,7 +230,7 @@ NcclCommunicator::Work NcclCommunicator::oldest() {
 }
 
 void NcclCommunicator::forget_finished() {
-  for (Work first = oldest(); first && first->finished->reached(); first = oldest()) {
+  for (Work first = oldest(); first && first->finished.reached(); first = oldest()) {
     const Lock lock(mutex_);
     if (!outstanding_.empty() && outstanding_.front() == first) outstanding_.pop_front();
   }

@@ -1,6 +1,7 @@
 """The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
 
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,24 @@ def test_dropped_inputs_live_until_they_are_sent(job: LocalJob) -> None:
         comm.xp.full(5000, -1, np.int32)
         work.wait()
         np.testing.assert_array_equal(out.get(), np.repeat(i + np.arange(job.topology.world_size), 5000))
+    comm.close()
+
+
+@with_ranks(2)
+def test_captures_of_the_whole_process_go_on_beside_the_watching_thread(job: LocalJob) -> None:
+    """PyTorch captures in the global mode, in which a query by another thread ends the capture."""
+    comm = connect(job, CONNECTED="1")
+    if job.topology.rank == 0:
+        work = comm.all_reduce(comm.xp.ones(3))
+        runtime, stream = comm.xp.cuda.runtime, comm.xp.cuda.Stream(non_blocking=True)
+        runtime.streamBeginCapture(stream.ptr, 0)
+        time.sleep(0.3)
+        runtime.graphDestroy(runtime.streamEndCapture(stream.ptr))
+        job.all_gather(b"")
+    else:
+        job.all_gather(b"")
+        work = comm.all_reduce(comm.xp.ones(3))
+    work.wait()
     comm.close()
 
 

@@ -3,6 +3,7 @@
 
 #include "runtime.h"
 
+using distopt::cuda::CaptureMode;
 using distopt::cuda::CaptureStatus;
 using distopt::cuda::Context;
 using distopt::cuda::Event;
@@ -80,6 +81,10 @@ EXPORT Status cuStreamIsCapturing(Stream* stream, CaptureStatus* status) {
   const Status told = on_stream(stream, [&] { return cudaStreamIsCapturing(stream_of(stream), &found); });
   *status = static_cast<CaptureStatus>(found);
   return told;
+}
+
+EXPORT Status cuThreadExchangeStreamCaptureMode(CaptureMode* mode) {
+  return status_of(cudaThreadExchangeStreamCaptureMode(reinterpret_cast<cudaStreamCaptureMode*>(mode)));
 }
 
 EXPORT Status cuEventCreate(Event** event, unsigned flags) {

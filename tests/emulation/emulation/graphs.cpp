@@ -8,14 +8,19 @@
 namespace emulation {
 namespace {
 
-thread_local std::vector<std::shared_ptr<Recording>> own;
+std::vector<std::shared_ptr<Recording>> recordings;  // under the lock
+thread_local cudaStreamCaptureMode mode_of_thread = cudaStreamCaptureModeGlobal;
 
 }  // namespace
 
 bool unsafe_call_forbidden() {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
   bool forbidden = false;
-  for (const std::shared_ptr<Recording>& recording : own) {
-    if (recording->mode == cudaStreamCaptureModeRelaxed) continue;
+  for (const std::shared_ptr<Recording>& recording : recordings) {
+    const bool own = recording->thread == std::this_thread::get_id();
+    if (std::max(recording->mode, mode_of_thread) >
+        (own ? cudaStreamCaptureModeThreadLocal : cudaStreamCaptureModeGlobal))
+      continue;
     recording->invalid = true;
     forbidden = true;
   }
@@ -53,7 +58,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   auto recording = std::make_shared<Recording>();
   recording->mode = mode;
   recording->thread = std::this_thread::get_id();
-  own.push_back(recording);
+  recordings.push_back(recording);
   queue->recording = std::move(recording);
   return cudaSuccess;
 }
@@ -68,9 +73,14 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   if (recording->mode != cudaStreamCaptureModeRelaxed && recording->thread != std::this_thread::get_id())
     return cudaErrorStreamCaptureWrongThread;
   queue->recording = nullptr;
-  own.erase(std::remove(own.begin(), own.end(), recording), own.end());
+  recordings.erase(std::remove(recordings.begin(), recordings.end(), recording), recordings.end());
   if (recording->invalid) return cudaErrorStreamCaptureInvalidated;
   *graph = new Graph(std::move(recording->graph));
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, mode_of_thread);
   return cudaSuccess;
 }
 
