@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,10 +97,18 @@ def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch, loaded_anew):
     assert rectified()
 
 
-def test_a_cache_that_cannot_be_written_is_told(monkeypatch, caplog, loaded_anew):
+def test_a_cache_that_cannot_be_read_or_written_is_told(monkeypatch, caplog, loaded_anew):
+    read = Path.read_bytes
+
+    def guarded(path):
+        if path.suffix == ".cubin":
+            raise PermissionError(path)
+        return read(path)
+
     def full(path):
         raise OSError("no space left")
 
+    monkeypatch.setattr(Path, "read_bytes", guarded)
     monkeypatch.setattr(cuda, "atomic_write", full)
     with caplog.at_level(logging.WARNING, "distopt"):
         assert rectified()

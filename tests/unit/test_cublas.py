@@ -42,15 +42,19 @@ def test_tf32_is_used_on_request_alone(tmp_path: Path, setting: dict[str, str], 
     assert (tmp_path / "record").read_text().splitlines() == [f"2 4 3 mode {mode}", f"3 4 5 mode {mode}"]
 
 
-def test_a_cupy_without_that_cublas_is_an_error_with_a_cure() -> None:
+@pytest.mark.parametrize(
+    ("handle", "told"),
+    [("0", "libcublas.so.13: cannot open"), ("property(lambda _: __import__('libcublas'))", "No module")],
+)
+def test_a_cupy_without_that_cublas_is_an_error_with_a_cure(handle: str, told: str) -> None:
     ended = run(
-        """
-        cupy.cuda.Device.cublas_handle = 0
+        f"""
+        cupy.cuda.Device.cublas_handle = {handle}
         product(cupy.ones((2, 3)), cupy.ones((3, 4)))
         """
     )
     line = ended.stderr.splitlines()[-1]
-    assert "MissingDependencyError: products need the cuBLAS of CuPy's CUDA (libcublas.so.13: cannot open" in line
+    assert f"MissingDependencyError: products need the cuBLAS of CuPy's CUDA ({told}" in line
     assert "cuda13" in line
 
 

@@ -8,7 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # What nccl.h includes of CUDA, as far as it uses it.
-CUDA_RUNTIME = "#include <cstddef>\ntypedef struct CUstream_st* cudaStream_t;\n#define __CUDA_BF16_TYPES_EXIST__\n"
+CUDA_RUNTIME = """\
+#include <cstddef>
+typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t;
+#define __CUDA_BF16_TYPES_EXIST__
+"""
 
 
 def installed(header: str) -> list[Path]:

@@ -234,7 +234,7 @@ def _compiled(source: str, names: Sequence[str], architecture: str) -> tuple[dic
     try:
         mangled, _, cubin = path.read_bytes().partition(b"\n")
         return json.loads(mangled), cubin
-    except FileNotFoundError:
+    except OSError:  # it is not there, or may not be read
         pass
     result, cubin, _ = compiled(source, names, architecture)
     try:

@@ -169,11 +169,11 @@ _handles: dict[int, _Cublas] = {}  # by device
 
 def _open_cublas(device: int) -> _Cublas:
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    # CuPy loads the library for its own handle; to load this name then gives the same library.
-    cupy.cuda.Device(device).cublas_handle  # noqa: B018
     try:
+        # CuPy loads the library for its own handle; to load this name then gives the same library.
+        cupy.cuda.Device(device).cublas_handle  # noqa: B018
         _handles[device] = _Cublas(f"libcublas.so.{major}")
-    except (OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependencyError(
             f"products need the cuBLAS of CuPy's CUDA ({error}); {pip_install(f'cuda{major}')}"
         ) from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,15 +94,19 @@ def communicator_on(device: torch.device, job: Job, ranks: Sequence[int]) -> Com
     return communicator
 
 
-def current_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Local. In the body of a `with`, CuPy computes on PyTorch's current stream; nothing happens on the CPU."""
+@contextmanager
+def current_stream(device: torch.device) -> Iterator[None]:
+    """Local. In the body of a `with`, CuPy computes on PyTorch's current stream of `device`; without effect on a CPU.
+
+    The device is the current one meanwhile: kernels are launched there, and CuPy takes no stream of another.
+    """
     if device.type != "cuda":
-        return nullcontext()
+        yield
+        return
     import cupy
 
-    address = torch.cuda.current_stream(device).cuda_stream
-    stream: AbstractContextManager[Any] = cupy.cuda.ExternalStream(address, device.index)
-    return stream
+    with torch.cuda.device(device), cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
+        yield
 
 
 def on_current_stream(method: _F) -> _F:

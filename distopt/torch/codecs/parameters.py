@@ -171,7 +171,7 @@ def arrays_in(state_dict: Mapping[str, Any]) -> dict[str, Array]:
             f"the states have no engine, only {', '.join(map(str, state_dict)) or 'nothing'}; pass the result of "
             "state_dict of the same class, and load those of an optimizer before it is wrapped"
         )
-    return {name: tensor.numpy() for name, tensor in state_dict["engine"].items()}
+    return {name: tensor.cpu().numpy() for name, tensor in state_dict["engine"].items()}
 
 
 class Rule:
