@@ -182,16 +182,6 @@ __global__ void channel_moments(Batch batch, int pixels, const double* sums, con
   });
 }
 
-// The same from the running statistics.
-template <class T>
-__global__ void running_moments(size_t channels, T* mean, T* inverse_deviation, const T* running_mean,
-                                const T* running_var, T epsilon) {
-  for_each(channels, [&](size_t channel) {
-    mean[channel] = running_mean[channel];
-    inverse_deviation[channel] = T(1) / sqrt(running_var[channel] + epsilon);
-  });
-}
-
 template <class T>
 __global__ void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation,
                           const T* gamma, const T* beta, T* y) {
@@ -217,17 +207,6 @@ __global__ void normalize_parts(Batch batch, int pixels, const T* dy, const T* x
   });
   store_part(sums, sum);
   store_part(projections, projection);
-}
-
-template <class T>
-__global__ void normalize_sums(Batch batch, const double* sums, const double* projections, unsigned parts, T* dgamma,
-                               T* dbeta) {
-  for_rows(size_t(batch.channels), [&](size_t channel) {
-    const T sum = T(whole_sum(sums, parts, channel)), projection = T(whole_sum(projections, parts, channel));
-    if (threadIdx.x != 0) return;
-    dbeta[channel] = sum;
-    dgamma[channel] = projection;
-  });
 }
 
 template <class T>

@@ -185,17 +185,17 @@ def batch_norm2d(
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
     for array in (gamma, beta, running_mean, running_var):
         checked(array, (c,), x.dtype)
-    mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
     y, kind = _like(x), c_type(x)
-    results = mean, inverse, running_mean, running_var
     if training and x.size:
+        mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
         given, parts = ((n, c), h * w), gpu_images.parts_of((n, c), h * w)
         sums, squares = cupy.empty((2, c, parts), cupy.float64)
         launch(f"channel_parts<{kind}>", (c, parts), (THREADS,), *given, x, False, sums)
         launch(f"square_parts<{kind}>", (c, parts), (THREADS,), *given, x, sums, squares)
-        launch_rows(f"channel_moments<{kind}>", c, *given, sums, squares, parts, *results, momentum, eps)
+        results = mean, inverse, running_mean, running_var, momentum, eps
+        launch_rows(f"channel_moments<{kind}>", c, *given, sums, squares, parts, *results)
     else:
-        launch_each(f"running_moments<{kind}>", c, c, *results, eps)
+        mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
     launch_planes(f"normalize<{kind}>", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
     return y, SavedNorm(x, gamma, mean, inverse, training)
 
@@ -211,7 +211,8 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     sums, projections = cupy.empty((2, c, parts), cupy.float64)
     if c:
         launch(f"normalize_parts<{kind}>", (c, parts), (THREADS,), *given, sums, projections)
-    launch_rows(f"normalize_sums<{kind}>", c, (n, c), sums, projections, parts, dgamma, dbeta)
+    for parts_of_sum, result in ((sums, dbeta), (projections, dgamma)):
+        launch_rows(f"channel_sums<{kind}>", c, (n, c), parts_of_sum, parts, False, result)
     results = gamma, training, dgamma, dbeta, dx
     launch_planes(f"normalize_backward<{kind}>", n * c, h * w, *given, *results)
     return dx
