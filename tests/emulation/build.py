@@ -24,6 +24,8 @@ SOURCES = {
 }
 # As in the product: no contraction into FMA.
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+# Of kernels: an access that is not aligned, as to 16 bytes, ends the process, as it ends the kernel on a GPU.
+KERNEL_FLAGS = ("-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fsanitize-undefined-trap-on-error")
 
 
 @functools.cache
@@ -56,7 +58,7 @@ def _compile_kernels_of_the_product() -> None:
 
 def kernels() -> Path:
     """The folder of kernels that were compiled with the headers as they are."""
-    return FOLDER / "kernels" / _digest(HERE.rglob("*.h"))
+    return FOLDER / "kernels" / _digest([*HERE.rglob("*.h"), Path(__file__)])
 
 
 def _digest(paths: Iterable[Path]) -> str:
@@ -73,7 +75,7 @@ def compile_kernels(text: str, headers: dict[str, bytes], library: Path) -> str:
             return ""
         for name, content in headers.items():
             (folder / name).write_bytes(content)
-        return _compile(library, f"-I{folder}", "-xc++", "-", text=text)
+        return _compile(library, *KERNEL_FLAGS, f"-I{folder}", "-xc++", "-", text=text)
 
 
 def _compile(library: Path, *arguments: str, text: str = "") -> str:

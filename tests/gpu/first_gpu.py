@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Everything a GPU can show in a quarter of an hour, or what can be checked without one: `make first-gpu`.
+"""Everything a GPU can show in ten minutes, or what can be checked without one: `make first-gpu`.
 
     python tests/gpu/first_gpu.py       in a checkout where distopt is installed
     python first_gpu.py                 in a folder that tests/gpu/pack.py made: needs no pip, no network
@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = "repository.zip"  # beside this file in a pack: tests, benchmarks, examples, csrc
 NOT_RUN, FAILED, SKIPPED = "not run", 1, 77
 NO_TESTS = 5  # pytest's exit code where a whole file is skipped
-MINUTES, MINUTES_WITHOUT_GPU = 15.0, 4.7
+MINUTES, MINUTES_WITHOUT_GPU = 9.5, 4.7
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
 
 
@@ -107,6 +107,7 @@ ON_GPU = (
     gpu_tests("codec_kernels", 90),
     gpu_tests("ops", 120),
     gpu_tests("training", 120),
+    gpu_tests("torch_codecs", 150),
     Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
     gpu_tests("functions", 60),
     gpu_tests("kernels", 60),

@@ -7,6 +7,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,43 +134,92 @@ def one_product() -> int:
     return int(not error < 1e-3)
 
 
+class _Noted(dict[tuple[int, str], Any]):
+    """Functions by device and name, with the names that were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def get(self, key: tuple[int, str], default: Any = None) -> Any:
+        self.names.add(key[1].partition("<")[0])
+        return super().get(key, default)
+
+
 def every_kernel() -> int:
-    """Each kind of kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
+    """Each kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
     import cupy
 
-    from distopt.kernels import FINDINGS, Accumulation
-    from distopt.kernels import gpu as codec
+    from distopt.kernels import cuda
+
+    cuda._functions = noted = _Noted()
+    for n in (1, 1023, 70_001):
+        _codec_kernels(cupy, n)
+        for dtype in ("float32", "float64"):
+            _element_kernels(cupy, n, dtype)
+    for dtype in ("float32", "float64"):
+        _image_kernels(cupy, dtype)
+    cupy.cuda.Device().synchronize()
+    left_out = cuda.kernels().keys() - noted.names
+    print(
+        f"{len(noted.names)} kernels have run" + (f", not {', '.join(sorted(left_out))}" if left_out else ": every one")
+    )
+    return int(bool(left_out))
+
+
+def _codec_kernels(cupy: Any, n: int) -> None:
+    from distopt.kernels import FINDINGS, Accumulation, gpu
+
+    x, residual, momentum = (cupy.asarray(np.sin(np.arange(n) + i).astype(np.float32)) for i in range(3))
+    wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
+    for kind in ("float16", "bfloat16"):
+        for kept in (None, residual):
+            gpu.encode16(x, (kept, kept), wire, kind, 1.0, 1e4, findings)
+        gpu.decode16(wire, x, kind, 1.0)
+    k, lists = max(n // 100, 1), gpu.new_lists(n)
+    for accumulation in (Accumulation(), Accumulation(residual, momentum, 0.7, 0.9)):
+        gpu.top_k(x, k, accumulation, lists, findings)
+        gpu.threshold(x, 0.5, accumulation, lists, findings)
+        gpu.accumulate(x, accumulation, lists, findings)
+    indices = cupy.arange(k, dtype=cupy.int32)
+    gpu.scatter_sum(cupy.zeros(n, cupy.float32), [indices], [cupy.ones(k, cupy.float32)], 0, n)
+    gpu.clear_at(x, indices)
+    gpu.squared_norm(x)
+    gpu.mark_beyond(x, 0.5, findings[2:3])
+
+
+def _element_kernels(cupy: Any, n: int, dtype: str) -> None:
     from distopt.nn.kernels import gpu
 
-    for n in (1, 1023, 70_001):
-        x = cupy.asarray(np.sin(np.arange(n)).astype(np.float32))
-        wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
-        for kind in ("float16", "bfloat16"):
-            codec.encode16(x, (None, None), wire, kind, 1.0, 1e4, findings)
-            codec.decode16(wire, x, kind, 1.0)
-        k = max(n // 100, 1)
-        lists = codec.new_lists(n)
-        codec.top_k(x, k, Accumulation(), lists, findings)
-        codec.threshold(x, 0.5, Accumulation(), lists, findings)
-        indices = cupy.arange(k, dtype=cupy.int32)
-        codec.scatter_sum(cupy.zeros(n, cupy.float32), [indices], [cupy.ones(k, cupy.float32)], 0, n)
-        codec.clear_at(x, indices)
-        codec.squared_norm(x)
-        gpu.update("sgd", x, cupy.ones_like(x), [cupy.zeros_like(x)], 0.1, 0.9, 0.0, 0.0, False)
-        gpu.relu_backward(x, gpu.relu(x))
-    images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype(np.float32).reshape(3, 2, 13, 11))
-    w, b = cupy.ones((5, 2, 3, 3), cupy.float32), cupy.ones(5, cupy.float32)
-    y, saved = gpu.conv2d(images, w, b)
-    gpu.conv2d_backward(cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b))
-    for pool, back in ((gpu.max_pool2d, gpu.max_pool2d_backward), (gpu.avg_pool2d, gpu.avg_pool2d_backward)):
-        y, saved = pool(images, (2, 2), (2, 2))
-        back(cupy.ones_like(y), saved)
-    logits, labels = cupy.asarray(np.eye(7, 10, dtype=np.float32)), cupy.arange(7, dtype=cupy.int64)
-    _, saved = gpu.softmax_cross_entropy(logits, labels)
-    gpu.softmax_cross_entropy_backward(saved)
-    cupy.cuda.Device().synchronize()
-    print("every kernel has run")
-    return 0
+    x, slots = cupy.asarray(np.sin(np.arange(n)).astype(dtype)), [cupy.ones(n, dtype) for _ in range(2)]
+    gpu.relu_backward(x, gpu.relu(x))
+    gpu.sigmoid_backward(x, gpu.sigmoid(x))
+    gpu.update("sgd", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 0.0, 0.0, False)
+    gpu.update("adam", x, cupy.ones_like(x), slots, 1, 0.1, 0.9, 0.999, 1e-8, 0.0)
+    gpu.update("rmsprop", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 1e-8, 0.0)
+    gpu.update("adagrad", x, cupy.ones_like(x), slots[:1], 0.1, 1e-8, 0.0)
+
+
+def _image_kernels(cupy: Any, dtype: str) -> None:
+    from distopt.nn.kernels import gpu
+
+    images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype(dtype).reshape(3, 2, 13, 11))
+    w, b = cupy.ones((5, 2, 3, 3), dtype), cupy.ones(5, dtype)
+    for pool in (None, ((2, 2), (2, 2), (0, 0))):
+        y, saved = gpu.conv2d(images, w, b, relu=True, pool=pool)
+        gpu.conv2d_backward(cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b))
+    y, saved = gpu.avg_pool2d(images, (2, 2), (2, 2))
+    gpu.avg_pool2d_backward(cupy.ones_like(y), saved)
+    gamma, beta, mean, var = (cupy.ones(2, dtype) for _ in range(4))
+    for training in (True, False):
+        y, saved = gpu.batch_norm2d(images, gamma, beta, mean, var, 0.1, 1e-5, training)
+        gpu.batch_norm2d_backward(y, saved, cupy.empty_like(gamma), cupy.empty_like(beta))
+    rows, matrix = images.reshape(6, -1), cupy.ones((143, 10), dtype)
+    logits, saved = gpu.linear(rows, matrix, cupy.ones(10, dtype), relu=True)
+    gpu.linear_backward(logits, saved, cupy.empty_like(matrix), cupy.empty(10, dtype))
+    for labels in (cupy.arange(6, dtype=cupy.int64), gpu.softmax(logits)):
+        _, saved = gpu.softmax_cross_entropy(logits, labels)
+        gpu.softmax_cross_entropy_backward(saved)
 
 
 def kernel_times() -> int:

@@ -32,7 +32,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
         Part("hangs", 1.5, ("-c", HANG), ()),
         Part("crashes", 20, ("-c", "import os; print('so far', flush=True); os.kill(os.getpid(), 11)"), ()),
         Part("fails", 20, ("-c", "print('wrong | sum'); raise SystemExit(3)"), ()),
-        Part("skips", 20, ("-c", "print('no PyTorch'); raise SystemExit(77)"), ()),
+        Part("skips", 20, ("-c", "print('no torch'); raise SystemExit(77)"), ()),
         Part("cannot start", 20, ("-c", ""), (), before=("/nowhere/sanitizer",)),
         Part("passes", 20, ("-c", "print('| 1 | 2 |'); print('well')"), ()),
         Part("needs a GPU", 20, ("-c", ""), ("GPU", "NCCL 2.30")),
@@ -46,7 +46,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert [row.says for row in rows][1:4] == [
         "exit code -11, SIGSEGV: so far",
         "exit code 3: wrong | sum",
-        "no PyTorch",
+        "no torch",
     ]
     assert rows[0].says == "began"
     assert rows[6].says == "no driver"
@@ -77,6 +77,19 @@ def test_a_part_for_a_gpu(name):
     code += f"assert not lacks()['GPU']; raise SystemExit(PARTS[{name!r}]())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_the_measurements_on_a_gpu():
+    """Their numbers mean nothing here; the test is that none ends in an error."""
+    build.build()
+    code = "import sys; from tests.emulation import activate; activate(); "
+    code += "from benchmarks.__main__ import main; sys.exit(main())"
+    only = "--elements", "500", "--selected-from", "500", "--only", "ceilings", "kernels", "select", "cnn"
+    command = [sys.executable, "-c", code, "gpu", *only]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "CNN step, batch 64, CUDA graphs" in ended.stdout
 
 
 def test_a_killed_peer():

@@ -1,7 +1,7 @@
 // Kernels that move windows over images: lowering of convolutions, and pooling. cuBLAS computes the products.
 //
-// Arrays are dense images; `rows`, or an array with `rows` set, is a product [channels, images * pixels]. Sums run in an
-// order that shapes alone determine, without atomics.
+// Arrays are dense images; `rows`, or an array with `rows` set, is a product [channels, images * pixels]. Sums run in
+// an order that shapes alone determine, without atomics.
 #include "device.cuh"
 
 // A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.

@@ -15,7 +15,6 @@
 
 #define __global__
 #define __device__
-#define __host__
 #define __launch_bounds__(...)
 #define __shared__ thread_local  // in a function: static as well
 
@@ -58,7 +57,7 @@ T from_bits(std::uint64_t bits) {
   return value;
 }
 
-// The value of lane `source`, or the own one where that is outside of the segment.
+// The value of lane `source`, or the own one where that is not `inside` of the warp.
 template <class T>
 T shuffle(const char* operation, unsigned mask, T value, int source, bool inside) {
   const std::uint64_t* all = warp_exchange(operation, mask, to_bits(value));
@@ -82,24 +81,22 @@ inline unsigned __ballot_sync(unsigned mask, int value) {
 }
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
-  const int low = static_cast<int>(emulation::lane()) & ~(width - 1);
-  return emulation::shuffle("__shfl_sync", mask, value, low + (source & (width - 1)), true);
+T __shfl_sync(unsigned mask, T value, int source) {
+  return emulation::shuffle("__shfl_sync", mask, value, source, true);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  const int own = static_cast<int>(emulation::lane()), source = own - static_cast<int>(delta);
-  return emulation::shuffle("__shfl_up_sync", mask, value, source, source >= (own & ~(width - 1)));
+T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+  const int source = static_cast<int>(emulation::lane()) - static_cast<int>(delta);
+  return emulation::shuffle("__shfl_up_sync", mask, value, source, source >= 0);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  const int own = static_cast<int>(emulation::lane()), source = own + static_cast<int>(delta);
-  return emulation::shuffle("__shfl_down_sync", mask, value, source, source < (own & ~(width - 1)) + width);
+T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
+  const int source = static_cast<int>(emulation::lane()) + static_cast<int>(delta);
+  return emulation::shuffle("__shfl_down_sync", mask, value, source, source < 32);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
-  const int own = static_cast<int>(emulation::lane()), source = own ^ bits;
-  return emulation::shuffle("__shfl_xor_sync", mask, value, source, source < (own & ~(width - 1)) + width);
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return emulation::shuffle("__shfl_xor_sync", mask, value, static_cast<int>(emulation::lane()) ^ bits, true);
 }
 
 template <class T>
@@ -114,7 +111,6 @@ T __reduce_add_sync(unsigned mask, T value) {
 // -- bits
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __float_as_int(float x) { return emulation::from_bits<int>(emulation::to_bits(x)); }
-inline unsigned __float_as_uint(float x) { return emulation::from_bits<unsigned>(emulation::to_bits(x)); }
 inline float __int_as_float(int x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
 inline float __uint_as_float(unsigned x) { return emulation::from_bits<float>(emulation::to_bits(x)); }
 inline double __longlong_as_double(long long x) { return emulation::from_bits<double>(emulation::to_bits(x)); }
@@ -131,15 +127,8 @@ inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c);
   inline type max(type a, type b) { return a < b ? b : a; }
 EMULATION_ORDER(int)
 EMULATION_ORDER(unsigned)
-EMULATION_ORDER(long)
 EMULATION_ORDER(unsigned long)
-EMULATION_ORDER(long long)
-EMULATION_ORDER(unsigned long long)
 #undef EMULATION_ORDER
-inline float min(float a, float b) { return std::fmin(a, b); }
-inline float max(float a, float b) { return std::fmax(a, b); }
-inline double min(double a, double b) { return std::fmin(a, b); }
-inline double max(double a, double b) { return std::fmax(a, b); }
 
 // -- atomics
 namespace emulation {
