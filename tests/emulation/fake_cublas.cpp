@@ -51,7 +51,7 @@ void run(const void* arguments) {
 }
 
 template <class T>
-int gemm(Handle* handle, Arguments<T> p) {
+int gemm(Handle* handle, const Arguments<T>& p) {
   const int a_rows = p.a_transposed ? p.k : p.m, b_rows = p.b_transposed ? p.n : p.k;
   if (p.m < 0 || p.n < 0 || p.k < 0 || p.a_width < a_rows || p.b_width < b_rows || p.c_width < p.m)
     return invalid_value;
@@ -69,6 +69,13 @@ int gemm(Handle* handle, Arguments<T> p) {
     std::abort();
   }
   return launch(handle->stream, run<T>, &p, sizeof p) == 0 ? 0 : execution_failed;
+}
+
+template <class T>
+int gemms(Handle* handle, Arguments<T> p, long long a_step, long long b_step, long long c_step, int count) {
+  int status = count < 0 ? invalid_value : 0;
+  for (; count > 0 && status == 0; --count, p.a += a_step, p.b += b_step, p.c += c_step) status = gemm(handle, p);
+  return status;
 }
 
 }  // namespace
@@ -108,4 +115,20 @@ EXPORT int cublasSgemm_v2(Handle* handle, int at, int bt, int m, int n, int k, c
 EXPORT int cublasDgemm_v2(Handle* handle, int at, int bt, int m, int n, int k, const double* alpha, const double* a,
                           int lda, const double* b, int ldb, const double* beta, double* c, int ldc) {
   return gemm<double>(handle, {at != 0, bt != 0, m, n, k, *alpha, *beta, a, b, c, lda, ldb, ldc});
+}
+
+EXPORT int cublasSgemmStridedBatched(Handle* handle, int at, int bt, int m, int n, int k, const float* alpha,
+                                     const float* a, int lda, long long a_step, const float* b, int ldb,
+                                     long long b_step, const float* beta, float* c, int ldc, long long c_step,
+                                     int count) {
+  return gemms<float>(handle, {at != 0, bt != 0, m, n, k, *alpha, *beta, a, b, c, lda, ldb, ldc}, a_step, b_step,
+                      c_step, count);
+}
+
+EXPORT int cublasDgemmStridedBatched(Handle* handle, int at, int bt, int m, int n, int k, const double* alpha,
+                                     const double* a, int lda, long long a_step, const double* b, int ldb,
+                                     long long b_step, const double* beta, double* c, int ldc, long long c_step,
+                                     int count) {
+  return gemms<double>(handle, {at != 0, bt != 0, m, n, k, *alpha, *beta, a, b, c, lda, ldb, ldc}, a_step, b_step,
+                       c_step, count);
 }

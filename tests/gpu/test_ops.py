@@ -134,12 +134,13 @@ def test_kernels_of_an_array_of_the_device():
 # -- products ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("pairs", [(), (3,)])
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (33, 2, 65), (4, 3, 0), (0, 3, 4), (4, 0, 3)])
-def test_products(sizes, transposed, accumulate, dtype):  # noqa: F811
+def test_products(sizes, pairs, transposed, accumulate, dtype):  # noqa: F811
     rows, columns, inner = sizes
-    a, b, before = array((rows, inner), dtype), array((inner, columns), dtype), array((rows, columns), dtype)
-    given = [to_device(np.ascontiguousarray(x.T if t else x)) for x, t in zip((a, b), transposed, strict=True)]
-    out = to_device(before) if accumulate else cupy.full((rows, columns), np.nan, dtype)
+    a, b, before = (array((*pairs, *shape), dtype) for shape in ((rows, inner), (inner, columns), (rows, columns)))
+    given = [to_device(np.ascontiguousarray(x.mT if t else x)) for x, t in zip((a, b), transposed, strict=True)]
+    out = to_device(before) if accumulate else cupy.full(before.shape, np.nan, dtype)
     flags = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
     assert gpu_base.product(*given, out, accumulate=accumulate, **flags) is out
     np.testing.assert_allclose(out.get(), a @ b + (before if accumulate else 0), rtol=1e-5, atol=1e-5)

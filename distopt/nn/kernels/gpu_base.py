@@ -56,7 +56,7 @@ def product(
     b_transposed: bool = False,
     accumulate: bool = False,
 ) -> Array:
-    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of one type.
+    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of one type, or of as many pairs of them.
 
     Args:
         a: if `a_transposed`, [inner, rows].
@@ -66,17 +66,19 @@ def product(
         b_transposed: see `b`.
         accumulate: add to what `out` holds.
 
+    With pairs, all of them have one more dimension in front; one call of cuBLAS computes all products.
+
     Raises:
         ValueError: the shapes do not fit.
         MissingDependencyError: cuBLAS cannot be loaded.
     """
-    inner, rows = a.shape if a_transposed else a.shape[::-1]
-    columns = b.shape[0] if b_transposed else b.shape[1]
+    *pairs, inner, rows = a.shape if a_transposed else (*a.shape[:-2], a.shape[-1], a.shape[-2])
+    columns = b.shape[-2] if b_transposed else b.shape[-1]
     if out is None:
-        out = cupy.empty((rows, columns), a.dtype)
+        out = cupy.empty((*pairs, rows, columns), a.dtype)
     checked(a, a.shape, a.dtype)
-    checked(b, (columns, inner) if b_transposed else (inner, columns), a.dtype)
-    checked(out, (rows, columns), a.dtype)
+    checked(b, (*pairs, columns, inner) if b_transposed else (*pairs, inner, columns), a.dtype)
+    checked(out, (*pairs, rows, columns), a.dtype)
     if not out.size:
         return out
     if not inner:
@@ -107,7 +109,9 @@ def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
 
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_GEMM = (_POINTER, *(_INT,) * 5, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT)
+_MATRIX, _MATRICES = (_POINTER, _INT), (_POINTER, _INT, ctypes.c_longlong)
+_GEMM = (_POINTER, *(_INT,) * 5, _POINTER, *_MATRIX, *_MATRIX, _POINTER, *_MATRIX)
+_GEMMS = (_POINTER, *(_INT,) * 5, _POINTER, *_MATRICES, *_MATRICES, _POINTER, *_MATRICES, _INT)
 # Of CUDA 12 and 13 alike.
 _FUNCTIONS = {
     "cublasCreate_v2": (_POINTER,),
@@ -116,8 +120,10 @@ _FUNCTIONS = {
     "cublasSetWorkspace_v2": (_POINTER, _POINTER, ctypes.c_size_t),
     "cublasSgemm_v2": _GEMM,
     "cublasDgemm_v2": _GEMM,
+    "cublasSgemmStridedBatched": _GEMMS,
+    "cublasDgemmStridedBatched": _GEMMS,
 }
-_GEMMS = {"float": ("cublasSgemm_v2", ctypes.c_float), "double": ("cublasDgemm_v2", ctypes.c_double)}
+_KINDS = {"float": ("S", ctypes.c_float), "double": ("D", ctypes.c_double)}
 _STANDARD, _TF32 = 0, 3  # math modes
 
 
@@ -149,10 +155,15 @@ class _Cublas:
         matrices: tuple[tuple[Array, int], ...],
         accumulate: bool,
     ) -> None:
-        """The product by gemm: `given` are its integers, and matrices a, b and c come with their leading dimensions."""
-        gemm, number = _GEMMS[kind]
+        """The product by gemm: `given` are its integers; matrices a, b and c come with their leading dimensions."""
+        letter, number = _KINDS[kind]
         one, beta = number(1), number(accumulate)
-        (a, a_width), (b, b_width), (c, c_width) = ((array.data.ptr, width) for array, width in matrices)
+        given_matrices: list[tuple[int, ...]] = [(array.data.ptr, width) for array, width in matrices]
+        gemm, pairs = f"cublas{letter}gemm_v2", matrices[0][0].shape[:-2]
+        if pairs:
+            given_matrices = [(array.data.ptr, width, array[0].size) for array, width in matrices]
+            gemm = f"cublas{letter}gemmStridedBatched"
+        a, b, c = given_matrices
         place = stream, workspace.data.ptr
         with self._lock:
             if place != self._place:
@@ -161,7 +172,7 @@ class _Cublas:
                 self._call("cublasSetWorkspace_v2", self._handle, place[1], workspace.nbytes)
                 self._place = place
             scalars = ctypes.byref(one), ctypes.byref(beta)
-            self._call(gemm, self._handle, *given, scalars[0], a, a_width, b, b_width, scalars[1], c, c_width)
+            self._call(gemm, self._handle, *given, scalars[0], *a, *b, scalars[1], *c, *pairs)
 
 
 _handles: dict[int, _Cublas] = {}  # by device

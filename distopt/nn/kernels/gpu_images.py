@@ -1,7 +1,7 @@
 """Convolution and pooling of CuPy arrays, a part of `gpu`.
 
 A convolution is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made in chunks of
-images that bound the memory; a product for each group of channels. Chunks of gradients are added in their order.
+images that bound the memory; with groups of channels, a product for each. Chunks of gradients are added in their order.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def _groups(x: Array, w: Array) -> int:
 
 def _products(groups: int, *matrices: Array, **options: bool) -> None:
     """`product` for each group, which has a run of the rows of all three matrices."""
-    for parts in zip(*(m.reshape(groups, len(m) // groups, m.shape[1]) for m in matrices), strict=True):
-        product(*parts, **options)
+    if groups > 1:
+        matrices = tuple(matrix.reshape(groups, len(matrix) // groups, matrix.shape[1]) for matrix in matrices)
+    product(*matrices, **options)
 
 
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Sizes:
