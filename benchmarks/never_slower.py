@@ -141,7 +141,7 @@ def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
             begin, cpu = middle.pop("begin"), middle.pop("cpu")
             call = median(second for ranks in asked for second in ranks[rank]["seconds"])
             lines.append((f"{name}, rank {rank}", {"begins": begin, **middle, "call": call, "cpu": cpu}, middle))
-    phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle))
+    phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle if middle[each]))
     columns = ["begins", *phases, "sum", "call", "cpu"]
     cells = []
     for of, spent, middle in lines:
