@@ -9,8 +9,13 @@ namespace {
 // Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes.
 constexpr std::size_t whole_bytes = 256 << 10;
 
-// The largest message where chunks pass through several ranks in turn: with larger ones, the ranks wait for each other.
-constexpr std::size_t relayed_bytes = 1 << 20;
+// Messages where chunks pass through several ranks in turn: an eighth of a slice, within limits. If there are few,
+// ranks wait for each other; each one costs processor time.
+constexpr std::size_t fewest_relayed_bytes = 256 << 10, most_relayed_bytes = 1 << 20;
+
+std::size_t relayed_bytes(std::size_t slice_bytes) {
+  return std::clamp(slice_bytes / 8 / sizeof(double) * sizeof(double), fewest_relayed_bytes, most_relayed_bytes);
+}
 
 // Slice `place` of `size` about equal slices of the array.
 ByteSpan slice_of(const Arguments& arguments, std::size_t size, std::size_t place) {
@@ -46,7 +51,8 @@ FlowPlan plan_over_two_hosts(const Arguments& arguments, const Context& context)
   const std::size_t partner = is_second ? 0 : ranks, first = is_second ? 1 : 0;
   const bool divides = arguments.op == RedOp::mean;
   FlowPlan plan(group);
-  plan.chunk_bytes = std::min(context.chunk_bytes, relayed_bytes);
+  // As on all ranks, whose slices may differ by an element.
+  plan.chunk_bytes = std::min(context.chunk_bytes, relayed_bytes(arguments.part_bytes() / ranks));
   plan.result = slice_of(arguments, ranks, group.place - first);
   plan.reduction = ChunkReduction{arguments.dtype, divides ? RedOp::sum : arguments.op, plan.result.data,
                                   divides && is_second ? context.size() : 1};
