@@ -64,12 +64,14 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
-@pytest.mark.parametrize("asked", ["-h", "--help"])
 @pytest.mark.parametrize(
-    "script",
+    ("script", "asked"),
     [
-        *("mnist_multiprocess", "mnist_dist", "mnist_slurm", "zoo/train", "pytorch/mnist_ddp", "template/train"),
-        *("pytorch/tensor_parallel", "slurm/submit", "slurm/fetch_mnist"),
+        *((script, "-h") for script in ("mnist_multiprocess", "mnist_dist", "mnist_slurm", "zoo/train")),
+        *((script, "-h") for script in ("pytorch/mnist_ddp", "pytorch/tensor_parallel", "slurm/submit")),
+        ("slurm/fetch_mnist", "-h"),
+        ("mnist_dist", "--help"),
+        *(("template/train", asked) for asked in ("-h", "-help", "--help")),  # an option of its own, not argparse's
     ],
 )
 def test_help(script, asked):
