@@ -264,6 +264,11 @@ class NcclCommunicator(Communicator):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _enqueue(self, operation: _core.NcclOperation, *arrays: Array) -> NcclWork:
+        if others := {array.data.device_id for array in arrays} - {self.device_id}:
+            raise UsageError(
+                f"rank {self.topology.rank} ({self.topology.host}) works on GPU {self.device_id}; an array on GPU "
+                f"{others.pop()} cannot be sent, copy it first"
+            )
         held = _Held(operation, NcclWork(self.xp, 0 if self.flight is None else self.flight.last), arrays)
         if self._held is None:
             self._launch([held])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distopt.errors import UsageError
 from tests.emulation import build
 from tests.parts import values_beside
 
@@ -92,6 +93,17 @@ def test_captures_of_the_whole_process_go_on_beside_the_watching_thread(job: Loc
         job.all_gather(b"")
         work = comm.all_reduce(comm.xp.ones(3))
     work.wait()
+    comm.close()
+
+
+@with_ranks(2)
+def test_arrays_of_another_gpu_are_refused(job: LocalJob) -> None:
+    comm = connect(job)
+    other = comm.device_id + 1
+    with comm.xp.cuda.Device(other):
+        array = comm.xp.ones(3)
+    with pytest.raises(UsageError, match=rf"works on GPU {comm.device_id}; an array on GPU {other}"):
+        comm.all_reduce(array)
     comm.close()
 
 
