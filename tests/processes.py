@@ -75,13 +75,14 @@ class Program:
         )
 
     def end(self, timeout: float = 60.0) -> Ended:
-        """Wait for the end. Fails the test if it does not come, or if a process remains."""
+        """Wait for the end. Fails the test if it does not come with `patience`, or if a process remains."""
+        timeout = patience(timeout)
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             stdout, stderr = self.process.communicate()
-            pytest.fail(f"no end within {timeout} s\n{stdout}\n{stderr}")
+            pytest.fail(f"no end within {timeout:.0f} s\n{stdout}\n{stderr}")
         self.assert_nothing_left()
         return Ended(self.process.returncode, stdout, stderr)
 
