@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, record
+from .flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, flight_record
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Timeline:
             if not has_begun:
                 self._open_file(settings.timeline, rank, (0, 0) if os.uname().nodename == hosts[0] else (low, high))
         if not has_begun:
-            self._progress = record.progress if settings.watch else None
+            self._progress = flight_record.progress if settings.watch else None
             self.is_on = self._file is not None or self._progress is not None
             if self.is_on:
                 begin()

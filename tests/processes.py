@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _MARK = "DISTOPT_TEST_RUN"
+_MOST_SECONDS = 240.0  # then a program is taken to hang on a busy machine, too; pytest's own limit says less
 _HELD: list[socket.socket] = []
 
 
@@ -76,7 +77,7 @@ class Program:
 
     def end(self, timeout: float = 60.0) -> Ended:
         """Wait for the end. Fails the test if it does not come with `patience`, or if a process remains."""
-        timeout = patience(timeout)
+        timeout = max(timeout, min(patience(timeout), _MOST_SECONDS))
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

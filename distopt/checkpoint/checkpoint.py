@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
+from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from ..timeline import timeline
 from .adapters import adapters_of, copy_of, look_at
@@ -141,7 +142,7 @@ class Checkpoint:
             if self._root is not None or where:
                 self._settings = settings_of(self._communicator)
             if self._root is not None:
-                self._claim(self._root, reset and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
+                self._claim(self._root, reset and not DISTOPT_RUN.attempt(os.environ))
             resumed = load_newest(self._root, self._communicator, adapters_of(self._objects), self._memory)
         except BaseException:
             self._abandon()

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..launch.end_together.report import supervisor
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
+from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import copy_of, look_at
 from .folder import share_of
 
@@ -151,11 +152,10 @@ class Memory:
         """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
         fds = slots_in(os.environ)
         os.environ.pop(VARIABLE, None)
-        if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
+        if not fds or os.environ.get(DISTOPT_RUN.size) != str(ranks.topology.world_size):
             return None
-        place, n_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"], attempt)
+        place, n_ranks = int(os.environ[DISTOPT_RUN.local_rank]), int(os.environ[DISTOPT_RUN.local_size])
+        return cls(place, n_ranks, fds, ranks, os.environ[DISTOPT_RUN.node], DISTOPT_RUN.attempt(os.environ))
 
     def agree(self) -> Label | None:
         """Collective. The label of the newest states that exist of every rank then; None without such states.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
-from ..flight import record
+from ..flight import flight_record
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..settings import Settings
@@ -84,7 +84,7 @@ def begin_recording(
     """
     own, offers = job.topology.rank, []
     if len(ranks) > 1:
-        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(record.offer()).encode())]
+        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(flight_record.offer()).encode())]
     communicator.record(name, ranks, ranks[own], offers)
     if ranks[0] == 0:  # whose clock is the reference
         timeline.open(ranks[own], job.topology.hosts, communicator.all_gather_bytes, begin)

@@ -37,7 +37,7 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import UsageError
-from ..flight import Group, record
+from ..flight import Group, flight_record
 from ..kernels import check_unmasked
 from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job
@@ -329,8 +329,8 @@ class Communicator(ABC):
     # -- flight record -----------------------------------------------------------------------------------------------
     def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:
         """Local. Note all operations in the flight record; see `FlightRecord.open_group`."""
-        self.flight = record.open_group(name, ranks, rank, offers)
-        supervisor.say("records", ring=record.offer()["ring"])
+        self.flight = flight_record.open_group(name, ranks, rank, offers)
+        supervisor.say("records", ring=flight_record.offer()["ring"])
 
     def _next_number(self) -> int:
         """The number of the operation that is about to start; equal on all ranks."""

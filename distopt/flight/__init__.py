@@ -10,7 +10,7 @@ Imports the errors and settings of the package. Never knows which transport carr
 
 from __future__ import annotations
 
-from .recorder import FlightRecord, record
+from .recorder import FlightRecord, flight_record
 from .ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Group, Operation, Ring
 
 __all__ = [
@@ -24,5 +24,5 @@ __all__ = [
     "Group",
     "Operation",
     "Ring",
-    "record",
+    "flight_record",
 ]

@@ -183,4 +183,4 @@ def _path(content: dict[str, Any]) -> Path:
     return Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE') or content['folder'] + '/rank_'}{content['rank']}")
 
 
-record = FlightRecord()
+flight_record = FlightRecord()

@@ -19,7 +19,7 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError, Process
-from ..flight import record
+from ..flight import flight_record
 from ..launch.addresses import own_addresses
 from ..launch.end_together.siblings import Absence
 from ..launch.job.multiprocess import refuse_worker
@@ -123,7 +123,7 @@ def _connect(
     master = _host_of(store)
     address = route_to(master)
     offered = address or next(iter(own_addresses()), "")
-    note = [host_identity(), host, pid, token_bytes(16).hex(), offered, record.offer()]
+    note = [host_identity(), host, pid, token_bytes(16).hex(), offered, flight_record.offer()]
     store.set(str(rank), json.dumps(note))
     await_all(store, rank, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]

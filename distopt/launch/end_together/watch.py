@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ...flight import record
+from ...flight import flight_record
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say
@@ -138,11 +138,11 @@ class Watch:
     def leave(self) -> None:
         """Local. This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
         self._left = True
-        self._say("left")
+        say(self._link, "left")
 
     def end_others(self, code: int) -> None:
         """Local. End the other ranks with this exit code, after this rank has reported its failure."""
-        self._say(f"end {code}")
+        say(self._link, f"end {code}")
 
     def close(self) -> None:
         """Local. Hang up."""
@@ -175,9 +175,6 @@ class Watch:
                 )
             time.sleep(_RETRY_SECONDS)
 
-    def _say(self, line: str) -> None:
-        say(self._link, line)
-
     def _read_line(self) -> str:
         """The server's next message.
 
@@ -208,7 +205,7 @@ class Watch:
         if self._left:
             return
         kind, code, speaker, text = line.split(" ", 3)
-        record.write(text)
+        flight_record.write(text)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):  # the script may have replaced the streams; this process ends in any case
             sys.stdout.flush()

@@ -32,6 +32,7 @@ from typing import Any
 
 from ..end_together import siblings
 from ..end_together.report import VARIABLE, supervisor
+from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import die_with
 from ..threads import THREAD_VARIABLES
 from .slots import slots_in
@@ -230,7 +231,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
         numpy.seed()
     if torch := sys.modules.get("torch"):
         torch.seed()
-        if order["env"]["RANK"] != "0":
+        if order["env"][DISTOPT_RUN.rank] != "0":
             _let_listen(order["env"])
     _use_threads(order["env"])
 
@@ -240,7 +241,8 @@ def _let_listen(env: Mapping[str, str]) -> None:
     end = time.monotonic() + _AHEAD_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):  # not yet
-            socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), _AHEAD_SECONDS).close()
+            address = env[DISTOPT_RUN.address], int(env[DISTOPT_RUN.port])
+            socket.create_connection(address, _AHEAD_SECONDS).close()
             return
         time.sleep(_AHEAD_SECONDS / 100)
 

@@ -50,12 +50,12 @@ class DistoptRun(Torchrun):
             restarts: how many times they may be started again.
         """
         return {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(local_size),
-            "GROUP_RANK": str(node),
+            self.size: str(size),
+            self.local_size: str(local_size),
+            self.node: str(node),
             "GROUP_WORLD_SIZE": str(nodes),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            self.address: address,
+            self.port: str(port),
             "TORCHELASTIC_RUN_ID": job,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),

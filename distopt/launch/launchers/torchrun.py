@@ -13,16 +13,24 @@ from ..mpi_quirks import is_open_mpi
 from .base import Launcher, LauncherInfo
 from .srun import in_step
 
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
 
 class Torchrun(Launcher):
-    """torchrun, or a script that sets RANK and WORLD_SIZE itself."""
+    """torchrun, or a script that sets RANK and WORLD_SIZE itself.
+
+    Attributes:
+        port: with `address`, the variable that names the TCP port of PyTorch's rank 0 there.
+        node: the variable with the number of the node.
+    """
 
     name = "torchrun"
     rank, size = "RANK", "WORLD_SIZE"
-    local_rank, local_size = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    local_rank = "LOCAL_RANK"
+    local_size: str = "LOCAL_WORLD_SIZE"
     prefixes = ("TORCHELASTIC_",)
-    job_variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    address = "MASTER_ADDR"
+    address, port, node = "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"
+    job_variables = (address, port, "TORCHELASTIC_RUN_ID", _ATTEMPT)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
         """Local. See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
@@ -31,6 +39,10 @@ class Torchrun(Launcher):
 
     def is_certain(self, env: Mapping[str, str]) -> bool:  # noqa: D102
         return "TORCHELASTIC_RUN_ID" in env
+
+    def attempt(self, env: Mapping[str, str]) -> int:
+        """Local. How many times the ranks have been started before, as far as the launcher says so."""
+        return int(env.get(_ATTEMPT, "0"))
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
         return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

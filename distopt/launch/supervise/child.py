@@ -19,7 +19,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
-from ...flight import record
+from ...flight import flight_record
 from ..end_together.report import supervisor
 from ..job.multiprocess import UNGUARDED, Ticket, is_importing
 from ..job.origin import origin
@@ -251,7 +251,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
 
 
 def _fail_by(error: BaseException) -> NoReturn:
-    record.failed(error)
+    flight_record.failed(error)
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `_run_rank`
     code = error.exit_code if isinstance(error, DistoptError) else 1
     if code == UsageError.exit_code:

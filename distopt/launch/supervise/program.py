@@ -49,7 +49,6 @@ class Program(Rank):
     ) -> None:
         super().__init__(rank)
         self._folder = folder
-        self._relays: list[Relay] = []
         self._process: subprocess.Popen[bytes] | None = None  # None if the fork server has forked it
         env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
         mark = b"[rank %d] " % rank if rank else b""
@@ -59,9 +58,9 @@ class Program(Rank):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 logs = [(folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-            relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
+            self._relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
             none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            stdin, stdout, stderr = standard = [0 if rank == 0 else none, *(relay.sink for relay in relays)]
+            stdin, stdout, stderr = standard = [0 if rank == 0 else none, *(relay.sink for relay in self._relays)]
             for fd in (none, stdout, stderr):
                 stack.callback(os.close, fd)
             if server is not None:
@@ -78,7 +77,6 @@ class Program(Rank):
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
                 )
                 self.pid = self._process.pid
-        self._relays = relays
 
     def kill(self) -> None:  # noqa: D102 - with the group of processes that it has started, even if it has ended itself
         super().kill()

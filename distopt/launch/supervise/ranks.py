@@ -2,8 +2,7 @@
 
 A rank that runs distopt reports why it fails (`distopt.launch.end_together.report`). Of another program only the exit
 status counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without a
-message, and its end may be noticed later. So does a rank that its supervisor ends by
-SIGTERM or SIGKILL.
+message, and its end may be noticed later. So does a rank that its supervisor ends by SIGTERM or SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...flight import Ring, record
+from ...flight import Ring, flight_record
 from ..end_together.report import VARIABLE
 from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
 from ..processes import end_of
@@ -208,7 +207,7 @@ class Rank:
                     self.said[message["say"]] = message
                     if message["say"] == "records":
                         # At once: a rank that has ended cannot be asked.
-                        self.ring = record.add(message["ring"]) or self.ring
+                        self.ring = flight_record.add(message["ring"]) or self.ring
             return False
         return True
 
@@ -272,7 +271,7 @@ class LocalRanks:
             failure = rank.failure
             if failure is None or failure.code == UsageError.exit_code:
                 continue
-            if (folder := record.write(failure.text)) and folder not in failure.text:
+            if (folder := flight_record.write(failure.text)) and folder not in failure.text:
                 rank.failure = replace(failure, text=f"{failure.text.rstrip()}; flight record in {folder}")
 
     def fail(self, rank: Rank, code: int, text: str) -> None:
@@ -319,7 +318,7 @@ class LocalRanks:
 
     def release(self) -> None:
         """Local. Forget all ranks; if any still run, kill them first."""
-        record.forget()
+        flight_record.forget()
         if self.running:
             self.kill()
         for rank in self.ranks:
