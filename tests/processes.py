@@ -75,9 +75,13 @@ class Program:
             start_new_session=True,
         )
 
-    def end(self, timeout: float = 60.0) -> Ended:
-        """Wait for the end. Fails the test if it does not come with `patience`, or if a process remains."""
-        timeout = max(timeout, min(patience(timeout), _MOST_SECONDS))
+    def end(self, timeout: float | None = None) -> Ended:
+        """Wait for the end. Fails the test if it does not come, or if a process remains.
+
+        Args:
+            timeout: where the end has to come before another time is over (default: a minute, with `patience`).
+        """
+        timeout = timeout or min(patience(60.0), _MOST_SECONDS)
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
     def add(name: str, **how: Any) -> None:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        parser.add_argument(*spellings, dest=name.replace("-", "_"), **how)
+        parser.add_argument(*spellings, dest=name.partition("=")[0].replace("-", "_"), **how)
 
     add("nnodes", type=_range_of(at_least(1)), default="1", metavar="N", help="number of nodes (default: 1)")
     add(
@@ -82,8 +82,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
-    help_of_json = "the same as lines of JSON on stderr"  # a value that is optional would take SCRIPT
-    parser.add_argument("--watch=json", action="store_const", const="json", dest="watch", default="", help=help_of_json)
+    # An option of its own: an optional value would take SCRIPT.
+    add("watch=json", action="store_const", const="json", default="", help="the same as lines of JSON on stderr")
     parser.add_argument("-n", "-np", "--np", type=_renamed, help=argparse.SUPPRESS)  # mpiexec's and Horovod's
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")

@@ -18,7 +18,8 @@ from typing import Any
 from ...errors import DistoptError
 
 # Variables that launchers set for their ranks. A child that inherited them would take itself for a rank of the job that
-# the doctor runs in, and would wait for its peers in MPI_Init.
+# the doctor runs in, and would wait for its peers in MPI_Init. Written down again, since the doctor works where
+# `distopt.launch` cannot be imported.
 _LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
 
 
