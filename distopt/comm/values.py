@@ -59,14 +59,14 @@ def take(value: Any) -> Value:
         except OverflowError:
             bits = int(value).bit_length()
             raise UsageError(f"an int of {bits} bits does not fit in int64; pass it as a float") from None
-        return Value(array, label, _give_number)
+        return Value(array, label, lambda result: result if result.ndim else result.item())
     give: Callable[[Array], Any]
     cupy = sys.modules.get("cupy")
     check_unmasked(value)
     if isinstance(value, np.ndarray):
         array, give = value.view(np.ndarray), _as_it_is
     elif isinstance(value, np.longdouble):
-        array, give = np.asarray(value), _scalar_of
+        array, give = np.asarray(value), lambda result: result[()]
     elif cupy is not None and isinstance(value, cupy.ndarray):
         array, give = value, _as_it_is
     elif hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
@@ -83,14 +83,6 @@ def _kind_of_number(value: Any) -> str:
     if isinstance(value, np.generic):
         return value.dtype.kind if value.dtype.itemsize <= np.dtype(np.float64).itemsize else ""
     return next((kind for kind, number in _NUMBERS.items() if isinstance(value, number[0])), "")
-
-
-def _give_number(result: Array) -> Any:
-    return result if result.ndim else result.item()
-
-
-def _scalar_of(result: Array) -> Any:
-    return result[()]
 
 
 def _as_it_is(result: Array) -> Array:

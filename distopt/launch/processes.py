@@ -121,13 +121,11 @@ def end_of(pid: int) -> int | None:
 
 def children(pid: int) -> list[int]:
     """Local. Process ids of the children of process `pid`, as far as they can be seen."""
-    pids: list[int] = []
     try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            pids += map(int, (task / "children").read_text().split())
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:  # the parent has ended, or belongs to another user
         return []
-    return pids
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ _END_SECONDS = 2.0  # from SIGTERM to SIGKILL
 _FIRST_SECONDS = 0.2  # lead of rank 0 if all ranks are about to print the same
 _SAME_SECONDS = 1.0  # then a rank that prints the same line prints it again
 _RANKS_PER_CORE = 32  # more are a mistake
-_USER_ERROR = UsageError.exit_code
 
 
 def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
@@ -101,10 +100,10 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         _last_words(error.details)
         raise SystemExit(error.exit_code) from None
     except DistoptError as error:
-        if error.exit_code != _USER_ERROR:
+        if error.exit_code != UsageError.exit_code:
             raise
         _last_words_once(f"error: {error}", launcher())
-        sys.exit(_USER_ERROR)
+        sys.exit(UsageError.exit_code)
     except Preempted:
         raise  # by no sys.exit, because all ranks leave, and none is to end the others
     except KeyboardInterrupt:
