@@ -41,7 +41,7 @@ class Torchrun(Launcher):
         return "TORCHELASTIC_RUN_ID" in env
 
     def attempt(self, env: Mapping[str, str]) -> int:
-        """Local. How many times the ranks have been started before, as far as the launcher says so."""
+        """Local. How many times the ranks have been started before; 0 if the launcher does not count that."""
         return int(env.get(_ATTEMPT, "0"))
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
