@@ -26,6 +26,8 @@ from .parameters import (
     arrays_in,
     check_plain,
     device_of,
+    is_in_ddp,
+    kept_gradients,
     send_first,
     tensors_of,
     unused_on_all,
@@ -101,10 +103,12 @@ class DistOpt(torch.optim.Optimizer):
         self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
-        plain = None if model is None else plain_model(model)[0]
+        plain, ddp = (None, None) if model is None else plain_model(model)
         if named_parameters is None and plain is not None:
             named_parameters = plain.named_parameters()
         trained, others = _named(optimizer, named_parameters)
+        if ddp is not None or is_in_ddp(trained):
+            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or no DDP")
         self._params = [TrainedParameter(name, tensor) for name, tensor in trained]
         self.device = device_of(self._params)
         communicator = communicator_of(group, self.device)
@@ -126,6 +130,7 @@ class DistOpt(torch.optim.Optimizer):
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
         self._skips = False  # whether the next `step` leaves the parameters alone
         self._handles = [_hooked(param, weakref.ref(self)) for param in self._params]
+        _open.add(self)
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
     # -- the interface of optimizers -----------------------------------------------------------------------------------
@@ -168,7 +173,9 @@ class DistOpt(torch.optim.Optimizer):
                 self._check_averaged(averaged)
             self.optimizer.step()
             if self.partition_elements is not None and self._layout is not None:
-                self._engine.partial.average(self._layout)
+                partial, buckets = self._engine.partial, self._layout.buckets
+                with kept_gradients([buckets[partial.next % len(buckets)]]):
+                    partial.average(self._layout)
         return loss
 
     def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
@@ -266,10 +273,12 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
-        self._engine.partial.synchronize()
+        with kept_gradients([] if self._layout is None else self._layout.buckets):
+            self._engine.partial.synchronize()
 
     def close(self) -> None:
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
+        _open.discard(self)
         for handle in self._handles:
             handle.remove()
         if self._shards is not None:
@@ -313,12 +322,21 @@ class DistOpt(torch.optim.Optimizer):
             return step
         if sum(len(group["params"]) for group in self.param_groups) != len(self._params):
             raise UsageError("the optimizer has got more parameters since it was wrapped; wrap it anew")
+        if self._layout is None:
+            self._check_alone()
         engine, rule = self._engine, self._rule
         version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
         if self.partition_elements is not None:
             return engine.begin_partial(self.partition_elements, self._order, rule, version=version)
         options: dict[str, Any] = {"version": version, "clip": self.clip}
         return engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
+
+    def _check_alone(self) -> None:
+        names = {id(param.tensor): param.name for param in self._params}
+        for other in _open - {self}:
+            for param in other._params:
+                if (name := names.get(id(param.tensor))) is not None:
+                    raise UsageError(f"parameter {name} is averaged by another DistOpt, too; call close() of that one")
 
     def _order(self) -> list[TrainedParameter]:
         """Local. The parameters that train, in the order in which their gradients usually become final."""
@@ -387,6 +405,9 @@ class DistOpt(torch.optim.Optimizer):
             param.tensor.grad = views[id(param)]
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([param.tensor for param in averaged], self.clip_grad_norm)
+
+
+_open: weakref.WeakSet[DistOpt] = weakref.WeakSet()
 
 
 def _hooked(param: TrainedParameter, owner: weakref.ref[DistOpt]) -> torch.utils.hooks.RemovableHandle:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ...comm import Communicator
 from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
+from ...sync.bucket import Bucket
 from ...sync.layout import Layout
+from ..checkpoint.trees import is_of
 from ..tensors import array_of
 
 _views: weakref.WeakKeyDictionary[Layout, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()  # see `views_of`
@@ -36,6 +41,10 @@ class TrainedParameter:
         Raises:
             UsageError: it is on a device or of a type that codecs do not reduce, or its memory has gaps.
         """
+        if is_of(tensor, "torch.distributed.tensor", "DTensor"):
+            raise UsageError(
+                f"parameter {name} is a DTensor; FSDP2 averages the gradients of its shards, so use the optimizer alone"
+            )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise UsageError(
                 f"parameter {name} is on {tensor.device}; codecs reduce gradients on CPUs and NVIDIA's GPUs"
@@ -142,6 +151,23 @@ def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) 
     own = bytes(key in unused for key in layout.places)
     everywhere = [all(flags) for flags in zip(*communicator.all_gather_bytes(own), strict=True)]
     return {key for key, flag in zip(layout.places, everywhere, strict=True) if flag}
+
+
+def is_in_ddp(named: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
+    """Local. Whether a DDP has named the parameters."""
+    if not named or not all(name.startswith("module.") for name, _ in named):
+        return False
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return any(named[0][1] is tensor for ddp in found for tensor in ddp.parameters())
+
+
+@contextlib.contextmanager
+def kept_gradients(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Local. Restore the gradients in the buckets after the body, which sends parameters from there."""
+    kept = [bucket.flat.copy() for bucket in buckets]
+    yield
+    for bucket, flat in zip(buckets, kept, strict=True):
+        bucket.flat[...] = flat
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -159,9 +160,16 @@ def check_dist_opt_joins(r: Ranks) -> None:
 def check_dist_opt_updates_partially(r: Ranks) -> None:
     model = network()
     optimizer = dist_opt(model, partition_elements=SMALL)
-    train(model, optimizer, r.rank, 2)
+    train(model, optimizer, r.rank, 1)
+    ((x, y),) = batches(r.rank, 1, 1)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    optimizer.step()
     before = params_of(model)
     optimizer.synchronize()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        same(param.grad, grad, "after a step, .grad is what it was")
     for one, mine in zip(params_of(model), before, strict=True):
         same_on_all_ranks(one)
         every = [torch.empty_like(mine) for _ in r.all]
@@ -576,6 +584,12 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     ddp.register_comm_hook(*distopt.torch.hook(network()))
     with pytest.raises(UsageError, match="make the hook of the model inside of DDP"):
         ddp(torch.ones(1, 1, 8, 8)).sum().backward()
+    for averaged in ({"named_parameters": ddp.named_parameters()}, {"model": ddp}):
+        with pytest.raises(UsageError, match=r"DDP averages the gradients of this model itself; use hook"):
+            distopt.torch.DistOpt(sgd(ddp), **averaged)
+    sharded = fully_shard(network())
+    with pytest.raises(UsageError, match=r"0.weight is a DTensor; FSDP2 averages"):
+        dist_opt(sharded)
     with pytest.raises(UsageError, match="trains 4 parameters that are not averaged"):
         distopt.torch.DiLoCo(model, sgd(model), sgd(model[4]))
     model[0].requires_grad_(False)
@@ -596,6 +610,10 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         pair[0](torch.ones(1, 3)).sum().backward()
     optimizer.close()
     optimizer = dist_opt(pair, find_unused_parameters=True)
+    another = dist_opt(pair)
+    with pytest.raises(UsageError, match=r"parameter 0.weight is averaged by another DistOpt, too; call close"):
+        pair[0](torch.ones(1, 3)).sum().backward()
+    another.close()
     optimizer.zero_grad()
     pair[r.rank % 2](torch.ones(1, 3)).sum().backward()
     optimizer.step()
