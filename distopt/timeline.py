@@ -21,7 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, flight_record
+from .flight.recorder import flight_record
+from .flight.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE
 from .settings import Settings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
-from ..flight import flight_record
+from ..flight.recorder import flight_record
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..settings import Settings

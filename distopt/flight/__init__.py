@@ -7,22 +7,3 @@ stacks. The analysis is `python -m torch.distributed.flight_recorder.fr_trace FO
 
 Imports the errors and settings of the package. Never knows which transport carries an operation out.
 """
-
-from __future__ import annotations
-
-from .recorder import FlightRecord, flight_record
-from .ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Group, Operation, Ring
-
-__all__ = [
-    "COPIES",
-    "SAMPLES",
-    "SAVES",
-    "STEPS",
-    "WAITED",
-    "WAITS_SINCE",
-    "FlightRecord",
-    "Group",
-    "Operation",
-    "Ring",
-    "flight_record",
-]

@@ -19,7 +19,7 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError, Process
-from ..flight import flight_record
+from ..flight.recorder import flight_record
 from ..launch.addresses import own_addresses
 from ..launch.end_together.siblings import Absence
 from ..launch.job.multiprocess import refuse_worker

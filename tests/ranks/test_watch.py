@@ -43,7 +43,8 @@ def front_of(name: str) -> str:
 @pytest.mark.parametrize("front", ["nn", "torch"])
 def test_a_slow_rank_is_named_and_its_steps_are_counted(tmp_path, front):
     program = Program([*RUN, "--nproc-per-node", "2", SCRIPT, front_of(front), str(tmp_path / "end"), "slow", "1"])
-    row = rows_until(program, lambda row: row["state"].endswith("the others wait for it"))[-1]
+    waited_for = "the others wait for it"
+    row = rows_until(program, lambda row: row["state"].endswith(waited_for) and row["samples_per_s"] is not None)[-1]
     assert (row["rank"], row["state"]) == (1, "running; the others wait for it")
     assert row["host"] == os.uname().nodename
     assert row["memory_bytes"] > 10_000_000

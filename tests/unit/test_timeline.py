@@ -11,7 +11,7 @@ from distopt import timeline as recorder
 from distopt.cli import main
 from distopt.cli.timeline import findings, load, report, summarize
 from distopt.errors import DataError
-from distopt.flight import FlightRecord
+from distopt.flight.recorder import FlightRecord
 from distopt.timeline import TRACKS, Timeline
 
 STEPS, STEP_US = 9, 10_000

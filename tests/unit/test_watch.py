@@ -11,7 +11,8 @@ from dataclasses import asdict
 
 import pytest
 
-from distopt.flight import FlightRecord, Operation
+from distopt.flight.recorder import FlightRecord
+from distopt.flight.ring import Operation
 from distopt.launch.nodes.watch import Monitor, Row, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...flight import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
+from ...flight.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
 from ..processes import describe_exit
 from ..supervise.output import Output
 from ..supervise.ranks import Rank

@@ -31,7 +31,7 @@ from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
     from ...comm.work import Work
-    from ...flight import Group
+    from ...flight.ring import Group
 
 # The queue's thread carries out an operation only after this time: a thread that waits for it saves a switch.
 _GRACE_SECONDS = 2e-3
