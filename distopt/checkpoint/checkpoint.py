@@ -231,7 +231,8 @@ class Checkpoint:
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
         """
-        self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
+        if epoch is not None:
+            self._enter(check_integer("epoch", epoch))
         if self._memory is not None:
             self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._root is None:
@@ -264,6 +265,14 @@ class Checkpoint:
             target=self._write, args=(self._root / name, manifest, shared, own, stamp), name="distopt checkpoint"
         )
         self._writer.start()
+
+    def _enter(self, epoch: int) -> None:
+        """Set the epoch in which the job resumes. If it is another one, samplers have finished theirs."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            for thing in self._objects.values():
+                if hasattr(thing, "finish_epoch"):
+                    thing.finish_epoch()
 
     def _copy(self, adapters: Mapping[str, Adapter]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""

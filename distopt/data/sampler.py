@@ -122,6 +122,15 @@ class ShardedSampler:
         if epoch != self.epoch:
             self.epoch, self.consumed, self._first = epoch, 0, 0
 
+    def finish_epoch(self) -> None:
+        """Local. If all batches of this epoch are consumed, begin anew, as the next iteration would.
+
+        `Checkpoint.save(epoch)` calls this for a new epoch: without `set_epoch`, states tell one epoch from the next by
+        `consumed` alone.
+        """
+        if self._batches(self._share(self.size - self.consumed)) == 0:
+            self.consumed = self._first = 0
+
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         """The batches of the current epoch: disjoint int64 arrays of `batch_size` indices.
 

@@ -311,6 +311,31 @@ def test_a_step_is_saved_once_in_an_epoch(tmp_path):
     assert names(tmp_path) == [step_name(2)]
 
 
+@pytest.mark.parametrize("sets", [False, True], ids=["no set_epoch", "set_epoch"])
+@pytest.mark.parametrize(("after", "steps"), [(None, [5, 5, 5, 5]), (4, [5, 5, 1, 5]), (5, [5, 5, 0, 5])])
+def test_an_epoch_is_whole_whether_or_not_the_script_sets_it(tmp_path, sets, after, steps):
+    """The first job ends after two epochs, or after some steps of the third one."""
+
+    def epochs(last, stop=None):
+        sampler = ShardedSampler(10, 1, 0, 2)
+        with Checkpoint(tmp_path, sampler=sampler) as saver:
+            saver.resume()
+            for epoch in range(saver.epoch, last):
+                if sets:
+                    sampler.set_epoch(epoch)
+                taken = 0
+                for _ in sampler:
+                    taken += 1
+                    saver.step(epoch)
+                    if (epoch, taken) == (2, stop):
+                        saver.save()
+                        return
+                saver.save(epoch + 1)
+                yield taken
+
+    assert [*epochs(2 if after is None else 3, after), *epochs(4)] == steps
+
+
 def test_reset_is_of_the_first_start_alone(tmp_path, monkeypatch):
     """The same command line starts ranks again after a failure."""
     values = np.zeros(2)
