@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from ..kernels import array_module, check_unmasked
+from ..kernels import array_module, check_resolved, check_unmasked
 from .base import Array
 
 # By the kind of a number's NumPy type: its Python type, its type on the wire, and its name in messages.
@@ -99,6 +99,7 @@ def _refused(value: Any) -> UsageError:
 # -- DLPack ----------------------------------------------------------------------------------------------------------
 def _read_dlpack(value: Any) -> Array:
     name = type(value).__name__
+    check_resolved(value)
     try:
         kind = value.__dlpack_device__()[0]
         xp = {_DLPACK_CPU: np, _DLPACK_CUDA: sys.modules.get("cupy")}.get(kind)

@@ -11,7 +11,16 @@ from ..errors import UsageError
 from . import host
 from .base import FINDINGS, FROM_BAD, Accumulation, Kernels
 
-__all__ = ["FINDINGS", "FROM_BAD", "Accumulation", "Kernels", "array_module", "check_unmasked", "kernels_of"]
+__all__ = [
+    "FINDINGS",
+    "FROM_BAD",
+    "Accumulation",
+    "Kernels",
+    "array_module",
+    "check_resolved",
+    "check_unmasked",
+    "kernels_of",
+]
 
 
 def kernels_of(array: Any) -> Kernels:
@@ -28,6 +37,14 @@ def check_unmasked(array: object) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(
             "a masked array would lose its mask; pass array.filled(0), say, and numpy.ma.getmaskarray(array) if needed"
+        )
+
+
+def check_resolved(array: object) -> None:
+    """Local. Raises a UsageError for a tensor of PyTorch that is negated as it is read, which DLPack omits."""
+    if getattr(array, "is_neg", bool)():
+        raise UsageError(
+            f"a {type(array).__name__} with PyTorch's negative bit would lose its sign; pass its resolve_neg()"
         )
 
 

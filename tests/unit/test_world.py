@@ -241,6 +241,10 @@ def test_tensors_of_pytorch(world):
     with pytest.raises(UsageError, match=r"a Parameter cannot be read through DLPack \(.*detach.*; pass a den"):
         world.all_reduce(parameter)
     assert type(world.all_reduce(parameter.detach())) is torch.Tensor
+    negated = torch.ones(2, dtype=torch.complex64).conj().imag
+    for call in (world.all_reduce, world.broadcast, world.all_gather, tensor.Tensor.from_dlpack):
+        with pytest.raises(UsageError, match="negative bit would lose its sign; pass its resolve_neg"):
+            call(negated)
     for wrong in (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
         with pytest.raises(UsageError, match="a Tensor "):
             world.all_reduce(wrong)

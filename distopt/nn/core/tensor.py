@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from ...checks import check_integer
 from ...errors import UsageError
-from ...kernels import check_unmasked
+from ...kernels import check_resolved, check_unmasked
 from ..devices.device import Device, device_of, get_default_device
 from . import changes
 from .arithmetic import Add, Div, MatMul, Mul, Reshape, Sub
@@ -133,8 +133,9 @@ class Tensor:
         Until NumPy 2.1, the memory of another library's array on the CPU is read-only.
 
         Raises:
-            UsageError: the array is not C-contiguous.
+            UsageError: the array is not C-contiguous, or a tensor of PyTorch that is negated as it is read.
         """
+        check_resolved(array)
         if array.__dlpack_device__()[0] == 1:  # kDLCPU of dlpack.h
             array = array.array if isinstance(array, Tensor) else array
             array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
