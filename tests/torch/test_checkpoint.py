@@ -22,8 +22,10 @@ from distopt import checkpoint, cli
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
+from distopt.torch.checkpoint.states import Generators, parts_of
 from distopt.torch.checkpoint.trees import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
+from tests.conformance.thread_ranks import on_ranks
 from tests.faults.healing import RUN, Job, without_heal
 from tests.faults.healing import disturb as kill
 from tests.processes import Ended, Program
@@ -157,6 +159,35 @@ def train(model, optimizer, checkpoint, steps: int) -> float:
         optimizer.step()
         checkpoint.step()
     return loss.item()
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize(("before", "rate", "words"), [
+    (2, 0.1, "optimizer resumes with the learning rates [0.2] of its states, not with [0.1] of the script"),
+    (2, 0.2, ""),
+    (1, 0.1, ""),
+])  # fmt: skip
+def test_rates_that_another_number_of_ranks_has_saved_are_named(tmp_path, caplog, before, rate, words, scheduled):
+    def objects(rate: float):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], rate)
+        schedules = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if scheduled else {}
+        return {"optimizer": optimizer, **schedules}
+
+    def body(comm):
+        parts = parts_of(made := objects(0.2), replicated=True) | {"torch.generators": Generators()}
+        with checkpoint.Checkpoint(tmp_path, communicator=comm, **parts) as saver:
+            saver.resume()
+            made["optimizer"].step()
+            for schedule in list(made.values())[1:]:
+                schedule.step()
+            saver.save()
+
+    on_ranks(before, body)
+    made = objects(rate)
+    with Checkpoint(tmp_path, **made) as saver:
+        saver.resume()
+    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.02 if scheduled else 0.2)
+    assert [words in caplog.text, "learning rate" in caplog.text] == [True, bool(words)]
 
 
 SCHEDULERS = {

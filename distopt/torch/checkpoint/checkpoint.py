@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ... import checkpoint
@@ -16,6 +18,8 @@ from .states import Generators, parts_of
 if TYPE_CHECKING:
     from ...checkpoint import Resumed
     from ...checkpoint.adapters import Ranks
+
+_log = logging.getLogger("distopt")
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -64,6 +68,7 @@ class Checkpoint(checkpoint.Checkpoint):
     ) -> None:
         """Collective."""
         self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
+        self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         self._generators = Generators()
         parts = {**parts_of(objects, replicated=replicated), "torch.generators": self._generators}
         super().__init__(
@@ -71,9 +76,16 @@ class Checkpoint(checkpoint.Checkpoint):
         )
 
     def resume(self, reset: bool = False) -> Resumed | None:
-        """Collective. Resume from the last complete checkpoint; see `distopt.checkpoint.Checkpoint.resume`."""
+        """Collective. Resume from the last complete checkpoint; see `distopt.checkpoint.Checkpoint.resume`.
+
+        Learning rates and schedules become those of the states. With another number of ranks, one line names the rates
+        that the script had chosen otherwise.
+        """
+        chosen = {name: _rates(each) for name, each in self._optimizers.items()}
         resumed = super().resume(reset)
         if resumed is not None:
+            if self._rank == 0 and resumed.world_size != self._communicator.topology.world_size:
+                _tell_rates(chosen, self._optimizers)
             for sampler in self._samplers:
                 sampler.continue_with(self._generators.put_again)
         return resumed
@@ -100,6 +112,21 @@ def load(
         See `distopt.checkpoint.load`, for errors too.
     """
     return checkpoint.load(folder, _ranks_of(group), **parts_of(objects, replicated=replicated))
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group, before schedules."""
+    return [float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups]
+
+
+def _tell_rates(chosen: dict[str, list[float]], optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    for name, optimizer in optimizers.items():
+        if (loaded := _rates(optimizer)) != chosen[name]:
+            _log.warning(
+                "%s resumes with the learning rates %s of its states, not with %s of the script; where they or the "
+                "length of a schedule depend on the number of ranks, set them after Checkpoint.resume",
+                name, loaded, chosen[name],
+            )  # fmt: skip
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
