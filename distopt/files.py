@@ -25,6 +25,17 @@ _TYPES = {"b1": "BOOL", **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind
 _TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
 
 
+def type_of(key: str, array: Any) -> str:
+    """Local. What safetensors files call the type of an array.
+
+    Raises:
+        UsageError: they have no such type.
+    """
+    if (known := _TYPES.get(array.dtype.str[1:])) is None:
+        raise UsageError(f"{key} has dtype {array.dtype}, which safetensors files do not know; convert it")
+    return known
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Local. Replace the file `path` by the body's output, all of it or nothing.
@@ -118,9 +129,7 @@ def save_arrays(
     header: dict[str, Any] = {}
     end = 0
     for key, array in little.items():
-        dtype = _TYPES.get(array.dtype.str[1:])
-        if dtype is None:
-            raise UsageError(f"{key} has dtype {array.dtype}, which safetensors files do not know; convert it")
+        dtype = type_of(key, array)
         begin, end = end, end + array.nbytes
         header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
     header["__metadata__"] = {**mark, **({"notes": notes} if notes else {}), "crc32": _checksums(little, notes)}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
-from ..files import file_lock
+from ..files import file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from ..timeline import timeline
@@ -277,6 +277,10 @@ class Checkpoint:
     def _copy(self, adapters: Mapping[str, Adapter]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
         states = look_at(adapters)
+        for key, array in (*states.shared.items(), *states.own.items()):
+            type_of(
+                key.rstrip("/"), array
+            )  # raises in the script, not in the thread, where training would go on without a save
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
         def copied(arrays: Arrays) -> Arrays:

@@ -87,6 +87,8 @@ def how_much(one: Any, other: Any) -> str:
     bits = [np.atleast_1d(array).view(f"u{array.itemsize}") for array in (one, other)]
     if not (n_differ := np.count_nonzero(bits[0] != bits[1])):
         return ""
+    if (n_nan := np.count_nonzero(np.isnan(one) != np.isnan(other))) > 0:
+        return f"differs in {n_differ} of {one.size} elements, {n_nan} of them NaN in one run only"
     with np.errstate(invalid="ignore"):
         most = np.nanmax(np.abs(one.astype(np.longdouble) - other), initial=0)
     text = f"differs in {n_differ} of {one.size} elements, by at most {most:.3g}"

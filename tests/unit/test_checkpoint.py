@@ -879,6 +879,16 @@ def test_misuse_is_told(tmp_path):
     empty.close()
 
 
+@pytest.mark.parametrize("thing", [np.zeros(2, complex), Told(x=np.zeros(2, complex))], ids=["array", "object"])
+def test_what_files_cannot_hold_is_an_error_at_the_save(tmp_path, thing):
+    saver = Checkpoint(tmp_path, own=thing)
+    saver.resume()
+    with pytest.raises(UsageError, match=r"^own(/x)? has dtype complex128, which safetensors files do not know"):
+        saver.save()
+    saver.close()
+    assert names(tmp_path) == []
+
+
 # -- other numbers of ranks -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (3, 2)])
 def test_means_over_ranks(tmp_path, before, after):

@@ -167,6 +167,12 @@ def test_unset_nothing_is_looked_at(tmp_path, monkeypatch):
         ),
         (np.float32(1e-45), np.float32(-1e-45), "differs in 1 of 1 elements, by at most 2.8e-45 (3 ulp)"),
         (np.float16([1, 2]), np.float16([1, 4]), "differs in 1 of 2 elements, by at most 2 (1024 ulp)"),
+        (
+            np.float32([1, 2, 3]),
+            np.float32([np.nan, 2, 4]),
+            "differs in 2 of 3 elements, 1 of them NaN in one run only",
+        ),
+        (np.float32([np.nan, 2]), np.float32([np.nan, 2]), ""),
         (np.int64([7, -1]), np.int64([7, 1]), "differs in 1 of 2 elements, by at most 2"),
         (np.uint8([255]), np.uint8([0]), "differs in 1 of 1 elements, by at most 255"),
         (np.bool_([True]), np.bool_([False]), "differs in 1 of 1 elements, by at most 1"),
