@@ -30,6 +30,8 @@ HierarchicalCollective::HierarchicalCollective(Arguments arguments, std::shared_
 // Numbers are given out here and not earlier: later collectives would wait for the number of one that was refused.
 void HierarchicalCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
   MpiCollective::enqueue(context, sequence, first_tag);
+  const std::string call = description();
+  stage_label_ = "part of " + call.substr(0, call.find(" of "));
   for (Section& section : sections_) section.number = hierarchy_->sections++;
 }
 
@@ -86,6 +88,7 @@ HierarchicalCollective::Stage HierarchicalCollective::make_stage(const Section& 
   char* const slice = section.data + levels.local * section.share * item_bytes(arguments().dtype);
   Arguments stage = arguments();
   stage.op = stage_op_;
+  stage.label = stage_label_;
   stage.count = section.share;
   if (section.stage == 1) {
     stage.output = slice;

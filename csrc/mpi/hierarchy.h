@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/errors.h"
@@ -64,6 +65,7 @@ class HierarchicalCollective : public MpiCollective {
   // float32, so that no sum of a host overflows.
   bool divides_once_;
   RedOp stage_op_;
+  std::string stage_label_;  // for errors of a host's ranks
   // A mismatch that a stage has found. The announcement will throw it in the caller's terms.
   std::optional<CommunicatorError> mismatch_;
 };

@@ -55,7 +55,12 @@ def main() -> None:
         flat.close()
     else:
         try:
-            if rank != last:
+            if how == "op":
+                wire, other = comm.empty(2_000_000), comm.empty(2_000_000)  # both are under way at the mismatch
+                works = [comm.all_reduce(wire), comm.all_reduce(other, "max" if rank == last else "sum")]
+                for work in reversed(works):
+                    work.wait()
+            elif rank != last:
                 comm.all_reduce(wire, label="bucket 3").wait()
             elif how == "mismatch":
                 comm.all_reduce(wire[1:], label="bucket 3").wait()

@@ -69,6 +69,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
     ("how", "expected"),
     [
         ("mismatch", r"MismatchError rank \d \(host host-[ab], .* in all_reduce #\d+ of 100,000 float32"),
+        ("op", r"MismatchError rank \d \(host host-[ab], .* all_reduce #\d+\b.*, rank \d .* all_reduce #\d+\b"),
         (
             "close",
             (
