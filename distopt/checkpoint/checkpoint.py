@@ -278,9 +278,8 @@ class Checkpoint:
         """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
         states = look_at(adapters)
         for key, array in (*states.shared.items(), *states.own.items()):
-            type_of(
-                key.rstrip("/"), array
-            )  # raises in the script, not in the thread, where training would go on without a save
+            # It raises here, not in the thread, where training would continue without a save.
+            type_of(key.rstrip("/"), array)
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
         def copied(arrays: Arrays) -> Arrays:
