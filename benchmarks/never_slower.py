@@ -173,8 +173,8 @@ def tokens(hidden: int, site: Site, args: argparse.Namespace) -> Result:
 
 
 def _steps(names: list[str], options: dict[str, Any], site: Site, args: argparse.Namespace) -> Answers:
-    given = argparse.Namespace(rounds=args.turns, steps=args.steps)
-    return pytorch.steps_of(names, site, options, given, {"warm_up": 1, "interface": "lo"})
+    given = argparse.Namespace(rounds=args.turns, steps=args.steps, emulate=None)
+    return pytorch.steps_of(names, site, options, given)
 
 
 def _added(found: Answers, without: str) -> Result:

@@ -1,6 +1,7 @@
 """The shell of `salloc` is a step of one task (LaunchParameters=use_interactive_step) in a job of several: no rank."""
 
 import os
+import shlex
 import sys
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_script_is_a_job_of_one_rank(nodes):
     (line,) = said(ended.stdout)
     assert line.startswith(f"rank 0 of 1, 0 of 1 on {HERE}: ")
     # As outside any step: the user has asked for 4 tasks.
-    assert f"srun python {SCRIPT} ok" in ended.stderr
+    assert f"srun python {shlex.quote(SCRIPT)} ok" in ended.stderr
 
 
 @pytest.mark.slow

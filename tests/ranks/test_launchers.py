@@ -193,5 +193,5 @@ def test_script_alone_in_a_job_of_several_tasks_is_warned_once():
     )
     assert done.stderr == (
         "this process trains alone, although its Slurm job has 4 tasks; start all of them by: "
-        f"srun python {SCRIPT} ok\n"
+        f"srun python {shlex.quote(SCRIPT)} ok\n"
     )

@@ -1,6 +1,7 @@
 """Launching where something that most programs count on is missing or odd."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def sh(text: str) -> list[str]:
 
 ENVIRONMENTS = {
     # But for the one by which processes are found.
-    "no variables": sh(f'exec env -i PYTHONPATH={ROOT} DISTOPT_TEST_RUN="$DISTOPT_TEST_RUN" "$@";'),
+    "no variables": sh(f'exec env -i PYTHONPATH={shlex.quote(str(ROOT))} DISTOPT_TEST_RUN="$DISTOPT_TEST_RUN" "$@";'),
     "no HOME, no PATH, no TMPDIR": ["env", "-u", "HOME", "-u", "PATH", "TMPDIR=/nowhere"],
     "C locale": ["env", "LC_ALL=C", "LANG=C", "PYTHONUTF8=0", "PYTHONIOENCODING=ascii"],
     "no user's files": sh("umask 777;"),

@@ -1,6 +1,7 @@
 """The command line of `distopt run`: torchrun's words, and one line for what is wrong."""
 
 import os
+import shlex
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_ranks_per_core(parse):
         ("--nnodes 2 --rdzv-endpoint :29400 train.py", "'' is neither the name of a host nor an address"),
         ("--nnodes 2 --node-rank 0 --master-addr a:1 train.py", "'a:1' is neither *; give a host, its port by"),
         ("python train.py", "the ranks are Python processes already; leave out `python`"),
-        (f"{sys.executable} train.py", f"leave out `{sys.executable}`"),
+        (f"{shlex.quote(sys.executable)} train.py", f"leave out `{sys.executable}`"),
         ("train", "there is no script train; did you mean train.py?"),
         ("-m train.py", "train.py is a file; leave out -m"),
         (".", ". is a folder without a __main__.py"),
@@ -130,7 +131,7 @@ def test_ranks_per_core(parse):
     ],
 )
 def test_wrong_lines_get_one_line_and_code_2(parse, capsys, line, text):
-    assert cli.main(["run", *line.split()]) == 2
+    assert cli.main(["run", *shlex.split(line)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("distopt run: ")
