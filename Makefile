@@ -171,9 +171,9 @@ $(RELEASE)/.made: | $(VENV)/bin/python
 wheels: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.wheels $(PYTHONS)
 wheels-quick: $(RELEASE)/.made
-	$(RELEASE)/bin/python -m release.wheels --out build/wheels-quick $(abspath $(BIN)/python)
+	$(RELEASE)/bin/python -m release.wheels --out build/wheels-quick "$$($(BIN)/python -c 'import sys; print(sys.executable)')"
 	$(RELEASE)/bin/python -m release.versions --dist build/wheels-quick --tests $(KERNEL_TESTS) -- \
-	$$($(BIN)/python -c 'import sys; print("{}.{}={}".format(*sys.version_info[:2], sys.executable))')
+	"$$($(BIN)/python -c 'import sys; print("{}.{}={}".format(*sys.version_info[:2], sys.executable))')"
 wheels-test: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.versions $(ROWS)
 release: $(RELEASE)/.made
