@@ -92,8 +92,12 @@ Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const
   return call;
 }
 
+std::string named(OpKind kind, std::uint64_t number) {
+  return std::string(kind_name(kind)) + " #" + with_commas(number);
+}
+
 std::string describe(const Call& call) {
-  std::string text = std::string(kind_name(call.kind)) + " #" + with_commas(call.number);
+  std::string text = named(call.kind, call.number);
   if (call.kind != OpKind::barrier) text += " of " + amount(call.count, static_cast<DType>(call.dtype));
   if (reduces(call.kind)) text += std::string(", ") + op_name(call.op);
   if (call.looks) text += ", looked at for NaN";

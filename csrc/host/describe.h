@@ -23,6 +23,8 @@ const char* dtype_name(std::uint8_t dtype);
 const char* op_name(std::uint8_t op);
 // "50,000 float32"
 std::string amount(std::uint64_t count, DType dtype);
+// "all_reduce #412"
+std::string named(OpKind kind, std::uint64_t number);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"
 std::string describe(const Call& call);
 std::string describe(const Arguments& arguments, std::uint64_t number);

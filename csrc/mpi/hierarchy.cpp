@@ -30,8 +30,7 @@ HierarchicalCollective::HierarchicalCollective(Arguments arguments, std::shared_
 // Numbers are given out here and not earlier: later collectives would wait for the number of one that was refused.
 void HierarchicalCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
   MpiCollective::enqueue(context, sequence, first_tag);
-  const std::string call = description();
-  stage_label_ = "part of " + call.substr(0, call.find(" of "));
+  stage_label_ = "part of " + named(arguments().kind, sequence);
   for (Section& section : sections_) section.number = hierarchy_->sections++;
 }
 

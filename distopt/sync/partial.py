@@ -47,11 +47,14 @@ class PartialUpdates:
         slots_pending: whether the states of the optimizer differ.
         next: number of the partition that comes next in the cycle.
         layout: the partitions in use are its buckets.
+        keeps_gradients: whether an average restores the gradients, whose place in wire memory it uses; they are read
+            after an update where a front lends that memory to its users.
     """
 
     def __init__(self, agreement: Agreement, statistics: CommunicationStatistics) -> None:
         """Local. `statistics`: where steps and their cost are counted."""
         self.pending = self.slots_pending = False
+        self.keeps_gradients = False
         self.next = 0
         self.layout: Layout | None = None
         self._agreement = agreement
@@ -91,6 +94,7 @@ class PartialUpdates:
 
     def _average(self, bucket: Bucket, label: str) -> None:
         # The gradients in the bucket have been used; their place in wire memory carries the parameters.
+        kept = bucket.flat.copy() if self.keeps_gradients else None
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             grad[...] = param.array
         communicator, cost = self._agreement.communicator, self._statistics.buckets[bucket.label, PARAMETERS]
@@ -101,6 +105,8 @@ class PartialUpdates:
         cost.wire_bytes += dense_wire_bytes(bucket.flat.nbytes, communicator.topology.world_size)
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             param.array[...] = grad
+        if kept is not None:
+            bucket.flat[...] = kept
 
     def synchronize(self) -> None:
         """Collective. Set the parameters to their means over the ranks, where partial updates let them differ.

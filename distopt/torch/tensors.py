@@ -115,6 +115,12 @@ def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
     return reduction if factor is None else replace(reduction, factor=factor)
 
 
+def is_of(thing: Any, module: str, name: str) -> bool:
+    """Local. Whether `thing` is of a class, without importing its module, which takes half a second or more."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(thing, kind)
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Local. `tensor`, detached and contiguous: a view of its memory if that is contiguous, else a copy.
 

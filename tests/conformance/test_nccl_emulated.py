@@ -82,8 +82,9 @@ def test_dropped_inputs_live_until_they_are_sent(job: LocalJob) -> None:
 def test_captures_of_the_whole_process_go_on_beside_the_watching_thread(job: LocalJob) -> None:
     """PyTorch captures in the global mode, in which a query by another thread ends the capture."""
     comm = connect(job, CONNECTED="1")
+    array = comm.xp.arange(3.0) + job.topology.rank
     if job.topology.rank == 0:
-        work = comm.all_reduce(comm.xp.ones(3))
+        work = comm.all_reduce(array)
         runtime, stream = comm.xp.cuda.runtime, comm.xp.cuda.Stream(non_blocking=True)
         runtime.streamBeginCapture(stream.ptr, 0)
         time.sleep(0.3)
@@ -91,8 +92,9 @@ def test_captures_of_the_whole_process_go_on_beside_the_watching_thread(job: Loc
         job.all_gather(b"")
     else:
         job.all_gather(b"")
-        work = comm.all_reduce(comm.xp.ones(3))
+        work = comm.all_reduce(array)
     work.wait()
+    np.testing.assert_array_equal(array.get(), [1, 3, 5])
     comm.close()
 
 

@@ -15,8 +15,8 @@ from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
 from ..ddp.plain_model import plain_model
 from ..private import has_rebuilt_buckets
-from ..tensors import array_of
-from .trees import decode, encode, is_of, items_of, tensor_from, tensor_nodes
+from ..tensors import array_of, is_of
+from .trees import decode, encode, items_of, tensor_from, tensor_nodes
 
 if TYPE_CHECKING:
     from ...files import Arrays

@@ -8,7 +8,6 @@ only. For another number, `torch.distributed.checkpoint` reshards.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from ...errors import UsageError
-from ..tensors import array_of, dense
+from ..tensors import array_of, dense, is_of
 
 if TYPE_CHECKING:
     from ...files import Arrays
@@ -34,12 +33,6 @@ _TUPLES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "Size": torch.Size}
 _SCALARS = {np.dtype(code) for code in "?bhilqBHILQefd"}
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _BITS = {torch.bfloat16: torch.int16, **{getattr(torch, name): torch.uint8 for name in _FLOAT8}}
-
-
-def is_of(thing: Any, module: str, name: str) -> bool:
-    """Local. Whether `thing` is of a class, without importing its module, which takes half a second or more."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(thing, kind)
 
 
 def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:

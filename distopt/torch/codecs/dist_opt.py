@@ -27,7 +27,6 @@ from .parameters import (
     check_plain,
     device_of,
     is_in_ddp,
-    kept_gradients,
     send_first,
     tensors_of,
     unused_on_all,
@@ -118,6 +117,7 @@ class DistOpt(torch.optim.Optimizer):
                 raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
             self._shards = ModelShards(shards, seed, communicator.topology, model)
         self._engine = Engine(communicator, non_finite, 0 if partition_elements else check_every, self._shards)
+        self._engine.partial.keeps_gradients = True  # in `.grad`
         self._rule = Rule(self._engine.statistics, optimizer)
         with current_stream(self.device):
             self._engine.agreement.attach(self._params)
@@ -173,9 +173,7 @@ class DistOpt(torch.optim.Optimizer):
                 self._check_averaged(averaged)
             self.optimizer.step()
             if self.partition_elements is not None and self._layout is not None:
-                partial, buckets = self._engine.partial, self._layout.buckets
-                with kept_gradients([buckets[partial.next % len(buckets)]]):
-                    partial.average(self._layout)
+                self._engine.partial.average(self._layout)
         return loss
 
     def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
@@ -273,8 +271,7 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ."""
-        with kept_gradients([] if self._layout is None else self._layout.buckets):
-            self._engine.partial.synchronize()
+        self._engine.partial.synchronize()
 
     def close(self) -> None:
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""

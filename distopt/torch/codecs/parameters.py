@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,10 +16,8 @@ from ...comm import Communicator
 from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
-from ...sync.bucket import Bucket
 from ...sync.layout import Layout
-from ..checkpoint.trees import is_of
-from ..tensors import array_of
+from ..tensors import array_of, is_of
 
 _views: weakref.WeakKeyDictionary[Layout, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()  # see `views_of`
 
@@ -62,12 +59,7 @@ class TrainedParameter:
     @property
     def array(self) -> Array:
         """Local. Its values, a view."""
-        row = self.tensor.detach().permute(self._dims)
-        if row.is_cuda:
-            import cupy
-
-            return cupy.from_dlpack(row)
-        return array_of(row).reshape(row.shape)
+        return _array_on_device(self.tensor.detach().permute(self._dims))
 
     def array_like(self, grad: torch.Tensor | None) -> Array:
         """Local. A gradient of the parameter as an array like `array`; a view, unless it is sparse.
@@ -126,6 +118,15 @@ def device_of(params: Sequence[TrainedParameter]) -> torch.device:
     return params[0].tensor.device
 
 
+def _array_on_device(row: torch.Tensor) -> Array:
+    """A contiguous tensor as an array of its shape, a view."""
+    if row.is_cuda:
+        import cupy
+
+        return cupy.from_dlpack(row)
+    return array_of(row).reshape(row.shape)
+
+
 def send_first(communicator: Communicator, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Collective. Give all ranks rank 0's values of tensors of any type that are not averaged.
 
@@ -136,13 +137,7 @@ def send_first(communicator: Communicator, named: Iterable[tuple[str, torch.Tens
         if not tensor.numel():
             continue
         row = tensor.detach().reshape(-1).view(torch.uint8)
-        if row.is_cuda:
-            import cupy
-
-            array: Array = cupy.from_dlpack(row)
-        else:
-            array = array_of(row)
-        communicator.broadcast(array, label=f"{name} of {tensor.dtype}").wait()
+        communicator.broadcast(_array_on_device(row), label=f"{name} of {tensor.dtype}").wait()
         tensor.detach().copy_(row.view(tensor.dtype).view(tensor.shape))
 
 
@@ -159,15 +154,6 @@ def is_in_ddp(named: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
         return False
     found = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
     return any(named[0][1] is tensor for ddp in found for tensor in ddp.parameters())
-
-
-@contextlib.contextmanager
-def kept_gradients(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Local. Restore the gradients in the buckets after the body, which sends parameters from there."""
-    kept = [bucket.flat.copy() for bucket in buckets]
-    yield
-    for bucket, flat in zip(buckets, kept, strict=True):
-        bucket.flat[...] = flat
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:
