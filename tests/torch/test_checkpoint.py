@@ -265,7 +265,7 @@ def test_optimizers_and_generators_go_on(tmp_path, kind):
 
 @pytest.mark.slow
 def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alone(tmp_path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = Small()
         inner = torch.compile(model, backend="eager")
@@ -301,7 +301,7 @@ def test_tensors_can_be_resized_after_a_save(tmp_path):
 
 def test_buckets_are_laid_out_anew_where_ddp_sends_buffers():
     """Which it does before every forward pass, as is its default."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
         order = sorted(dict(ddp.module.named_parameters()))
