@@ -100,6 +100,38 @@ def check_count(name: str, value: Any) -> int:
     return int(number)
 
 
+def check_like(name: str, own: Any, given: Any) -> None:
+    """Local. Check that a value of saved states has the shape and the dtype of the array or tensor that it replaces.
+
+    Raises:
+        StateError: it has not; the message begins with `name`.
+    """
+    shape, dtype = tuple(getattr(given, "shape", ())), getattr(given, "dtype", type(given).__name__)
+    if shape != own.shape or dtype != own.dtype:
+        raise StateError(
+            f"{name} is {own.dtype} of shape {own.shape}, that of the states {dtype} of shape {shape}; load states of "
+            "the same model and script"
+        )
+
+
+def check_arrays(whole: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Local. Check that saved states have one value for each of the arrays or tensors `own`, and no others.
+
+    Args:
+        whole: what these are parts of, for messages: "model", for example.
+        own: by name.
+        given: by name.
+
+    Raises:
+        StateError: a name is missing or unknown, or see `check_like`.
+    """
+    for name in own.keys() ^ given.keys():
+        fact = f"{name} is missing" if name in own else f"the {whole} has no {name}"
+        raise StateError(f"{fact}; the states are of another {whole}")
+    for name, array in own.items():
+        check_like(name, array, given[name])
+
+
 @functools.cache
 def names_of(cls: Any) -> frozenset[str]:
     """Local. The names that a class and its bases define, or annotate in their bodies."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from ..checks import check_arrays
 from ..errors import StateError, UsageError
 from ..kernels import check_unmasked, kernels_of
 
@@ -135,18 +136,10 @@ class InPlace(Adapter):
         return State(dict(self._arrays), {})
 
     def check(self, state: State) -> None:
-        for key in self._arrays.keys() ^ state.arrays.keys():
-            owner = "the states have no" if key in self._arrays else "there is no"
-            raise StateError(f"{owner} array {key!r}; the states are of another script")
-        for key, array in self._arrays.items():
-            given = state.arrays[key]
-            if (given.shape, given.dtype) != (array.shape, array.dtype):
-                raise StateError(
-                    f"an array is {array.dtype} of shape {array.shape}, that of the states {given.dtype} of shape "
-                    f"{given.shape}"
-                )
-            if not getattr(array.flags, "writeable", True):
-                raise StateError("an array is read-only; pass one that can be overwritten")
+        named = ({key or "the array": array for key, array in each.items()} for each in (self._arrays, state.arrays))
+        check_arrays("script", *named)
+        if not all(getattr(array.flags, "writeable", True) for array in self._arrays.values()):
+            raise StateError("an array is read-only; pass one that can be overwritten")
 
     def put(self, state: State) -> None:
         for key, array in self._arrays.items():

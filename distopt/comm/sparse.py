@@ -15,13 +15,9 @@ follows may start a collective.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-import numpy as np
-
-from ..errors import UsageError
 from ..kernels import kernels_of
 from .base import Array, Communicator, Work
 
@@ -52,87 +48,68 @@ def choose_route(counts: Sequence[int], size: int, *, splits: bool) -> Route:
     return min(costs, key=lambda route: costs[route])
 
 
-@dataclass(frozen=True)
-class _SparseSum:
-    comm: Communicator
-    indices: Array
-    values: Array
-    dense: Array
-    scale: float
-    label: str
-
-
 def sparse_all_reduce(
     comm: Communicator,
     indices: Array,
     values: Array,
     dense: Array,
+    counts: Sequence[int],
     *,
-    counts: Sequence[int] | None = None,
     scale: float = 1.0,
     label: str = "",
 ) -> Generator[Work, None, int]:
     """Collective. Overwrite `dense` by the sum over ranks, in rank order, of `scale * values` put at `indices`.
 
-    Arguments are checked here; what is collective happens in the generator, see the module. It returns the bytes that
-    this rank sent. The lists must not change before it has ended.
+    It returns the bytes that this rank sent. The lists must not change before it has ended.
 
     Args:
         comm: moves the lists.
         indices: int32, strictly ascending, inside `dense`; the length may differ between ranks.
         values: float32, as long as `indices`.
         dense: flat float32; zero where no rank has an entry.
-        counts: length of every rank's list, where the ranks know it; otherwise it is exchanged first.
+        counts: length of every rank's list.
         scale: factor on every value.
         label: shown in diagnostics.
-
-    Raises:
-        UsageError: types, shapes or counts do not fit.
     """
-    if comm.check_array(indices) != "int32" or comm.check_array(values) != "float32":
-        raise UsageError(f"a sparse list is int32 and float32, not {indices.dtype} and {values.dtype}")
-    if indices.shape != values.shape or indices.ndim != 1:
-        raise UsageError(f"indices of shape {indices.shape} and values of shape {values.shape} make no flat list")
-    if comm.check_array(dense, written=True) != "float32" or dense.ndim != 1:
-        raise UsageError(f"the dense array is {dense.dtype} of shape {dense.shape}; pass a flat float32 one")
-    rank, world_size = comm.topology.rank, comm.topology.world_size
-    if counts is not None and (len(counts) != world_size or counts[rank] != indices.size):
-        raise UsageError(f"counts {list(counts)} do not fit a list of {indices.size} on rank {rank}")
-    return _sum(_SparseSum(comm, indices, values, dense, scale, label), counts)
+    route = choose_route(counts, dense.size, splits=comm.sends_parts)
+    return (yield from (_split if route == "split" else _gather)(comm, indices, values, dense, counts, scale, label))
 
 
-def _sum(lists: _SparseSum, counts: Sequence[int] | None) -> Generator[Work, None, int]:
-    comm = lists.comm
-    if counts is None:
-        exchange = comm.all_gather_ragged(np.array([lists.indices.size], np.int64), label=lists.label)
-        yield exchange
-        counts = [int(count[0]) for count in exchange.parts]
-    route = choose_route(counts, lists.dense.size, splits=comm.sends_parts)
-    return (yield from (_split if route == "split" else _gather)(lists, counts))
-
-
-def _gather(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, int]:
-    comm, dense, label = lists.comm, lists.dense, lists.label
-    world_size, own = comm.topology.world_size, (lists.indices, lists.values)
-    kernels = kernels_of(dense)
+def _gather(
+    comm: Communicator,
+    indices: Array,
+    values: Array,
+    dense: Array,
+    counts: Sequence[int],
+    scale: float,
+    label: str,
+) -> Generator[Work, None, int]:
+    kernels, world_size, own = kernels_of(dense), comm.topology.world_size, (indices, values)
     if len(set(counts)) == 1:
         outs = [kernels.empty(array.size * world_size, array.dtype) for array in own]
         with comm.together():
             gathers = [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
         yield from gathers
-        each = lists.values.size
-        indices, values = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
+        each = values.size
+        lists = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
     else:
         with comm.together():
             works = [comm.all_gather_ragged(array, label=label, counts=counts) for array in own]
         yield from works
-        indices, values = (work.parts for work in works)
-    kernels.scatter_sum(dense, indices, values, 0, dense.size, lists.scale)
-    return ENTRY_BYTES * int(lists.values.size) * (world_size - 1)
+        lists = (work.parts for work in works)
+    kernels.scatter_sum(dense, *lists, 0, dense.size, scale)
+    return ENTRY_BYTES * int(values.size) * (world_size - 1)
 
 
-def _split(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, int]:
-    comm, indices, values, dense, label = lists.comm, lists.indices, lists.values, lists.dense, lists.label
+def _split(
+    comm: Communicator,
+    indices: Array,
+    values: Array,
+    dense: Array,
+    counts: Sequence[int],
+    scale: float,
+    label: str,
+) -> Generator[Work, None, int]:
     rank, world_size = comm.topology.rank, comm.topology.world_size
     kernels = kernels_of(dense)
     bounds = [dense.size * r // world_size for r in range(world_size + 1)]
@@ -143,7 +120,7 @@ def _split(lists: _SparseSum, counts: Sequence[int]) -> Generator[Work, None, in
     ranges = [slice(cuts[r], cuts[r + 1]) for r in range(world_size)]
     exchanges = [comm.all_to_all_ragged([array[part] for part in ranges], label=label) for array in (indices, values)]
     yield from exchanges
-    kernels.scatter_sum(dense, exchanges[0].parts, exchanges[1].parts, lo, hi, lists.scale)
+    kernels.scatter_sum(dense, exchanges[0].parts, exchanges[1].parts, lo, hi, scale)
     own = dense[lo:hi]
 
     if ENTRY_BYTES * sum(counts) >= dense.nbytes:

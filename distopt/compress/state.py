@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from ..checks import check_like
 from ..comm import Communicator, Work
 from ..comm.base import Array, RaggedWork, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
@@ -224,7 +225,7 @@ class CodecState:
         for key, view in self._views().items():
             if key in self._loaded:
                 given = self._loaded.pop(key)
-                self._check_like(view, given, key)
+                check_like(f"{key} of bucket {self.label!r}", view, given)
                 kernels_of(view).copy_into(view, given)
 
     def reset(self) -> None:
@@ -251,14 +252,7 @@ class CodecState:
                 "the codec that saved it"
             )
         for key, view in expected.items():
-            self._check_like(view, state[key], key)
-
-    def _check_like(self, view: Array, given: Array, key: str) -> None:
-        if given.dtype != view.dtype or given.shape != view.shape:
-            raise StateError(
-                f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
-                f"shape {view.shape}; load it into the same model"
-            )
+            check_like(f"{key} of bucket {self.label!r}", view, state[key])
 
     def _views(self) -> States:
         """The state by "NAME/PARAMETER". An array that holds for all parts appears once for each."""
@@ -291,7 +285,7 @@ class CodecState:
     def sparse_all_reduce(self, indices: Array, values: Array, counts: Sequence[int]) -> Generator[Work, None, None]:
         """Collective. Replace the bucket by the mean of the ranks' lists; see `comm.sparse.sparse_all_reduce`."""
         self.statistics.wire_bytes += yield from sparse_all_reduce(
-            self.comm, indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self.wire_label
+            self.comm, indices, values, self.bucket, counts, scale=1 / len(counts), label=self.wire_label
         )
 
     def _counted(self, n_bytes: int, start: Callable[..., WorkT], *args: Any, **options: Any) -> WorkT:

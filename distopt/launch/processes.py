@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,6 +21,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVING_SECONDS = 30.0  # then ranks that save their states after a signal are killed
+_SAID_SECONDS = 2.0  # then a process that prints the same line prints it again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,6 +47,34 @@ def exit_status(code: object) -> int:
     if isinstance(code, int):
         return code & 0xFF if abs(code) <= sys.maxsize else 0xFF
     return int(code is not None)
+
+
+def print_once(text: str, subject: str = "") -> bool:
+    """Local. Print a line on stderr, unless a process with the same parent has just printed one on this subject.
+
+    Args:
+        text: the line.
+        subject: what it is about (default: the line itself).
+
+    Returns:
+        Whether this process has printed it; it then stays for a while, for others that are slower.
+    """
+    same = f"distopt {os.getuid()} {os.getppid()} {subject or text}"
+    with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
+        try:
+            said.bind(f"\0distopt-{hashlib.sha256(same.encode()).hexdigest()[:32]}")
+        except OSError:
+            return False
+        print_last(text)
+        time.sleep(_SAID_SECONDS)
+    return True
+
+
+def print_last(text: str) -> None:
+    """Local. Print on stderr, after all that this process has printed on stdout."""
+    sys.stdout.flush()
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager

@@ -338,7 +338,7 @@ def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method,
     (line,) = ended.stderr.splitlines()
     assert ended.code == 1
     assert fnmatchcase(
-        line, '*Process-1 (pid *) imports the script, * start them under `if __name__ == "__main__":`*'
+        line, '*Process-? (pid *) imports the script, * start them under `if __name__ == "__main__":`*'
     ), line
 
 

@@ -14,7 +14,7 @@ from distopt import launch
 from distopt.errors import LaunchError, RankFailedError, UsageError
 from distopt.launch import LauncherInfo
 from distopt.launch.supervise.output import _MarkedStream
-from distopt.launch.supervise.spawn import _last_words_once
+from distopt.launch.supervise.spawn import _report
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")
@@ -189,12 +189,12 @@ def test_spawned_ranks_find_each_other(world_size, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     ranks = [LauncherInfo("srun", rank, 3, rank, 3, f"SLURM_PROCID={rank}") for rank in range(3)]
-    threads = [Thread(target=_last_words_once, args=(f"error: {info.source} is wrong", info)) for info in ranks]
+    threads = [Thread(target=_report, args=(f"error: {info.source} is wrong", info)) for info in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    _last_words_once("error: of rank 2 alone", ranks[2])
+    _report("error: of rank 2 alone", ranks[2])
     assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
 
 

@@ -82,8 +82,8 @@ def test_values_can_be_set_all_or_none():
     arrays = {name: p.to_numpy() + 1 for name, p in source.get_params().items()}
     before = {name: p.to_numpy() for name, p in target.get_params().items()}
     for wrong, message in [
-        ({**arrays, "conv.b": np.zeros(5, np.float32)}, r"conv.b is float32 of shape \(4,\), the states have"),
-        ({**arrays, "conv.b": np.zeros(4)}, "the states have float64"),
+        ({**arrays, "conv.b": np.zeros(5, np.float32)}, r"conv.b is float32 of shape \(4,\), that of the states"),
+        ({**arrays, "conv.b": np.zeros(4)}, "that of the states float64"),
         ({**arrays, "x": np.zeros(1)}, "the model has no x"),
         ({k: v for k, v in arrays.items() if k != "norm.bias"}, "norm.bias is missing"),
     ]:

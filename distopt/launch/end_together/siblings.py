@@ -75,12 +75,6 @@ class Absence:
             raise LaunchError(f"{who}, and a process of this job{pids} has ended; see the output")
 
 
-def is_first() -> bool:
-    """Local. Whether this process is older than all its siblings that have been seen."""
-    running, ended = _survey()
-    return all(pid > os.getpid() for pid in running | ended)
-
-
 @contextlib.contextmanager
 def ends_of_siblings() -> Iterator[dict[int, int]]:
     """Local. For each sibling, by process id, a descriptor that becomes readable when it ends."""

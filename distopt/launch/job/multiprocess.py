@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +20,9 @@ from typing import Any
 from ...checks import check_integer
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..end_together.siblings import Absence, end_with_parent, is_first
+from ..end_together.siblings import Absence, end_with_parent
 from ..launchers import launcher
-from ..processes import children
+from ..processes import children, print_once
 from ..rendezvous.host_group import HostGroup
 from ..sockets import listener_of
 from ..threads import cap_threads
@@ -34,7 +33,6 @@ from .topology import Topology
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16
-_SEEN_SECONDS = 2.0  # how long a process stays after its message, for siblings that start later to see it
 
 
 def is_importing() -> bool:
@@ -81,20 +79,10 @@ def _rank_of(pid: int) -> int | None:
     return None
 
 
-def _print_once(text: str) -> bool:
-    """Print a line in place of multiprocessing's traceback in every child; whether this child has done it for all."""
-    if first := is_first():
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-        time.sleep(_SEEN_SECONDS)
-    return first
-
-
 def _print_refusal(text: str, *_: object) -> None:
-    """An excepthook of a child that was refused."""
-    if (
-        _print_once(text) and "PoolWorker" in current_process().name
-    ):  # `multiprocessing.Pool` would start others forever
+    """An excepthook of a child that was refused: one line for all of them, in place of multiprocessing's tracebacks."""
+    # `multiprocessing.Pool` would start others forever.
+    if print_once(text, "refusal") and "PoolWorker" in current_process().name:
         with contextlib.suppress(OSError):  # the rank has ended
             os.kill(_parent(), signal.SIGTERM)
 
@@ -112,7 +100,7 @@ def _print_missing_guard(before: Any, kind: type[BaseException], error: BaseExce
     if kind is not RuntimeError or "bootstrapping phase" not in str(error):
         before(kind, error, trace)
     else:
-        _print_once(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}")
+        print_once(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}", UNGUARDED)
 
 
 @dataclass(frozen=True)

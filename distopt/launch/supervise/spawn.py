@@ -5,11 +5,9 @@ A rank that fails ends the job: the others get SIGTERM and, after a grace period
 
 from __future__ import annotations
 
-import hashlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +25,8 @@ from ..processes import (
     SAVING_SECONDS,
     caught_signals,
     environment,
+    print_last,
+    print_once,
     waitable_children,
 )
 from ..rendezvous.meeting import meeting
@@ -39,7 +39,6 @@ from .ranks import LocalRanks, first_of, starting
 
 _END_SECONDS = 2.0  # from SIGTERM to SIGKILL
 _FIRST_SECONDS = 0.2  # lead of rank 0 if all ranks are about to print the same
-_SAME_SECONDS = 1.0  # then a rank that prints the same line prints it again
 _RANKS_PER_CORE = 32  # more are a mistake
 
 
@@ -97,12 +96,12 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         else:
             signum = _run(fn, world_size, args)
     except RankFailedError as error:
-        _last_words(error.details)
+        print_last(error.details)
         raise SystemExit(error.exit_code) from None
     except DistoptError as error:
         if error.exit_code != UsageError.exit_code:
             raise
-        _last_words_once(f"error: {error}", launcher())
+        _report(f"error: {error}", launcher())
         sys.exit(UsageError.exit_code)
     except Preempted:
         raise  # by no sys.exit, because all ranks leave, and none is to end the others
@@ -116,7 +115,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     except SystemExit as error:
         sys.exit(error.code)  # MPI jobs detect an exit only through this call
     if signum is not None:
-        _last_words(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
+        print_last(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
         raise SystemExit(128 + signum)
 
 
@@ -130,28 +129,14 @@ def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[
     return (info.rank, info.size, *args)
 
 
-def _last_words_once(text: str, info: LauncherInfo | None) -> None:
+def _report(text: str, info: LauncherInfo | None) -> None:
     """Print it, unless another rank of this host has just printed the same."""
     if info is None or info.size == 1:
-        _last_words(text)
+        print_last(text)
         return
     if info.rank > 0:
         time.sleep(_FIRST_SECONDS)  # rank 0 goes first if it reports the same, and may end the job
-    same = text.replace(info.source, "")  # it has the rank's own numbers
-    name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {same}".encode()).hexdigest()[:32]
-    with socket.socket(socket.AF_UNIX) as said:  # one process at a time can have an abstract name
-        try:
-            said.bind(f"\0distopt-{name}")
-        except OSError:
-            return
-        _last_words(text)
-        time.sleep(_SAME_SECONDS)  # slower ranks still find the name taken
-
-
-def _last_words(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    print_once(text, text.replace(info.source, ""))  # which has the rank's own numbers
 
 
 # -- parent ----------------------------------------------------------------------------------------------------------

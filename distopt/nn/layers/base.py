@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from ...checks import check_assignment
-from ...errors import ShapeError, StateError, UsageError
+from ...checks import check_arrays, check_assignment
+from ...errors import ShapeError, UsageError
 from ..core.operation import Operation
 from ..core.tensor import Tensor
 
@@ -149,7 +149,7 @@ class Layer:
         Raises:
             StateError: see `set_params`.
         """
-        _check_states(self.get_states(), states)
+        check_arrays("model", self.get_states(), states)
 
     def _sublayers(self) -> Iterator[tuple[str, Layer]]:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
@@ -268,26 +268,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
 
 
-def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """Check that `given` has exactly one value for each of the tensors `have`.
-
-    Raises:
-        StateError: a name is missing or unknown, or a shape or dtype differs.
-    """
-    for name in have.keys() - given.keys():
-        raise StateError(f"{name} is missing; the states are of another model")
-    for name in given.keys() - have.keys():
-        raise StateError(f"the model has no {name}; the states are of another model")
-    for name, tensor in have.items():
-        value = given[name]
-        shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", type(value).__name__)
-        if shape != tensor.shape or dtype != tensor.dtype:
-            raise StateError(
-                f"{name} is {tensor.dtype} of shape {tensor.shape}, the states have {dtype} of shape {shape}"
-            )
-
-
 def _overwrite(have: Mapping[str, Tensor], given: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-    _check_states(have, given)
+    check_arrays("model", have, given)
     for name, tensor in have.items():
         tensor.copy_from(given[name])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...checks import check_like
 from ...errors import StateError, UsageError
 from ..core.array import Array
 from ..core.tensor import Tensor
@@ -134,8 +135,4 @@ def _new(param: Tensor, names: Iterable[str]) -> dict[str, Array]:
 
 def _check_fit(param: Tensor, slots: Mapping[str, Array]) -> None:
     for name, array in slots.items():
-        if array.shape != param.shape or array.dtype != param.dtype:
-            raise StateError(
-                f"state {param.name}:{name} is {array.dtype} of shape {array.shape}; expected {param.dtype} of shape "
-                f"{param.shape}"
-            )
+        check_like(f"{param.name}:{name}", param, array)
