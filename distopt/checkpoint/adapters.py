@@ -81,6 +81,7 @@ class Stateful(Adapter):
         self.copies = getattr(thing, "states_are_copies", False)
 
     def look(self) -> State:
+        """Local. The result of `get_states`: arrays, and values of JSON as notes."""
         state = State({}, {})
         groups: dict[str, list[str]] = {}
         scalars: list[str] = []
@@ -115,14 +116,17 @@ class Stateful(Adapter):
         return states
 
     def check(self, state: State) -> None:
+        """Local. See `Adapter.check`; an object without `check_states` accepts all states."""
         self._states()
         if hasattr(self._thing, "check_states"):
             self._thing.check_states(self._values(state))
 
     def put(self, state: State) -> None:
+        """Local. Call `set_states` with the values that `get_states` had given."""
         self._thing.set_states(self._values(state))
 
     def shared(self, names: Iterable[str]) -> set[str]:
+        """Local. The names that `shared_states` gives; none without that method."""
         return set(self._thing.shared_states(names)) if hasattr(self._thing, "shared_states") else set()
 
 
@@ -133,15 +137,18 @@ class InPlace(Adapter):
         self._arrays = arrays
 
     def look(self) -> State:
+        """Local. The arrays themselves, without notes."""
         return State(dict(self._arrays), {})
 
     def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: names, shapes and dtypes are equal, and the arrays are writable."""
         named = ({key or "the array": array for key, array in each.items()} for each in (self._arrays, state.arrays))
         check_arrays("script", *named)
         if not all(getattr(array.flags, "writeable", True) for array in self._arrays.values()):
             raise StateError("an array is read-only; pass one that can be overwritten")
 
     def put(self, state: State) -> None:
+        """Local. Overwrite the values of the arrays."""
         for key, array in self._arrays.items():
             kernels_of(array).copy_into(array, state.arrays[key])
 
@@ -155,10 +162,12 @@ class Random(Adapter):
         self._generator = generator
 
     def look(self) -> State:
+        """Local. The generator's state, as a note."""
         state = json.dumps(self._generator.bit_generator.state, default=lambda array: array.tolist())
         return State({}, {"": json.loads(state)})
 
     def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: the generator is of the same kind."""
         given, own = state.notes.get("", {}).get("bit_generator"), self._generator.bit_generator.state["bit_generator"]
         if given != own:
             raise StateError(f"the random generator is a {own}, that of the states a {given}")
@@ -168,6 +177,7 @@ class Random(Adapter):
             raise StateError(f"the state of the random generator cannot be used ({error})") from None
 
     def put(self, state: State) -> None:
+        """Local. Set the generator's state."""
         self._generator.bit_generator.state = state.notes[""]
 
 

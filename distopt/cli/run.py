@@ -52,9 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help="ranks on this node, or cpu for one per core; with --heal, both may be a range, as 1:4",
     )
-    add(
-        "node-rank", type=at_least(0), metavar="N", help="number of this node (default: the owner of the endpoint says)"
-    )
+    add("node-rank", type=at_least(0), metavar="N", help="number of this node (default: from the endpoint's owner)")
     add("rdzv-endpoint", metavar="HOST[:PORT]", help="where the nodes meet; the node that has this address is node 0")
     add("rdzv-id", default="none", metavar="NAME", help="name of the job, equal on all nodes")
     add("rdzv-backend", choices=["c10d", "static"], help="static: node 0 owns the endpoint (default: c10d)")
@@ -62,24 +60,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add("master-addr", metavar="HOST", help="with --master-port: the endpoint of a static rendezvous")
     add("master-port", type=_port, metavar="PORT", help=f"(default: {_MASTER_PORT}; on one node, any free port)")
     add("standalone", action="store_true", help="one node; the default")
-    add(
-        "max-restarts",
-        type=at_least(0),
-        default=0,
-        metavar="K",
-        help="start all ranks again at most K times (default: 0)",
-    )
-    add(
-        "heal",
-        action="store_true",
-        help="restart all ranks while they make progress; see docs/guide/checkpoints.md",
-    )
-    add(
-        "log-dir",
-        type=Path,
-        metavar="DIR",
-        help="write output to DIR/JOB/attempt_0/RANK/stdout.log too",
-    )
+    add("max-restarts", type=at_least(0), default=0, metavar="K", help="times to start all ranks again (default: 0)")
+    add("heal", action="store_true", help="restart all ranks while they make progress; see docs/guide/checkpoints.md")
+    add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
     # An option of its own: an optional value would take SCRIPT.

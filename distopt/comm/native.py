@@ -36,7 +36,8 @@ class NativeCommunicator(Communicator):
             return work
         return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
-    def progress(self) -> None:  # noqa: D102
+    def progress(self) -> None:
+        """Local. See `Communicator.progress`."""
         self.core.progress()
 
     def barrier(self) -> None:
@@ -45,7 +46,8 @@ class NativeCommunicator(Communicator):
             self.flight.note("barrier", DTYPES["uint8"], 0, "", self.core.next_number)
         self.core.barrier().wait()
 
-    def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:  # noqa: D102
+    def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:
+        """Local. See `Communicator.record`; csrc notes the operations that it starts."""
         super().record(name, ranks, rank, offers)
         if self.flight is not None:
             self.core.record_in(*self.flight.layout)

@@ -8,8 +8,8 @@ _log = logging.getLogger("distopt")
 _told: set[str] = set()
 
 
-def tell_once(text: str, level: int = logging.WARNING) -> None:
-    """Local. Log `text` at this level, unless this process has done so before."""
+def tell_once(text: str) -> None:
+    """Local. Log `text` as a warning, unless this process has done so before."""
     if text not in _told:
         _told.add(text)
-        _log.log(level, "%s", text)
+        _log.warning("%s", text)

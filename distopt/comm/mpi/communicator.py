@@ -89,7 +89,8 @@ class MpiCommunicator(NativeCommunicator):
         self._farewell: Callable[[], None] = lambda: None  # of a subgroup; closes its own job
         close_at_exit(self)
 
-    def progress(self) -> None:  # noqa: D102
+    def progress(self) -> None:
+        """Local. See `Communicator.progress`; messages move, too."""
         self._messages.progress()
 
     def barrier(self) -> None:

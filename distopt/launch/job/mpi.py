@@ -89,7 +89,8 @@ class MpiJob(Job):
         made._group = None
         return made
 
-    def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective. See `Job.all_gather`."""
         self._check_open()
         return all_gather(import_mpi(), self.comm, payload, self._settings)
 

@@ -165,7 +165,8 @@ class MultiprocessJob(Job):
         cap_threads(self.topology.world_size)
         end_with_parent()
 
-    def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective. See `Job.all_gather`."""
         return self.host_group().all_gather(payload)
 
     def _meet(self) -> HostGroup:

@@ -19,7 +19,8 @@ class DistoptRun(Torchrun):
     name = "distopt run"
     has_agents = True
 
-    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:  # noqa: D102
+    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
+        """Local. See `Launcher.read`; None if a torchrun within has named the job anew."""
         is_own = _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
         return super().read(env) if is_own else None
 

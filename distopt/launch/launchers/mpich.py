@@ -23,5 +23,6 @@ class Mpich(Launcher):
         task = SRUN.read(env) if info is not None and "PMI_JOBID" in env else None
         return None if info is not None and task is not None and task.agrees(info) else info
 
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:
+        """Local. See `Launcher.misfit`; Open MPI does not fit."""
         return "cannot be started by it" if is_open_mpi(library) else ""

@@ -16,5 +16,6 @@ class OpenMpi(Launcher):
     local_rank, local_size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     prefixes = ("OMPI_COMM_WORLD_", "PMIX_")
 
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:
+        """Local. See `Launcher.misfit`; only Open MPI fits."""
         return "" if is_open_mpi(library) else "cannot be started by it"

@@ -32,10 +32,12 @@ class Srun(Launcher):
     job_variables = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     address = "SLURM_STEP_NODELIST"
 
-    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:  # noqa: D102
+    def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
+        """Local. See `Launcher.read`; None outside a step."""
         return super().read(env) if in_step(env) else None
 
-    def one_host(self, info: LauncherInfo, env: Mapping[str, str]) -> bool:  # noqa: D102
+    def one_host(self, info: LauncherInfo, env: Mapping[str, str]) -> bool:
+        """Local. Whether the step has one node."""
         return env.get("SLURM_STEP_NUM_NODES") == "1"
 
     def host_of_rank_0(self, env: Mapping[str, str]) -> str:
@@ -44,10 +46,12 @@ class Srun(Launcher):
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
         return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
-    def connects(self, library: str) -> bool:  # noqa: D102
+    def connects(self, library: str) -> bool:
+        """Local. See `Launcher.connects`; not those of MPICH, which need no plugin."""
         return not is_mpich(library)
 
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:
+        """Local. See `Launcher.misfit`; any other library than MPICH needs the plugin of srun for it."""
         fits = not self.connects(library) or _VARIABLES_OF_PLUGINS[plugin(library)] in env
         return "" if fits else "needs an MPI plugin of srun"
 

@@ -37,12 +37,14 @@ class Torchrun(Launcher):
         is_alone = self.size not in env and in_step(env)
         return super().read(env) if self.rank in env and not is_alone else None
 
-    def is_certain(self, env: Mapping[str, str]) -> bool:  # noqa: D102
+    def is_certain(self, env: Mapping[str, str]) -> bool:
+        """Local. Whether torchrun itself set the variables, and not a script."""
         return "TORCHELASTIC_RUN_ID" in env
 
     def attempt(self, env: Mapping[str, str]) -> int:
         """Local. How many times the ranks have been started before; 0 if the launcher does not count that."""
         return int(env.get(_ATTEMPT, "0"))
 
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:  # noqa: D102
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:
+        """Local. See `Launcher.misfit`; Open MPI needs its own mpiexec."""
         return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

@@ -56,7 +56,8 @@ class Child(Rank):
             os.close(self.sink)
         self.pid = self._process.pid or 0
 
-    def release(self) -> None:  # noqa: D102
+    def release(self) -> None:
+        """Local. See `Rank.release`."""
         super().release()
         self._process.join()
         self._process.close()

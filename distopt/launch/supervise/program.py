@@ -78,11 +78,13 @@ class Program(Rank):
                 )
                 self.pid = self._process.pid
 
-    def kill(self) -> None:  # noqa: D102 - with the group of processes that it has started, even if it has ended itself
+    def kill(self) -> None:
+        """Local. Kill the process, and the group of processes that it has started, even if it has ended itself."""
         super().kill()
         os.killpg(self.pid, signal.SIGKILL)
 
-    def release(self) -> None:  # noqa: D102
+    def release(self) -> None:
+        """Local. See `Rank.release`; the rest of the output is passed on before."""
         super().release()
         self._finish()
         if self._process is not None:

@@ -68,11 +68,13 @@ class StateDict(Adapter):
         self._thing = thing
 
     def look(self) -> State:
+        """Local. The result of `state_dict`, as arrays and a tree; see `trees`."""
         arrays: Arrays = {}
         tree = encode(self._thing.state_dict(), "", arrays)
         return State(arrays, {"class": type(self._thing).__name__, "tree": tree})
 
     def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: the object has the same class, and a dictionary with the same keys."""
         if "tree" not in state.notes:
             raise StateError("the states are no state dictionary of PyTorch; they are of another script")
         self._check_tree(state)
@@ -87,6 +89,7 @@ class StateDict(Adapter):
             raise StateError(f"{names}: in the states or in the object, not in both; they are of another version")
 
     def put(self, state: State) -> None:
+        """Local. Call `load_state_dict`."""
         self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._wholes()))
 
     def _wholes(self) -> Callable[[str], Any]:
@@ -109,6 +112,7 @@ class ModelState(StateDict):
         self._buckets: list[str] = []  # their order, when it no longer changes
 
     def look(self) -> State:
+        """Local; collective if DDP is about to change its buckets. See `StateDict.look`; with the buckets' order."""
         state = super().look()
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
@@ -117,6 +121,7 @@ class ModelState(StateDict):
         return state
 
     def shared(self, names: Iterable[str]) -> set[str]:
+        """Local. The names of parameters that are the same on all ranks."""
         own = self._thing.named_parameters(remove_duplicate=False)
         return {name for name, parameter in own if id(parameter) in self._alike} & set(names)
 
@@ -130,6 +135,7 @@ class ModelState(StateDict):
                 )
 
     def put(self, state: State) -> None:
+        """Local; collective under DDP. Give DDP's buckets the saved order, then load the state dictionary."""
         if self._ddp is not None:
             lay_out(self._ddp, state.notes.get("buckets", []))
         super().put(state)
@@ -172,6 +178,7 @@ class OptimizerState(StateDict):
         return [parameter for group in self._thing.param_groups for parameter in group["params"]]
 
     def look(self) -> State:
+        """Local. See `StateDict.look`; with the share of a `ZeroRedundancyOptimizer`."""
         if self._zero is not None:
             # Schedules change the learning rates of the outer optimizer, and its `step` copies them to the inner one.
             _copy_options(self._zero.param_groups, self._thing.param_groups)
@@ -179,11 +186,13 @@ class OptimizerState(StateDict):
         return State(state.arrays, {**state.notes, "share": self._share})
 
     def put(self, state: State) -> None:
+        """Local. Call `load_state_dict`; a `ZeroRedundancyOptimizer` gets the options of its groups, too."""
         super().put(state)
         if self._zero is not None:
             _copy_options(self._thing.param_groups, self._zero.param_groups)
 
     def shared(self, names: Iterable[str]) -> set[str]:
+        """Local. All names, if all parameters are the same on all ranks; else none."""
         return set(names) if self._all_alike else set()
 
     def _check_tree(self, state: State) -> None:
@@ -217,14 +226,17 @@ class TorchGenerator(Adapter):
         self._generator = generator
 
     def look(self) -> State:
+        """Local. The generator's state, uint8 [n], and the type of its device."""
         return State({"": array_of(self._generator.get_state())}, {"device": self._generator.device.type})
 
     def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: the state is of a generator on the same type of device."""
         own = self.look()
         if state.notes != own.notes or state.arrays.get("", np.empty(0)).shape != own.arrays[""].shape:
             raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")
 
     def put(self, state: State) -> None:
+        """Local. Set the generator's state."""
         self._generator.set_state(tensor_from(state.arrays[""], torch.uint8))
 
 

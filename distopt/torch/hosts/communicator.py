@@ -104,7 +104,8 @@ class HostsCommunicator(Communicator):
         """Raise a UsageError: `distopt.torch.join` makes this communicator."""
         raise UsageError("the gloo communicator serves process groups of PyTorch; choose mpi")
 
-    def barrier(self) -> None:  # noqa: D102
+    def barrier(self) -> None:
+        """Collective. See `Communicator.barrier`."""
         self.all_reduce(np.zeros(1, np.int32), label="barrier").wait()
 
     def close(self) -> None:
