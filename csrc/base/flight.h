@@ -1,5 +1,5 @@
-// The flight record of a communicator, in memory that other processes read at any moment. distopt/flight/ring.py gives
-// and reads it, and writes the same.
+// The flight record of a communicator, in memory that other processes read at any moment. distopt/flight/ring.py
+// allocates and reads this memory, and writes to it in the same layout.
 #pragma once
 
 #include <atomic>

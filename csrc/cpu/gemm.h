@@ -203,7 +203,7 @@ void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Ind
   }
 }
 
-// The same with B in rows, `b_row` apart, of whole vectors. The widths are dealt out evenly, too.
+// The same product with B in rows of whole vectors, `b_row` elements apart. Strips are equally wide, too.
 template <class T>
 void multiply_rows(Index rows, Index inner, Left<T> left, const T* b, Index b_row, T* c, Index c_row, Index vectors,
                    bool accumulate) {

@@ -77,7 +77,7 @@ void mask_gradient(Index count, const T* __restrict__ dy, const T* __restrict__ 
   for (Index i = 0; i < count; ++i) g[i] = y[i] <= 0 ? 0 : dy[i];
 }
 
-// dx = g w^T. It is dx^T that is computed, as w g^T: then only g and dx are transposed, not w.
+// dx = g w^T, computed as dx^T = w g^T, so that g and dx are transposed, and w is not.
 template <class T>
 void backward_input(const LinearShape& s, const T* g, const T* w, T* dx, T* panel, T* transposed) {
   for (Index n = 0; n < s.n; n += kPanel<T>) {

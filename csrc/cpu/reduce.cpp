@@ -67,7 +67,7 @@ bool any(const V& mask) {
 #endif
 }
 
-// Looks one by one for the first sum that is not finite, in elements `begin` to `end`: that is rare.
+// Looks at elements `begin` to `end` one by one for the first sum that is not finite, which is rare.
 template <typename T>
 Nonfinite find_nonfinite(const void* const* ins, int n, size_t begin, size_t end) {
   const auto at = [&](int q, size_t i) {

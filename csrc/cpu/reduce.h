@@ -15,8 +15,8 @@ struct ReduceKernels {
   // With `look`, a sum or mean of float32 or float64 is searched for NaN and infinity; the place in `ins` is the rank.
   Nonfinite (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                       RedOp op, bool look);
-  // memcpy, for long arrays. glibc's takes `rep movsb` for them, which on AMD's Zen 3 takes several times as long into
-  // an address that begins no cache line (https://lunnova.dev/articles/ryzen-slow-short-rep-mov), as NumPy's do not.
+  // memcpy for long arrays. glibc's uses `rep movsb` for them, which takes several times as long on AMD's Zen 3 if the
+  // target does not begin at a cache line (https://lunnova.dev/articles/ryzen-slow-short-rep-mov); NumPy's do not.
   void (*copy)(void* to, const void* from, std::size_t bytes);
 };
 

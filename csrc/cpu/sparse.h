@@ -20,8 +20,8 @@ std::size_t top_k_capacity(std::size_t n, std::size_t k);
 // lists have room for top_k_capacity(n, k).
 //
 // A sample of the source estimates a bound that somewhat more than k elements exceed; one pass collects those, and a
-// radix select among them is exact. Where the estimate was wrong, which the count of the collected shows, the radix
-// select runs over the whole source instead: the result never depends on the sample.
+// radix select among them is exact. If the number of collected elements shows that the estimate was wrong, the
+// radix select runs over the whole source instead: the result never depends on the sample.
 Selection top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values,
                 std::size_t capacity);
 

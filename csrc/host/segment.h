@@ -49,7 +49,7 @@ class Segment {
   // Whether the process of that rank lives and has not left. The kernel releases the lock at the end of
   // the process, even before the parent has reaped it, and across process namespaces.
   bool holds_lock(int rank) const;
-  // Gives up the lock, so that peers see this rank as gone, and the wire memory that no array uses any more.
+  // Gives up the wire memory that no array uses any more, and the lock, so that peers see this rank as gone.
   void close();
 
   // Backs this rank's region of the next block with memory; an errno, 0 for success. All ranks must have done so

@@ -59,7 +59,7 @@ def is_open_mpi(library: str) -> bool:
 
 
 def is_mpich(library: str) -> bool:
-    """Local. Whether a library describes its version as MPICH's, and not Cray's: that ignores `PMI_FD`."""
+    """Local. Whether a library describes its version as MPICH's; not that of Cray, which ignores `PMI_FD`."""
     return "MPICH Version" in library and "CRAY" not in library
 
 

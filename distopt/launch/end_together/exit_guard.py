@@ -151,7 +151,7 @@ class ExitGuard:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 _say(self._says(f"left with exit code {self._exit_code}"))
             self.abort(self._exit_code)
-        while self.communicators:  # they do not outlive sys.exit, which leads here
+        while self.communicators:  # after sys.exit, too, no peer may wait for this rank
             self.communicators.pop().close()
         for farewell in self.farewells:
             farewell()

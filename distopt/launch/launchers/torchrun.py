@@ -1,7 +1,7 @@
 """torchrun, and rank and size that a script or a user sets by hand in the same variables.
 
-RANK and WORLD_SIZE are torchrun's only together with TORCHELASTIC_RUN_ID. Scripts also set them by hand, from another
-launcher's variables, and that launcher then counts. Job scripts export a WORLD_SIZE, or a RANK of the node, that no
+RANK and WORLD_SIZE are torchrun's only together with TORCHELASTIC_RUN_ID. Scripts also set them by hand, from
+another launcher's variables, which then decide. Job scripts export a WORLD_SIZE, or a RANK of the node, that no
 process of the job should mistake for its own.
 """
 

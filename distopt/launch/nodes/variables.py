@@ -24,7 +24,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
     return {
         "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
         **env,
-        **thread_variables(options.ranks, env),  # the same with fewer ranks: bits may depend on it
+        **thread_variables(options.ranks, env),  # as many with fewer ranks: bits may depend on that
         **DISTOPT_RUN.variables(
             job=order["job"],
             size=order["size"],

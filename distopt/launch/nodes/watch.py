@@ -254,7 +254,7 @@ _COLUMNS = ("rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "
 
 
 def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int) -> list[str]:
-    """Local. The rows below a head, in lines that fit a terminal of that size, one less than half of its height."""
+    """Local. The rows below a heading, cut to the width of a terminal of that size; they fill less than half of it."""
     room = max(lines // 2 - 2, 1)
     cells = [_COLUMNS, *(_cells(row, states[row.rank]) for row in chosen(rows, states, room))]
     upright = {head: [head, *column] for head, *column in zip(*cells, strict=True)}

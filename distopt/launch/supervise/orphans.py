@@ -24,7 +24,7 @@ class Orphans:
     """The process that waits for the end of this one; started at once.
 
     Args:
-        mark: how the variable begins that the ranks have, as "NAME=value".
+        mark: the beginning of a variable that all ranks have, as "NAME=value".
     """
 
     def __init__(self, mark: str) -> None:

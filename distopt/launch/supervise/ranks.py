@@ -293,9 +293,10 @@ class LocalRanks:
             rank.kill()
 
     def terminate(self) -> None:
-        """Local. Send SIGTERM to all ranks that run, except those that have reported why they fail, and end themselves.
+        """Local. Send SIGTERM to all ranks that run, except those that have reported a failure of their own.
 
-        Such a rank may not have printed its traceback yet. A rank that fails because another did may wait for it.
+        Such a rank ends by itself, and may not have printed its traceback yet. A rank that fails as a consequence of
+        another's failure gets the signal, since it may be waiting for a rank.
         """
         for rank in self.ranks:
             rank.read()

@@ -104,7 +104,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         _report(f"error: {error}", launcher())
         sys.exit(UsageError.exit_code)
     except Preempted:
-        raise  # by no sys.exit, because all ranks leave, and none is to end the others
+        raise  # not by sys.exit, which would end the other ranks: all leave
     except KeyboardInterrupt:
         info = launcher()
         if info is None or not launcher_of(info).has_agents:

@@ -215,7 +215,7 @@ class DistOpt(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Local. In the body of a `with`, backward passes only add to `.grad`; the next one outside sends the sums.
 
-        With shards, for the passes of one shard.
+        With shards, use it around the passes of one shard only.
         """
         if self._shards is not None and self._shards.current is None:
             raise self._shards.refusal("no_sync around shards")
@@ -287,7 +287,7 @@ class DistOpt(torch.optim.Optimizer):
 
     @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
-        """Collective, in a backward pass, for the hooks of parameters. The gradient of a parameter is final."""
+        """Collective, in a backward pass, for the hooks of parameters: take a gradient, which is final."""
         if self._collects:
             self._averaged = "partly"
             return

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ...comm.work import Work
     from ...flight.ring import Group
 
-# The queue's thread carries out an operation only after this time: a thread that waits for it saves a switch.
+# The queue's thread carries out an operation only after this time: a thread that waits for it before does so itself,
+# without a switch of threads.
 _GRACE_SECONDS = 2e-3
 _WIRES = 8  # lines of a timeline for operations that are under way together
 _with_operations: set[OperationQueue] = set()  # the queues of this process that are not empty

@@ -399,7 +399,7 @@ class _Deferred(Work):
         self._array: Array | None = None
 
     def begin(self, start: Callable[[Description], Callable[[], None]], array: Array) -> None:
-        """Local. Start it by `start`, which returns a function that completes it and uses `array` until then."""
+        """Local. Start it by `start`, which returns a function that completes it. `array` is in use until then."""
         finish = self._owner.carry_out(self._call, start, None)
         self._run, self._array = lambda _: finish(), array
 
