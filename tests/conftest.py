@@ -4,6 +4,7 @@ import fcntl
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def peers_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`once(name, function, *args)`: the function's result, made by the first of pytest's workers that asks."""
+    """`once(name, function, *args)`: the function's result, or failure, made by the first of pytest's workers that asks."""
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if hasattr(request.config, "workerinput") else base  # workers have folders of their own there
     results: dict[str, Any] = {}
@@ -70,11 +71,22 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             with (folder / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
-                    path.write_bytes(pickle.dumps(function(*args)))
+                    path.write_bytes(pickle.dumps(outcome_of(function, *args)))
             results[name] = pickle.loads(path.read_bytes())
-        return results[name]
+        value, error = results[name]
+        if error:
+            pytest.fail(error)
+        return value
 
     return result
+
+
+def outcome_of(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """Its result, or why it fails: another try for each test that asks would take hours."""
+    try:
+        return function(*args), ""
+    except (Exception, pytest.fail.Exception):
+        return None, traceback.format_exc()
 
 
 @pytest.fixture(params=_core.supported_isas())

@@ -102,12 +102,12 @@ class FlightRecord:
         if own is not None and own.about[1] != os.getpid():  # a forked child
             return ""
         with self._telling("the flight record cannot be written"):
-            found = [(ring, ring.read()) for ring in (own, *self._rings.values()) if ring is not None and ring.head[1]]
-            folder = str(_path(found[0][1]).parent) if found else ""
-            found = [(ring, content) for ring, content in found if ring is own or not _path(content).exists()]
-            _save(found, reason)  # at once, since a launcher may kill this process at any moment
+            every = [(ring, ring.read()) for ring in (own, *self._rings.values()) if ring is not None and ring.head[1]]
+            folder = str(_path(every[0][1]).parent) if every else ""
+            found = [(ring, content) for ring, content in every if ring is own or not _path(content).exists()]
             if own is not None:
                 faulthandler.dump_traceback(own.about[0])
+            _save(found, reason)  # at once, since a launcher may kill this process at any moment
             asked = [ring for ring, content in found if ring is not own and content["answers"] and ring.ask()]
             before: list[int] = []
             for _ in range(_STACK_LOOKS if asked else 0):
@@ -116,9 +116,11 @@ class FlightRecord:
                     break
                 before = sizes
                 time.sleep(_LOOK_SECONDS)
-            for ring, content in found:
-                if stacks := ring.stacks():
-                    Path(folder, f"stacks-{content['rank']}.txt").write_bytes(stacks)
+            # Also of a rank that has saved its record and waits above: its launcher may end it before it comes here.
+            for ring, content in every:
+                path = Path(folder, f"stacks-{content['rank']}.txt")
+                if (ring is own or not path.exists()) and (stacks := ring.stacks()):
+                    _replace(path, stacks)
             _save([(ring, ring.read()) for ring, _ in found], reason)  # others may have come to the same operation
             return folder
         return ""  # type: ignore[unreachable] # where `_telling` has met an error
@@ -174,9 +176,14 @@ def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:
     for _, content in found:
         path = _path(content)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = path.with_name(f"{os.getpid()}.part")
-        part.write_bytes(pickle.dumps({**content, "reason": reason}))
-        part.replace(path)
+        _replace(path, pickle.dumps({**content, "reason": reason}))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Local. Whole, though several processes write it and may be killed meanwhile."""
+    part = path.with_name(f"{os.getpid()}.part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def _path(content: dict[str, Any]) -> Path:

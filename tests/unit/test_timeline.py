@@ -1,8 +1,10 @@
 """The summary of made-up timelines, the bounds of clocks, and what happens without a timeline or where none can be."""
 
 import json
+import multiprocessing
 import struct
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from distopt.cli import main
 from distopt.cli.timeline import findings, load, report, summarize
 from distopt.errors import DataError
 from distopt.flight.recorder import FlightRecord
+from distopt.flight.ring import Ring
 from distopt.timeline import TRACKS, Timeline
 
 STEPS, STEP_US = 9, 10_000
@@ -167,3 +170,27 @@ def test_no_memory_for_records_is_one_notice(monkeypatch, caplog):
     assert record.open_group("world", [0, 1], 0, [record.offer()] * 2) is None
     assert record.write("a reason") == ""
     assert caplog.text.count("there is no flight record") == 1
+
+
+def save_and_wait(sender: Connection) -> None:
+    """As a rank that waits for the stacks of others when it has saved its record."""
+    Ring.stacks = lambda _: time.sleep(100.0)
+    record = FlightRecord()
+    record.open_group("world", [0, 1], 0, [offer := record.offer()])
+    sender.send(offer)
+    record.write("the cause")
+
+
+def test_a_rank_that_is_ended_before_it_writes_its_stacks_leaves_them_to_its_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTOPT_FLIGHT_FOLDER", str(tmp_path))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("spawn").Process(target=save_and_wait, args=(sender,), daemon=True)
+    rank.start()
+    launcher = FlightRecord()
+    launcher.add(receiver.recv()["ring"])
+    while not (tmp_path / "rank_0").exists():
+        time.sleep(0.01)
+    assert launcher.write("the end of a rank") == str(tmp_path)
+    rank.kill()
+    rank.join()
+    assert "in save_and_wait" in (tmp_path / "stacks-0.txt").read_text()
