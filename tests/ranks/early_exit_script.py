@@ -25,8 +25,10 @@ for step in range(5):
     world.all_reduce(total)
     if leaves and step == 3 and where == "between steps":
         WAYS[how]()
-if where == "after close":
+if "after close" in where:
     world.close()
+if "finalized" in where:
+    sys.modules["mpi4py.MPI"].Finalize()
 if leaves:
     WAYS[how]()
 time.sleep(0.5)

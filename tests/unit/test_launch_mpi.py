@@ -281,7 +281,15 @@ def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend
 @pytest.mark.slow
 @pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
-    ("how", "where"), [("os._exit", "after close"), ("return", "after close"), ("return", "after the last step")]
+    ("how", "where"),
+    [
+        ("os._exit", "after close"),
+        ("return", "after close"),
+        ("return", "after the last step"),
+        ("os._exit", "after close, finalized"),
+        ("return", "after close, finalized"),
+        ("return", "finalized"),
+    ],
 )
 @pytest.mark.parametrize(("n", "backend"), [(2, "mpi"), (3, "shm")])
 def test_rank_that_leaves_as_it_should_is_not_accused(n, backend, how, where):

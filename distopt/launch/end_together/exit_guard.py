@@ -153,16 +153,17 @@ class ExitGuard:
             self.abort(self._exit_code)
         while self.communicators:  # after sys.exit, too, no peer may wait for this rank
             self.communicators.pop().close()
-        for farewell in self.farewells:
-            farewell()
+        if not self._mpi.Is_finalized():  # by the script
+            for farewell in self.farewells:
+                farewell()
         if self.others is not None:
             self._finalize()  # waits for the other ranks while a thread still hears of their end
 
     def _finalize(self) -> None:
         if not self._mpi.Is_finalized():
             self._mpi.Finalize()
-            if self.others is not None:
-                self.others.leave()
+        if self.others is not None:
+            self.others.leave()
 
     def _says(self, text: str) -> str:
         return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
