@@ -48,10 +48,10 @@ def take_away(lack: str, rank: int) -> None:
     def refuse(*_: object) -> None:
         if lack == "no memory":
             raise MemoryError("out of memory")
-        raise cupy.cuda.runtime.CUDARuntimeError(46, "cudaErrorDevicesUnavailable: busy or unavailable")
+        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorDevicesUnavailable: busy or unavailable")
 
     def insufficient() -> int:
-        raise cupy.cuda.runtime.CUDARuntimeError(35, "cudaErrorInsufficientDriver: driver version is insufficient")
+        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
 
     if rank == 1 and lack == "no memory":
         cupy.empty = refuse

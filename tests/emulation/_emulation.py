@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -55,25 +54,6 @@ def memory_type(address: int) -> int:
     return int(_made("cudaPointerGetAttributes", address, kind=ctypes.c_int))
 
 
-# Memory as CuPy's pool hands it out: what is given back on a stream is given out again on that stream at once, without
-# waiting for any other. It turns into NaN in the order of that stream, as if others had used it, so that another stream
-# which still reads it reads something wrong. By stream and bytes; without a lock, as memory may be given back anywhere.
-_free: dict[tuple[int, int], list[int]] = defaultdict(list)
-
-
-def pool_malloc(n_bytes: int, stream: int) -> int:
-    try:
-        return _free[stream, n_bytes].pop()
-    except IndexError:
-        return int(malloc(n_bytes))
-
-
-def pool_free(address: int, n_bytes: int, stream: int, spoil: Any = memset_async, free: Any = _free) -> None:
-    with contextlib.suppress(RuntimeError):  # the stream may be gone; then nothing can be ordered behind it
-        spoil(address, 0xFF, n_bytes, stream)
-    free[stream, n_bytes].append(address)
-
-
 # -- streams and events ------------------------------------------------------------------------------------------------
 stream_destroy = partial(_call, "cudaStreamDestroy")
 stream_synchronize = partial(_call, "cudaStreamSynchronize")  # runs what is in it; the way to look at arrays, too
@@ -83,8 +63,8 @@ event_record = partial(_call, "cudaEventRecord")  # event, stream
 event_synchronize = partial(_call, "cudaEventSynchronize")
 
 
-def stream_create(non_blocking: bool = False, priority: int = 0) -> int:
-    return int(_made("cudaStreamCreateWithPriority", int(non_blocking), priority))
+def stream_create(non_blocking: bool = False) -> int:
+    return int(_made("cudaStreamCreateWithPriority", int(non_blocking), 0))
 
 
 def stream_query(stream: int) -> bool:

@@ -3,7 +3,6 @@
 // It behaves as a blocking NCCL at its worst: a call that connects ranks, as the first with the same arguments or the
 // first message to a peer, waits for them without end; a collective runs when its stream gets there, and never ends if
 // the ranks disagree. Two threads in one communicator, or an abort below a thread, end the process. Environment:
-//   FAKE_NCCL_VERSION=21700          what ncclGetVersion says
 //   FAKE_NCCL_RECORD=path            every call becomes a line of path.<rank>
 //   FAKE_NCCL_FAIL=ncclSend:5        that function returns 5
 //   FAKE_NCCL_SLEEP=ncclSend:0.5     that function takes half a second
@@ -21,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -107,21 +107,13 @@ bool hangs_from_here(const Channel& channel) {
 void enqueue(Comm* comm, distopt::cuda::Stream* stream, std::function<bool()> advance) {
   using Enqueue = int (*)(void*, int (*)(void*), void*);
   static const auto emulation_enqueue = reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "emulation_enqueue"));
-  if (emulation_enqueue == nullptr) {
-    std::fprintf(stderr, "fake NCCL: load the emulated libcuda.so.1 with RTLD_GLOBAL before\n");
-    std::abort();
-  }
+  if (emulation_enqueue == nullptr) die("load the emulated libcuda.so.1 with RTLD_GLOBAL before");
   Channel& channel = *comm->channel;
   ++channel.started;
   ++channel.unfinished;
   if (hangs_from_here(channel)) advance = [] { return false; };
   auto* queued = new Queued{comm->channel, std::move(advance)};
   if (emulation_enqueue(stream, step, queued) != 0) std::abort();
-}
-
-[[noreturn]] void die(const char* fact) {
-  std::fprintf(stderr, "fake NCCL: %s\n", fact);
-  std::abort();
 }
 
 // A thread in a call of NCCL, which only one may be at a time.
@@ -150,12 +142,8 @@ void connect(Comm* comm, const Call& call) {
                 static_cast<int>(call.type), static_cast<int>(call.op), call.root);
   if (!setting("FAKE_NCCL_CONNECTED").empty() || !comm->connected.insert(key).second) return;
   const Channel& channel = *comm->channel;
-  const int mine = ++channel.slots[channel.rank].connections;
-  wait_until([&] {
-    for (int r = 0; r < channel.size; ++r)
-      if (channel.slots[r].connections < mine) return false;
-    return true;
-  });
+  const std::uint64_t mine = ++channel.slots[channel.rank].connections;
+  wait_until([&] { return channel.all([=](const Slot& slot) { return slot.connections >= mine; }); });
 }
 
 void connect(const Channel& channel, const std::vector<Message>& messages) {
@@ -174,10 +162,9 @@ Result run_group() {
   const Group made = std::exchange(group, {});
   if (made.comm == nullptr) return Result::success;
   const Inside inside(made.comm);
-  if (const Result result = told("ncclGroupEnd"); result != Result::success) return result;
   for (const Task& task : made.collectives) connect(made.comm, task.call);
   connect(*made.comm->channel, made.messages);
-  for (const Task& task : made.collectives) enqueue(made.comm, made.stream, in_rounds(*made.comm->channel, task));
+  for (const Task& task : made.collectives) enqueue(made.comm, made.stream, in_turn(*made.comm->channel, task));
   if (!made.messages.empty()) enqueue(made.comm, made.stream, exchange(*made.comm->channel, made.messages));
   return Result::success;
 }
@@ -190,82 +177,42 @@ Result collective(const char* function, Comm* comm, distopt::cuda::Stream* strea
   return depth == 0 ? run_group() : Result::success;
 }
 
-// Rounds through a buffer of n_bytes, as much as fits a mailbox at a time.
-struct Chunks {
-  std::size_t n_bytes;
-  std::size_t begin(std::uint64_t round) const { return std::min(n_bytes, round * mailbox_bytes); }
-  std::size_t size(std::uint64_t round) const { return std::min(mailbox_bytes, n_bytes - begin(round)); }
-  bool last(std::uint64_t round) const { return begin(round + 1) == n_bytes; }
-};
-
 Task reduction(Comm* comm, Call call, const void* in, void* out) {
-  Channel* channel = comm->channel.get();
-  const std::size_t item = item_bytes(call.type);
+  const Channel* channel = comm->channel.get();
+  const std::size_t part_bytes = call.count * item_bytes(call.type);
   const std::size_t parts = call.kind == Kind::reduce_scatter ? static_cast<std::size_t>(channel->size) : 1;
-  const std::size_t part_bytes = call.count * item;
-  const Chunks chunks{parts * part_bytes};
   const std::size_t first = parts == 1 ? 0 : part_bytes * static_cast<std::size_t>(channel->rank);
-  // The result goes to the output at the end: the input may overlap it.
-  auto result = std::make_shared<std::vector<char>>(part_bytes);
-  return {call,
-          [=](std::uint64_t round, char* mailbox) {
-            std::memcpy(mailbox, static_cast<const char*>(in) + chunks.begin(round), chunks.size(round));
-          },
-          [=](std::uint64_t round) {
-            const std::size_t begin = std::max(first, chunks.begin(round));
-            const std::size_t end = std::min(first + part_bytes, chunks.begin(round) + chunks.size(round));
-            if (begin < end) {
-              std::vector<const char*> inputs;
-              for (int r = 0; r < channel->size; ++r)
-                inputs.push_back(channel->slots[r].data + (begin - chunks.begin(round)));
-              reduce(inputs, result->data() + (begin - first), (end - begin) / item, call.type, call.op);
-            }
-            if (chunks.last(round)) std::memcpy(out, result->data(), part_bytes);
-            return chunks.last(round);
+  return {call, in, parts * part_bytes, [=] {
+            std::vector<const char*> inputs;
+            for (int r = 0; r < channel->size; ++r) inputs.push_back(channel->data_of(r) + first);
+            reduce(inputs, static_cast<char*>(out), call.count, call.type, call.op);
           }};
 }
 
 Task copying(Comm* comm, Call call, const void* in, void* out) {
-  Channel* channel = comm->channel.get();
-  const Chunks chunks{call.count * item_bytes(call.type)};
+  const Channel* channel = comm->channel.get();
+  const std::size_t n_bytes = call.count * item_bytes(call.type);
   const bool gathers = call.kind == Kind::all_gather;
-  return {call,
-          [=](std::uint64_t round, char* mailbox) {
-            if (gathers || channel->rank == call.root)
-              std::memcpy(mailbox, static_cast<const char*>(in) + chunks.begin(round), chunks.size(round));
-          },
-          [=](std::uint64_t round) {
-            for (int r = 0; r < channel->size; ++r) {
-              if (!gathers && r != call.root) continue;
-              const std::size_t row = gathers ? static_cast<std::size_t>(r) * chunks.n_bytes : 0;
-              std::memcpy(static_cast<char*>(out) + row + chunks.begin(round), channel->slots[r].data,
-                          chunks.size(round));
-            }
-            return chunks.last(round);
+  return {call, in, gathers || channel->rank == call.root ? n_bytes : 0, [=] {
+            auto* to = static_cast<char*>(out);
+            for (int r = 0; r < channel->size; ++r)
+              if (gathers || r == call.root) to = std::copy_n(channel->data_of(r), n_bytes, to);
           }};
 }
 
 }  // namespace
 
-// -- the functions of nccl.h
-// -------------------------------------------------------------------------------------------
+// -- the functions of nccl.h ------------------------------------------------------------------------------------------
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT Result ncclGetVersion(int* version) {
-  const std::string text = setting("FAKE_NCCL_VERSION");
-  *version = text.empty() ? 23203 : std::atoi(text.c_str());
+  *version = 23203;
   return Result::success;
 }
 
 EXPORT Result ncclGetUniqueId(UniqueId* id) {
-  if (const Result result = told("ncclGetUniqueId"); result != Result::success) return result;
-  std::memset(id, 0, sizeof(*id));
-  std::FILE* random = std::fopen("/dev/urandom", "rb");
-  unsigned char bytes[12];
-  const bool ok = random != nullptr && std::fread(bytes, 1, sizeof(bytes), random) == sizeof(bytes);
-  if (random != nullptr) std::fclose(random);
-  if (!ok) return Result::system_error;
-  for (std::size_t i = 0; i < sizeof(bytes); ++i) std::snprintf(id->internal + 2 * i, 3, "%02x", bytes[i]);
+  std::random_device random;
+  for (std::size_t i = 0; i < 24; i += 8) std::snprintf(id->internal + i, 9, "%08x", random());
   return Result::success;
 }
 
@@ -303,7 +250,7 @@ EXPORT Result ncclCommInitRankConfig(Comm** out, int size, UniqueId id, int rank
   if (const std::string path = setting("FAKE_NCCL_RECORD"); !path.empty())
     comm->record = std::fopen((path + "." + std::to_string(rank)).c_str(), "a");
   record(comm.get(), "ncclCommInitRankConfig size=%d rank=%d version=%u", size, rank, config->version);
-  wait_until([&] { return channel.complete(); });
+  wait_until([&] { return channel.all([](const Slot& slot) { return slot.joined != 0; }); });
   ::unlink(channel.path.c_str());
   *out = comm.release();
   return Result::success;

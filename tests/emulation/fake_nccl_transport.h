@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -17,7 +19,13 @@
 
 namespace fake {
 
-constexpr std::size_t mailbox_bytes = 1 << 16;
+// As much as a rank sends at a time; the file has holes where nothing is written.
+constexpr std::size_t mailbox_bytes = 1 << 24;
+
+[[noreturn]] inline void die(const char* fact) {
+  std::fprintf(stderr, "fake NCCL: %s\n", fact);
+  std::abort();
+}
 
 enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast };
 
@@ -33,25 +41,29 @@ inline bool operator==(const Call& a, const Call& b) {
   return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op && a.root == b.root;
 }
 
-struct Slot {
-  std::atomic<int> joined, connections;
-  std::atomic<std::uint64_t> written, read;  // rounds
-  Call call;
+using Counter = std::atomic<std::uint64_t>;
+
+struct Mailbox {
+  Counter written, read;  // collectives, or messages
   char data[mailbox_bytes];
+
+  void write(const void* from, std::size_t n_bytes) {
+    if (n_bytes > mailbox_bytes) die("a mailbox is too small");
+    std::memcpy(data, from, n_bytes);
+    ++written;
+  }
+};
+
+struct Slot {
+  Counter joined, connections;
+  Call call;
+  Mailbox mailbox;
 };
 
 // From one rank to another.
 struct Pipe {
-  std::atomic<int> sender, receiver;         // whether they have connected
-  std::atomic<std::uint64_t> written, read;  // messages
-  char data[mailbox_bytes];
-};
-
-// One part of a collective at a time travels through the mailboxes. Both are called once for every round.
-struct Task {
-  Call call;
-  std::function<void(std::uint64_t round, char* mailbox)> write;
-  std::function<bool(std::uint64_t round)> read;  // whether it was the last round
+  Counter sender, receiver;  // whether they have connected
+  Mailbox mailbox;
 };
 
 struct Channel {
@@ -60,7 +72,6 @@ struct Channel {
   std::string path;
   std::atomic<bool> aborted{false};
   std::atomic<int> unfinished{0};
-  std::uint64_t rounds = 0;   // that have ended
   std::uint64_t started = 0;  // collectives
 
   ~Channel() {
@@ -71,10 +82,10 @@ struct Channel {
     return n * sizeof(Slot) + n * n * sizeof(Pipe);
   }
   Pipe& pipe(int from, int to) const { return reinterpret_cast<Pipe*>(slots + size)[from * size + to]; }
-  bool complete() const {
-    for (int r = 0; r < size; ++r)
-      if (slots[r].joined.load() == 0) return false;
-    return true;
+  const char* data_of(int r) const { return slots[r].mailbox.data; }
+  template <class Condition>
+  bool all(Condition condition) const {
+    return std::all_of(slots, slots + size, condition);
   }
 };
 
@@ -83,38 +94,29 @@ struct Queued {
   std::function<bool()> advance;  // whether it has ended
 };
 
-// Round after round of a task, as far as the other ranks have come.
-inline std::function<bool()> in_rounds(Channel& channel, Task task) {
-  struct State {
-    Task task;
-    std::uint64_t round = 0;
-    bool written = false, mismatch = false;
-  };
-  auto state = std::make_shared<State>();
-  state->task = std::move(task);
-  return [&channel, state] {
+struct Task {
+  Call call;
+  const void* in;  // for the mailbox
+  std::size_t in_bytes;
+  std::function<void()> read;  // the mailboxes of all ranks
+};
+
+inline std::function<bool()> in_turn(Channel& channel, Task task) {
+  return [&channel, task = std::move(task), written = false]() mutable {
     Slot& own = channel.slots[channel.rank];
-    while (!state->mismatch) {
-      const std::uint64_t now = channel.rounds + 1;
-      if (!state->written) {
-        for (int r = 0; r < channel.size; ++r)
-          if (channel.slots[r].read.load() < channel.rounds) return false;
-        own.call = state->task.call;
-        state->task.write(state->round, own.data);
-        own.written.store(now);
-        state->written = true;
-      }
-      for (int r = 0; r < channel.size; ++r)
-        if (channel.slots[r].written.load() < now) return false;
-      for (int r = 0; r < channel.size; ++r) state->mismatch |= !(channel.slots[r].call == own.call);
-      if (state->mismatch) break;
-      const bool last = state->task.read(state->round++);
-      channel.rounds = now;
-      own.read.store(now);
-      state->written = false;
-      if (last) return true;
+    const std::uint64_t before = own.mailbox.read;
+    if (!written) {
+      if (!channel.all([=](const Slot& slot) { return slot.mailbox.read >= before; })) return false;
+      own.call = task.call;
+      own.mailbox.write(task.in, task.in_bytes);
+      written = true;
     }
-    return false;  // for ever, as the real one might
+    if (!channel.all([=](const Slot& slot) { return slot.mailbox.written > before; })) return false;
+    // If the calls differ it never ends, as the real one might not.
+    if (!channel.all([&](const Slot& slot) { return slot.call == own.call; })) return false;
+    task.read();
+    ++own.mailbox.read;
+    return true;
   };
 }
 
@@ -126,22 +128,23 @@ struct Message {
   bool sends;
 };
 
-// The messages of one group: all move at once, each as far as its peer has come.
+// The messages of one group, each as soon as its peer has come.
 inline std::function<bool()> exchange(Channel& channel, std::vector<Message> messages) {
   return [&channel, messages = std::move(messages)]() mutable {
-    bool done = true;
-    for (Message& message : messages) {
-      Pipe& pipe = message.sends ? channel.pipe(channel.rank, message.peer) : channel.pipe(message.peer, channel.rank);
-      while (message.n_bytes != 0 && (pipe.written.load() == pipe.read.load()) == message.sends) {
-        const std::size_t size = std::min(message.n_bytes, mailbox_bytes);
-        message.sends ? std::memcpy(pipe.data, message.data, size) : std::memcpy(message.data, pipe.data, size);
-        ++(message.sends ? pipe.written : pipe.read);
-        message.data += size;
-        message.n_bytes -= size;
+    const auto moves = [&channel](const Message& message) {
+      Mailbox& mailbox =
+          (message.sends ? channel.pipe(channel.rank, message.peer) : channel.pipe(message.peer, channel.rank)).mailbox;
+      if ((mailbox.written == mailbox.read) != message.sends) return false;
+      if (message.sends) {
+        mailbox.write(message.data, message.n_bytes);
+      } else {
+        std::memcpy(message.data, mailbox.data, message.n_bytes);
+        ++mailbox.read;
       }
-      done = done && message.n_bytes == 0;
-    }
-    return done;
+      return true;
+    };
+    messages.erase(std::remove_if(messages.begin(), messages.end(), moves), messages.end());
+    return messages.empty();
   };
 }
 

@@ -21,7 +21,7 @@ print(json.dumps({
              "ascontiguousarray", "from_dlpack", "ndarray"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
-    "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer", "UnownedMemory"],
+    "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer"],
     "cupy.cuda.Stream": [n for n in dir(cupy.cuda.Stream) if not n.startswith("_")],
     "cupy.cuda.Event": public(cupy.cuda.Event),
     "cupy.cuda.runtime": [n for n in public(cupy.cuda.runtime) if n not in own],

@@ -60,17 +60,20 @@ SCRIPTS = {
         assert page[0] == b"\\x02"
     """,
     "memory that is given back too early is spoilt": """
-        memory = cuda.pool_malloc(size, first)
-        cuda.memset_async(memory, 7, size, first)
-        event = cuda.event_create()
-        cuda.event_record(event, first)
-        cuda.stream_wait_event(second, event)
-        cuda.memcpy_async(other, memory, size, 3, second)
-        cuda.pool_free(memory, size, first)
-        assert cuda.pool_malloc(size, second) != memory
-        assert cuda.pool_malloc(size, first) == memory
-        cuda.stream_synchronize(first)
-        cuda.stream_synchronize(second)
+        one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        with one:
+            array = cupy.empty(size, "uint8")
+            array.data.memset_async(7, size)
+            two.wait_event(one.record())
+        address = array.data.ptr
+        cuda.memcpy_async(other, address, size, 3, two.ptr)
+        del array
+        with two:
+            assert cupy.empty(size, "uint8").data.ptr != address
+        with one:
+            assert cupy.empty(size, "uint8").data.ptr == address
+        one.synchronize()
+        two.synchronize()
         assert byte(other) == 0xFF
     """,
     "a graph holds no copy from or to the host": """

@@ -108,7 +108,7 @@ def array(
         copied: ndarray = _call(_numpy.array, obj, dtype=dtype, order=order, ndmin=ndmin)
         return copied
     if cuda.capturing():  # it goes through pinned memory, with an event that CuPy then queries
-        raise cuda.runtime.CUDARuntimeError(907, "cudaErrorCapturedEvent: operation not permitted on an event last ...")
+        raise cuda.runtime.CUDARuntimeError("cudaErrorCapturedEvent: operation not permitted on an event last ...")
     result: ndarray = _device(_numpy.array(_numpy.asarray(obj), dtype=dtype, order=order, ndmin=ndmin))  # type: ignore[call-overload]
     return result
 

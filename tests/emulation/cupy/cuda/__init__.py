@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import weakref
 from typing import Any
 
 import _emulation as _emulated
@@ -42,7 +41,7 @@ class Device:
     def __init__(self, device: Any = None) -> None:
         self.id = runtime.getDevice() if device is None else int(device)
         if not 0 <= self.id < runtime.getDeviceCount():
-            raise runtime.CUDARuntimeError(101, "cudaErrorInvalidDevice: invalid device ordinal")
+            raise runtime.CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
 
     def __int__(self) -> int:
         return self.id
@@ -93,10 +92,6 @@ class BaseMemory:
     size: int
     device_id: int
 
-    @property
-    def device(self) -> Device:
-        return Device(self.device_id)
-
     def holds(self, array: np.ndarray[Any, Any]) -> bool:
         return self.ptr <= array.ctypes.data < self.ptr + max(self.size, 1)
 
@@ -113,41 +108,11 @@ class Memory(BaseMemory):
             free(self.ptr)
 
 
-class PooledMemory(BaseMemory):
-    """Memory of the default pool.
-
-    As in CuPy, memory that is let go serves again for the stream that was current when it was allocated, at once:
-    right on that stream, and a fault that shows where another stream still works on it.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self.device_id = size, runtime.getDevice()
-        self._stream = get_current_stream().ptr
-        self._taken = -(-max(size, 1) // 512) * 512
-        self.ptr: int = _emulated.pool_malloc(self._taken, self._stream)
-
-    def __del__(self, give_back: Any = _emulated.pool_free) -> None:
-        if hasattr(self, "ptr"):
-            give_back(self.ptr, self._taken, self._stream)
-
-
-class UnownedMemory(BaseMemory):
-    """Memory that `owner` keeps alive."""
-
-    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
-        self.ptr, self.size, self._owner = ptr, size, owner
-        self.device_id = runtime.getDevice() if device_id < 0 else device_id
-
-
 class MemoryPointer:
     """An address in a run of memory, which it keeps alive."""
 
     def __init__(self, mem: BaseMemory, offset: int) -> None:
         self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
-        self.device = mem.device
-
-    def __int__(self) -> int:
-        return self.ptr
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
         _emulated.memset_async(self.ptr, value, size, (stream or get_current_stream()).ptr)
@@ -157,31 +122,40 @@ class MemoryPool:
     """Memory that goes back to this pool, by stream and size; what it has is from `allocator`."""
 
     def __init__(self, allocator: Any = None) -> None:
+        self.spoils = allocator is None
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(size), 0))
-        self._free: dict[tuple[int, int], list[BaseMemory]] = {}
+        self.free: dict[tuple[int, int], list[BaseMemory]] = {}
 
     def malloc(self, size: int) -> MemoryPointer:
         stream, rounded = get_current_stream().ptr, -(-max(size, 1) // 512) * 512
-        free = self._free.get((stream, rounded))
-        whole = free.pop() if free else self._allocator(rounded).mem
+        free = self.free.setdefault((stream, rounded), [])
+        try:
+            whole = free.pop()
+        except IndexError:
+            whole = self._allocator(rounded).mem
         return MemoryPointer(_Lent(self, whole, stream, rounded), 0)
 
 
 class _Lent(BaseMemory):
-    """Memory of a `MemoryPool`. When it goes back in a recording it turns into NaN there, as others may have it."""
+    """Memory of a `MemoryPool`.
+
+    As in CuPy, memory that is let go serves again for the stream that was current when it was allocated, at once. It
+    turns into NaN in the order of that stream, as if others had used it, so that another stream which still reads it
+    reads something wrong. That of a graph does so in the recording alone, since replays need what the last one left.
+    """
 
     def __init__(self, pool: MemoryPool, whole: BaseMemory, stream: int, size: int) -> None:
-        self._pool, self._whole, self._stream = weakref.ref(pool), whole, stream
+        self._pool, self._whole, self._stream = pool, whole, stream
         self.ptr, self.size, self.device_id = whole.ptr, size, whole.device_id
 
     def __del__(self, capturing: Any = _emulated.stream_capturing, memset: Any = _emulated.memset_async) -> None:
-        pool = self._pool()
-        if pool is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the stream may be gone
-            if capturing(self._stream):
+        with contextlib.suppress(RuntimeError):  # the stream may be gone; then nothing can be ordered behind it
+            if self._pool.spoils or capturing(self._stream):
                 memset(self.ptr, 0xFF, self.size, self._stream)
-        pool._free.setdefault((self._stream, self.size), []).append(self._whole)
+        self._pool.free[self._stream, self.size].append(self._whole)
+
+
+_default_pool = MemoryPool()
 
 
 @contextlib.contextmanager
@@ -197,8 +171,9 @@ def using_allocator(allocator: Any = None) -> Any:
 
 def alloc(size: int) -> MemoryPointer:
     """Device memory, uninitialised."""
-    allocator = getattr(_local, "allocator", None)
-    return allocator(size) if allocator else MemoryPointer(PooledMemory(size), 0)
+    allocator = getattr(_local, "allocator", None) or _default_pool.malloc
+    pointer: MemoryPointer = allocator(size)
+    return pointer
 
 
 def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
@@ -208,10 +183,10 @@ def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
 
 def alloc_pinned_memory(size: int) -> Any:
     """Host memory from which the device copies by itself: an object with the buffer protocol, `ptr` and `size()`."""
-    memory = UnownedMemory(_emulated.malloc_host(max(size, 1)), size, None)  # for the life of the process
-    _pinned[memory.ptr] = size
-    kind = type("PinnedMemoryPointer", (ctypes.c_char * max(size, 1),), {"ptr": memory.ptr, "size": lambda _: size})
-    return kind.from_address(memory.ptr)  # type: ignore[attr-defined]
+    address = _emulated.malloc_host(max(size, 1))  # for the life of the process
+    _pinned[address] = size
+    kind = type("PinnedMemoryPointer", (ctypes.c_char * max(size, 1),), {"ptr": address, "size": lambda _: size})
+    return kind.from_address(address)  # type: ignore[attr-defined]
 
 
 def is_pinned(array: np.ndarray[Any, Any]) -> bool:
@@ -224,17 +199,28 @@ def copy_async(to: int, source: int, n_bytes: int, stream: Any = None) -> None:
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
-class _BaseStream:
-    def __init__(self, ptr: int, device_id: int) -> None:
-        self.ptr, self.device_id = ptr, device_id
+class Stream:
+    """A queue of work, which runs only when waited for."""
+
+    null: Stream
+
+    def __init__(
+        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
+    ) -> None:
+        self.ptr: int = 0 if null else _emulated.stream_create(non_blocking)
+        self.device_id = -1 if null else runtime.getDevice()
+
+    def __del__(self, destroy: Any = _emulated.stream_destroy) -> None:
+        if getattr(self, "ptr", 0):
+            destroy(self.ptr)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BaseStream) and self.ptr == other.ptr
+        return isinstance(other, Stream) and self.ptr == other.ptr
 
     def __hash__(self) -> int:
         return self.ptr
 
-    def __enter__(self) -> _BaseStream:
+    def __enter__(self) -> Stream:
         self._check_device()
         _stack().append(self)
         return self
@@ -242,7 +228,7 @@ class _BaseStream:
     def __exit__(self, *_: object) -> None:
         _stack().pop()
 
-    def use(self) -> _BaseStream:
+    def use(self) -> Stream:
         self._check_device()
         _stack()[-1] = self
         return self
@@ -264,24 +250,6 @@ class _BaseStream:
         _emulated.stream_wait_event(self.ptr, event.ptr)
 
 
-class Stream(_BaseStream):
-    """A queue of work, which runs only when waited for."""
-
-    null: Stream
-
-    def __init__(
-        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
-    ) -> None:
-        self._owned = not null
-        super().__init__(
-            0 if null else _emulated.stream_create(non_blocking, priority or 0), -1 if null else runtime.getDevice()
-        )
-
-    def __del__(self, destroy: Any = _emulated.stream_destroy) -> None:
-        if getattr(self, "_owned", False):
-            destroy(self.ptr)
-
-
 Stream.null = Stream(null=True)
 
 
@@ -295,7 +263,7 @@ class Event:
         if hasattr(self, "ptr"):
             destroy(self.ptr)
 
-    def record(self, stream: _BaseStream | None = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         _emulated.event_record(self.ptr, (stream or get_current_stream()).ptr)
 
     def synchronize(self) -> None:
@@ -393,10 +361,6 @@ def _bytes_of(value: Any) -> bytes:
         return value.tobytes()
     kinds = {bool: np.bool_, int: np.int64, float: np.float64}
     return bytes(kinds[type(value)](value).tobytes())
-
-
-def is_available() -> bool:
-    return bool(runtime.getDeviceCount())
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:
