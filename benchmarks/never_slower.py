@@ -8,16 +8,23 @@ time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open M
     sudo .venv/bin/python -m benchmarks never-slower --only small,mpi-2x1 --turns 9
     sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,mpi-2x2 --profile
 
-With --profile, tables of where the time of sums is spent follow: for each rank, medians of batches, in microseconds
-a call. Phases exclude each other, and their sum is the time of the call:
+With --profile, tables of where the time is spent follow, in microseconds a call, step or token: for each rank, means of the
+half of its batches, steps or tokens whose times are in the middle. Phases exclude each other, and their sum is the time of
+the call:
 
-- outside: Python, from one call into the communicator between hosts to the next;
-- steps: deciding what to do next; describe: the description of the call, and what is prepared for its transfers;
+- outside: in sums Python, from one call into the communicator between hosts to the next; else all that is not
+  distopt, which computes;
+- python: the process group's own, above csrc;
+- steps: deciding what to do next; describe: the description of the call, its comparison with those of the other
+  ranks, and what is prepared for its transfers;
 - send, receive, poll: calls of MPI or Gloo, which move bytes; poll over Gloo is the wait for its thread;
-- reduce: the sums; host: shared memory of the host;
+- copy: into and out of shared memory; reduce: the sums; host: shared memory of the host, where hosts are several;
+- wait and sleep: in shared memory, for other ranks, first on the core and then in the kernel; wake: of ranks that sleep;
+- thread: this thread waits for the thread of the group's queue;
 - yield: over MPI, another process has the core, while this rank waits for messages.
 
-"begins" is when a rank starts a batch, after the first one, on the clock that the ranks share; "cpu" is processor time.
+"begins" is when a rank starts a batch, step or token, after the first one, on the clock that the ranks share; "call" is
+its time, and "cpu" processor time, of all threads.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from distopt.cli.values import at_least
@@ -118,7 +125,7 @@ def _turns(row: Measured) -> list[float]:
 
 
 def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
-    """The time that each rank spends in each phase of a call, as a table: medians of batches, in microseconds."""
+    """The time that each rank spends in each phase of a call, as a table."""
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in best}
 
     def ask(candidate: Candidate, _: int) -> None:
@@ -129,6 +136,11 @@ def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
 
     lineup.take_turns(turns, ask)
     lineup.require_all()
+    return phase_table(answers)
+
+
+def phase_table(answers: Answers) -> str:
+    """The table of `profile`, from answers with "spans"."""
     lines = []
     for name, asked in answers.items():
         batches = [batch for ranks in asked for batch in zip(*(rank["spans"] for rank in ranks), strict=True)]
@@ -137,9 +149,11 @@ def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
             for span in batch:
                 span["begin"] -= first
         for rank, spans in enumerate(zip(*batches, strict=True)):
-            middle = {each: median(span.get(each, 0.0) for span in spans) for each in {**spans[0], **spans[-1]}}
-            begin, cpu = middle.pop("begin"), middle.pop("cpu")
-            call = median(second for ranks in asked for second in ranks[rank]["seconds"])
+            seconds = [second for ranks in asked for second in ranks[rank]["seconds"]]
+            spans = [{**span, "call": second} for span, second in zip(spans, seconds, strict=True)]
+            spans = sorted(spans, key=lambda span: span["call"])[len(spans) // 4 : -(len(spans) // 4) or None]
+            middle = {each: mean(span.get(each, 0.0) for span in spans) for each in {**spans[0], **spans[-1]}}
+            begin, cpu, call = (middle.pop(each) for each in ("begin", "cpu", "call"))
             lines.append((f"{name}, rank {rank}", {"begins": begin, **middle, "call": call, "cpu": cpu}, middle))
     phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle if middle[each]))
     columns = ["begins", *phases, "sum", "call", "cpu"]
@@ -154,34 +168,37 @@ def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
 def step(model: str, site: Site, args: argparse.Namespace) -> Result:
     """The time that communication adds to a step of DDP, relative to Gloo's."""
     found = _steps([NOTHING, GLOO, DISTOPT], {"model": model, **MODELS[model][1]}, site, args)
-    return _added(found, NOTHING)
+    return _added(found, NOTHING, args)
 
 
 def sharded_step(site: Site, args: argparse.Namespace) -> Result:
     """The time that communication adds to a step of FSDP2, relative to Gloo's."""
     found = _steps([FAKE, GLOO, DISTOPT], {"model": "mlp", "sharded": True, **MODELS["mlp"][1]}, site, args)
-    return _added(found, FAKE)
+    return _added(found, FAKE, args)
 
 
 def tokens(hidden: int, site: Site, args: argparse.Namespace) -> Result:
     """Tokens of tensor-parallel inference; each token has two sums a layer."""
-    found = pytorch.tokens_of(hidden, site, argparse.Namespace(rounds=args.turns, steps=args.steps))
+    given = argparse.Namespace(rounds=args.turns, steps=args.steps)
+    found = pytorch.tokens_of(hidden, site, given, {"profile": args.profile})
     bare, gloo, ours = (of_rounds(found[name]) for name in (NOTHING, GLOO, DISTOPT))
     speeds = "tokens/s without sums {:.1f}, over Gloo {:.1f}, over distopt {:.1f}; {:.0f} us a sum"
     extra = speeds.format(*(1 / median(each) for each in (bare, gloo, ours)), pytorch.sum_us(found))
-    return Result(ours, gloo, median(gloo) / median(ours), f"{extra}; {_bits(found)}")
+    phases = phase_table(found) if args.profile else ""
+    return Result(ours, gloo, median(gloo) / median(ours), f"{extra}; {_bits(found)}", phases)
 
 
 def _steps(names: list[str], options: dict[str, Any], site: Site, args: argparse.Namespace) -> Answers:
     given = argparse.Namespace(rounds=args.turns, steps=args.steps, emulate=None)
-    return pytorch.steps_of(names, site, options, given)
+    return pytorch.steps_of(names, site, {**options, "profile": args.profile}, given)
 
 
-def _added(found: Answers, without: str) -> Result:
+def _added(found: Answers, without: str, args: argparse.Namespace) -> Result:
     bare, gloo, ours = (of_rounds(found[name]) for name in (without, GLOO, DISTOPT))
     added = [[one - base for one, base in zip(each, bare, strict=True)] for each in (ours, gloo)]
     extra = f"step without communication {median(bare) * 1e3:.2f} ms; {_bits(found)}"
-    return Result(*added, median(added[0]) / median(added[1]), extra)
+    phases = phase_table(found) if args.profile else ""
+    return Result(*added, median(added[0]) / median(added[1]), extra, phases)
 
 
 def _bits(found: Answers) -> str:
@@ -246,7 +263,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), metavar="ROWS", help=f"of {','.join(ROWS)}")
     parser.add_argument("--turns", type=at_least(1), default=7, metavar="N", help="turns of each candidate (7)")
     parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="or tokens, timed in each turn (3)")
-    parser.add_argument("--profile", action="store_true", help="show the phases of sums, too")
+    parser.add_argument("--profile", action="store_true", help="show where the time is spent, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn to FILE")
 
 

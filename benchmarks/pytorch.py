@@ -167,8 +167,11 @@ def steps_of(names: Iterable[str], site: Site, options: Setup, args: argparse.Na
         return lineup.ask(args.rounds, {**request_of(args), "steps": args.steps})
 
 
-def tokens_of(hidden: int, site: Site, args: argparse.Namespace) -> Answers:
-    """Tokens over nothing, Gloo and distopt, in turns, by the same ranks: their weights take gigabytes."""
+def tokens_of(hidden: int, site: Site, args: argparse.Namespace, options: Setup | None = None) -> Answers:
+    """Tokens over nothing, Gloo and distopt, in turns, by the same ranks: their weights take gigabytes.
+
+    `options` are added to their setup.
+    """
     names = [NOTHING, GLOO, DISTOPT]
     found: Answers = {name: [] for name in names}
 
@@ -178,8 +181,8 @@ def tokens_of(hidden: int, site: Site, args: argparse.Namespace) -> Answers:
             found[name].append(candidate.crew.ask({"over": name, "tokens": args.steps, "warm_up": 1}))
 
     with Lineup() as lineup:
-        options = {"hidden": hidden, "layers": LAYERS}
-        fill(lineup, [DISTOPT], "tensor_parallel", site, options)
+        size = {"hidden": hidden, "layers": LAYERS}
+        fill(lineup, [DISTOPT], "tensor_parallel", site, {**size, **(options or {})})
         lineup.take_turns(args.rounds, measure)
         lineup.require_all()
     return found

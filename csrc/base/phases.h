@@ -2,18 +2,34 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <iterator>
+#include <thread>
 #include <utility>
 
 namespace distopt {
 
-enum class Phase : std::size_t { outside, steps, describe, host, send, receive, poll, reduce, yield };
-constexpr const char* phase_names[] = {"outside", "steps", "describe", "host", "send",
-                                       "receive", "poll",  "reduce",   "yield"};
+enum class Phase : std::size_t {
+  outside,
+  steps,
+  describe,
+  host,
+  send,
+  receive,
+  poll,
+  copy,
+  reduce,
+  wait,
+  sleep,
+  wake,
+  yield
+};
+constexpr const char* phase_names[] = {"outside", "steps",  "describe", "host",  "send", "receive", "poll",
+                                       "copy",    "reduce", "wait",     "sleep", "wake", "yield"};
 
-// Counts nothing until the first take(). For one thread at a time.
+// Counts nothing until the first take(), and then the time of the thread that called it last.
 class Phases {
  public:
   using Seconds = std::array<double, std::size(phase_names)>;
@@ -21,7 +37,7 @@ class Phases {
   // A phase until the end of its scope, in place of the one around it.
   class Scope {
    public:
-    Scope(Phases& phases, Phase phase) : phases_(phases), around_(phases.phase_) { phases.enter(phase); }
+    Scope(Phases& phases, Phase phase) : phases_(phases), around_(phases.enter(phase)) {}
     ~Scope() { phases_.enter(around_); }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
@@ -31,29 +47,28 @@ class Phases {
     Phase around_;
   };
 
-  // The seconds in each phase since the last call.
+  // The seconds in each phase since the last call. To be called outside all scopes.
   Seconds take() {
-    enter(phase_);
-    counts_ = true;
-    last_ = Clock::now();
+    thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    enter(Phase::outside);
     return std::exchange(seconds_, Seconds{});
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  void enter(Phase phase) {
-    if (counts_) {
-      const Clock::time_point now = Clock::now();
-      seconds_[static_cast<std::size_t>(phase_)] += std::chrono::duration<double>(now - last_).count();
-      last_ = now;
-    }
-    phase_ = phase;
+  // Returns the phase that ends.
+  Phase enter(Phase phase) {
+    if (std::this_thread::get_id() != thread_.load(std::memory_order_relaxed)) return phase;
+    const Clock::time_point now = Clock::now();
+    seconds_[static_cast<std::size_t>(phase_)] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+    return std::exchange(phase_, phase);
   }
 
-  bool counts_ = false;
+  std::atomic<std::thread::id> thread_{};
   Phase phase_ = Phase::outside;
-  Clock::time_point last_{};
+  Clock::time_point last_ = Clock::now();
   Seconds seconds_{};
 };
 

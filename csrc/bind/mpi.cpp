@@ -113,13 +113,6 @@ void look(MpiCommunicator& communicator, Patience& patience, double waited, nb::
   communicator.progress();
 }
 
-nb::dict take_phases(MpiCommunicator& communicator) {
-  const Phases::Seconds seconds = communicator.phases().take();
-  nb::dict named;
-  for (std::size_t i = 0; i < seconds.size(); ++i) named[phase_names[i]] = seconds[i];
-  return named;
-}
-
 }  // namespace
 
 void bind_mpi(nb::module_& m) {
@@ -169,8 +162,6 @@ void bind_mpi(nb::module_& m) {
       .def_prop_ro("inline_bytes", &MpiCommunicator::inline_bytes, "Size of the data that travel with an announcement.")
       .def_prop_ro("last_agreed", &MpiCommunicator::last_agreed,
                    "The last operation that all ranks have begun, in words.")
-      .def("take_phases", &take_phases,
-           "Seconds in each phase of its calls since the last call of this; the first one begins to count.")
       .def_prop_ro("scratch_count", &MpiCommunicator::scratch_count, "Number of unused buffers (tests).");
   bind_collectives<MpiCommunicator, MpiCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });

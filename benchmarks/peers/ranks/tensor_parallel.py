@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from .phases import watch
 from .transports import join_torch
 
 HEAD, CONTEXT = 64, 128  # units of a head; tokens that the cache holds
@@ -55,7 +56,8 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """Collective. A description of this rank, and a function that computes tokens.
 
-    "layers" and "hidden" of the setup are the size of the transformer.
+    "layers" and "hidden" of the setup are the size of the transformer. With "profile", the phases of sums over distopt are
+    recorded.
     """
     rank = join_torch(setup, rank, world_size)
     gloo = dist.new_group(backend="gloo")
@@ -63,21 +65,33 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
     random = torch.Generator().manual_seed(rank)
     layers = [Layer(setup["hidden"], world_size, random) for _ in range(setup["layers"])]
     inputs = torch.randn(16, 1, setup["hidden"], generator=torch.Generator().manual_seed(99))
-    return {"rank": rank, "about": f"torch {torch.__version__}"}, partial(measure, layers, inputs, sums)
+    phases = watch(dist.group.WORLD) if setup.get("profile") else dict
+    return {"rank": rank, "about": f"torch {torch.__version__}"}, partial(measure, layers, inputs, sums, phases)
 
 
 @torch.inference_mode()
 def measure(
-    layers: list[Layer], inputs: torch.Tensor, sums: dict[str, Callable[..., object]], request: dict[str, Any]
+    layers: list[Layer],
+    inputs: torch.Tensor,
+    sums: dict[str, Callable[..., object]],
+    phases: Callable[[], dict[str, float]],
+    request: dict[str, Any],
 ) -> dict[str, Any]:
-    """Collective. Time "tokens" tokens, after "warm_up" untimed ones, with sums "over" one of `sums`."""
-    add, seconds, digest = sums[request["over"]], [], hashlib.sha256()
+    """Collective. Time "tokens" tokens, after "warm_up" untimed ones, with sums "over" one of `sums`.
+
+    "spans" of the answer has for each token what it has in `train.measure`.
+    """
+    add, seconds, spans, digest = sums[request["over"]], [], [], hashlib.sha256()
     for number in range(request["warm_up"] + request["tokens"]):
         dist.barrier()
-        start = time.perf_counter()
+        phases()
+        used, start = time.process_time(), time.perf_counter()
         x = inputs[number % len(inputs)]
         for layer in layers:
             x = layer.forward(x, add)
         seconds.append(time.perf_counter() - start)
+        spent = phases() if request["over"] == "distopt" else {}
+        spans.append({"begin": start, "cpu": time.process_time() - used, **spent})
         digest.update(x.numpy().tobytes())
-    return {"seconds": seconds[request["warm_up"] :], "bits": digest.hexdigest()[:16]}
+    timed = slice(request["warm_up"], None)
+    return {"seconds": seconds[timed], "spans": spans[timed], "bits": digest.hexdigest()[:16]}

@@ -50,6 +50,10 @@ class Trainer(ABC):
     def parameters(self) -> bytes:
         """Local. The parameters, for comparison between ranks."""
 
+    def calls(self) -> dict[str, float]:
+        """Local. Seconds in each phase of its library's collectives, and outside, since the last call; empty if unknown."""
+        return {}
+
     def sent_bytes(self) -> int:
         """Local. What the library says that it has sent; 0 if it does not."""
         return 0
@@ -75,25 +79,33 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
 
 
 def measure(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
-    """Collective. Time `steps` steps individually, after `warm_up` untimed ones; count what `interface` has sent."""
+    """Collective. Time `steps` steps individually, after `warm_up` untimed ones; count what `interface` has sent.
+
+    "spans" has for each step when it began, on the clock of the host, seconds of processor time and of each phase.
+    """
     steps, warm_up, interface = request["steps"], request["warm_up"], request.get("interface", "lo")
     sent, through = trainer.sent_bytes(), interface_bytes(interface)
     seconds: list[float] = []
+    spans: list[dict[str, float]] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     for number in range(warm_up + steps):
         if number == warm_up:
             sent, through = trainer.sent_bytes(), interface_bytes(interface)
-        start = time.perf_counter()
+        trainer.calls()
+        used, start = time.process_time(), time.perf_counter()
         trainer.step()
         elapsed = time.perf_counter() - start
+        span = {"begin": start, "cpu": time.process_time() - used, **trainer.calls()}
         spent = trainer.phases(elapsed)
         if number >= warm_up:
             seconds.append(elapsed)
+            spans.append(span)
             for name in PHASES:
                 phases[name].append(spent[name])
     return {
         "seconds": seconds,
         "phases": phases,
+        "spans": spans,
         "parameters": hashlib.sha256(trainer.parameters()).hexdigest()[:16],
         "sent_bytes": trainer.sent_bytes() - sent,
         "interface_bytes": interface_bytes(interface) - through,

@@ -3,7 +3,8 @@
 Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
 the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
 DistributedDataParallel: "fp16", "power-sgd", "nothing", which leaves gradients as they are and moves no bytes, or "waiting",
-which sums one element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel.
+which sums one element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel. With
+"profile", the phases of the collectives of a group of distopt are recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 from . import train
 from .networks_torch import build
+from .phases import watch
 from .transports import join_torch
 
 
@@ -65,6 +67,8 @@ class Trainer(train.Trainer):
         self._keep_gradients = tuned
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bfloat16 else nullcontext
         self._criterion = nn.CrossEntropyLoss()
+        if setup.get("profile") and group == "distopt":
+            self.calls = watch(dist.group.WORLD)
 
     def step(self) -> None:
         start = perf_counter()

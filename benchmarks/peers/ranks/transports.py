@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .phases import Recorder
+from .phases import watch
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -173,7 +173,7 @@ class Torch(Transport):
         import torch
 
         self.rank = join_torch(setup, rank, world_size)
-        self._recorder: Recorder | None = None
+        self._phases: Callable[[], dict[str, float]] | None = None
         self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
         group = torch.distributed.group.WORLD
@@ -202,9 +202,9 @@ class Torch(Transport):
     def phases(self) -> dict[str, float]:
         if not self.about.startswith("distopt"):
             return {}
-        if self._recorder is None:
-            self._recorder = Recorder()
-        return self._recorder.take()
+        if self._phases is None:
+            self._phases = watch(self._distributed.group.WORLD)
+        return self._phases()
 
 
 class Floor(Transport):
