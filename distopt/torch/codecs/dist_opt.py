@@ -26,6 +26,7 @@ from .parameters import (
     arrays_in,
     check_plain,
     device_of,
+    hooked,
     is_in_ddp,
     send_first,
     tensors_of,
@@ -59,7 +60,7 @@ class DistOpt(torch.optim.Optimizer):
             ranks from `backward`; "skip" the next `step` on all ranks, with a warning; "ignore" it, which only fp32
             can.
         clip: limit every element of a gradient to [-clip, clip] before it is sent.
-        clip_grad_norm: limit the l2 norm of the averaged gradient.
+        clip_grad_norm: limit the l2 norm of the averaged gradient, when `step` is called.
         check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
             `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never.
         find_unused_parameters: whether a parameter that the loss of a rank does not reach adds what its `.grad` holds,
@@ -98,6 +99,10 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError(f"DistOpt wraps an optimizer, such as torch.optim.SGD(parameters), not {optimizer!r}")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS computes several gradients in a step; use it with DDP, or choose another optimizer")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise UsageError(
+                f"clip_grad_norm={clip_grad_norm} would turn gradients round; pass a positive number, or None"
+            )
         Engine.check_options(non_finite, check_every)
         self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
@@ -106,9 +111,9 @@ class DistOpt(torch.optim.Optimizer):
         if named_parameters is None and plain is not None:
             named_parameters = plain.named_parameters()
         trained, others = _named(optimizer, named_parameters)
-        if ddp is not None or is_in_ddp(trained):
-            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or no DDP")
         self._params = [TrainedParameter(name, tensor) for name, tensor in trained]
+        if ddp is not None or all(name.startswith("module.") for name, _ in trained):
+            self._check_no_ddp()
         self.device = device_of(self._params)
         communicator = communicator_of(group, self.device)
         self._shards = None
@@ -129,7 +134,7 @@ class DistOpt(torch.optim.Optimizer):
         self._collects = False  # inside `no_sync`
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
         self._skips = False  # whether the next `step` leaves the parameters alone
-        self._handles = [_hooked(param, weakref.ref(self)) for param in self._params]
+        self._hooks = [hooked(param, weakref.WeakMethod(self.take)) for param in self._params]
         _open.add(self)
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
@@ -171,16 +176,17 @@ class DistOpt(torch.optim.Optimizer):
         else:
             if averaged != "yes":
                 self._check_averaged(averaged)
-            self.optimizer.step()
+            self._update()
             if self.partition_elements is not None and self._layout is not None:
                 self._engine.partial.average(self._layout)
         return loss
 
     def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
+        self._check_parameters()
         views = {} if self._layout is None or averaged == "partly" else views_of(self._layout)
         for param in self._params:
-            grad = param.tensor.grad
-            if grad is None or grad is views.get(id(param)) or not (grad.is_sparse or grad.any()):
+            grad, view = param.tensor.grad, views.get(id(param))
+            if grad is None or (view is not None and param.has_grad_in(view)) or not (grad.is_sparse or grad.any()):
                 continue
             if averaged == "partly":
                 raise UsageError(
@@ -262,7 +268,7 @@ class DistOpt(torch.optim.Optimizer):
 
         def update(layout: Layout) -> None:
             self._give(layout, set())
-            self.optimizer.step()
+            self._update()
             self._averaged = "no"
 
         with current_stream(self.device), self._engine.join(self._rule, update):
@@ -276,8 +282,9 @@ class DistOpt(torch.optim.Optimizer):
     def close(self) -> None:
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
         _open.discard(self)
-        for handle in self._handles:
-            handle.remove()
+        for _, handles in self._hooks:
+            for handle in handles:
+                handle.remove()
         if self._shards is not None:
             self._shards.close()
 
@@ -295,7 +302,8 @@ class DistOpt(torch.optim.Optimizer):
             return
         number = current_backward_pass()
         if self._step is not None and number > self._pass and not is_nested_backward():
-            tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
             self._leave(but=param)
         if self._step is None:
             self._step = self._begun()
@@ -305,21 +313,25 @@ class DistOpt(torch.optim.Optimizer):
             call_after_backward(self._finish)
         assert self._step is not None
         view, grad = views_of(self._step.layout)[id(param)], tensor.grad
-        assert grad is not None
         with self._step:
-            if grad is not view:
+            if grad is None:
+                raise UsageError(
+                    f"a hook has dropped the gradient of {param.name} before it was averaged; gradients are means when "
+                    "backward returns: take steps and drop gradients there"
+                )
+            if not param.has_grad_in(view):
                 check_plain(grad)
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
-                tensor.grad = view
+                param.give(view)
             self._step.final(param)
 
     def _begun(self) -> GradientCounter:
         """Collective. A new step, or the one that awaits the next shard."""
         if self._shards is not None and (step := self._shards.resumed()) is not None:
             return step
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._params):
-            raise UsageError("the optimizer has got more parameters since it was wrapped; wrap it anew")
+        self._check_parameters()
         if self._layout is None:
+            self._check_no_ddp()
             self._check_alone()
         engine, rule = self._engine, self._rule
         version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
@@ -327,6 +339,20 @@ class DistOpt(torch.optim.Optimizer):
             return engine.begin_partial(self.partition_elements, self._order, rule, version=version)
         options: dict[str, Any] = {"version": version, "clip": self.clip}
         return engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
+
+    def _check_parameters(self) -> None:
+        """Local. Scripts replace and convert parameters; the hooks are those of the old ones."""
+        own = {id(param.tensor) for param in self._params}
+        if {id(tensor) for group in self.param_groups for tensor in group["params"]} != own:
+            raise UsageError(
+                "the optimizer has other parameters than when it was wrapped; close() this, and wrap it anew"
+            )
+        for param in self._params:
+            param.check_unconverted()
+
+    def _check_no_ddp(self) -> None:
+        if is_in_ddp(self._params):
+            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or no DDP")
 
     def _check_alone(self) -> None:
         names = {id(param.tensor): param.name for param in self._params}
@@ -397,27 +423,18 @@ class DistOpt(torch.optim.Optimizer):
             if self.partition_elements is None:
                 unused = unused_on_all(self._engine.communicator, layout, unused)
             views = {key: view for key, view in views.items() if key not in unused or view.any()}
-        averaged = [param for param in self._params if id(param) in views]
-        for param in averaged:
-            param.tensor.grad = views[id(param)]
+        for param in self._params:
+            if (view := views.get(id(param))) is not None:
+                param.give(view)
+
+    def _update(self) -> None:
+        """Local. Limit the norm of the gradients, which a GradScaler has unscaled by now, and step."""
         if self.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([param.tensor for param in averaged], self.clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_([param.tensor for param in self._params], self.clip_grad_norm)
+        self.optimizer.step()
 
 
 _open: weakref.WeakSet[DistOpt] = weakref.WeakSet()
-
-
-def _hooked(param: TrainedParameter, owner: weakref.ref[DistOpt]) -> torch.utils.hooks.RemovableHandle:
-    """Local. Have a DistOpt take the gradients of a parameter; one that a script drops takes none any more."""
-
-    def take(tensor: torch.Tensor) -> None:
-        if (optimizer := owner()) is not None:
-            optimizer.take(param, tensor)
-
-    trains = param.tensor.requires_grad
-    handle = param.tensor.requires_grad_().register_post_accumulate_grad_hook(take)  # a frozen one refuses hooks
-    param.tensor.requires_grad_(trains)
-    return handle
 
 
 def _named(

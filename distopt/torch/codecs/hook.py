@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ... import compress
 from ...compress import Codec, CommunicationStatistics
@@ -143,7 +144,7 @@ def hook(
     Args:
         model: the model inside of DDP, or DDP itself; residuals and errors have the names of its parameters.
         codec: a codec, or the name of one, see `distopt.compress.create`.
-        group: the ranks, over any backend (default: all). The group of DDP.
+        group: the ranks, over any backend (default: those of DDP's group; of a model that is not in DDP yet, all).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks from `backward`, or "ignore" it, which only fp32 can.
@@ -166,7 +167,16 @@ def hook(
     if shards is not None and ddp is None:
         raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
-    communicator = communicator_of(group, device_of(params))
+    communicator = communicator_of(_group_of(ddp, group), device_of(params))
     cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)
     engine = Engine(communicator, non_finite, shards=cut)
     return CodecHook(params, engine, codec, bucket_elements, cut), CodecHook.take
+
+
+def _group_of(ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to average over: that of DDP, or another one of the same ranks."""
+    if ddp is None or group is None:
+        return group if ddp is None else ddp.process_group
+    if (ranks := dist.get_process_group_ranks(ddp.process_group)) != dist.get_process_group_ranks(group):
+        raise UsageError(f"DDP averages over the ranks {ranks}, and group= has others; pass a group of these, or none")
+    return group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...sync.layout import Layout
+from ..private import current_autograd_node
 from ..tensors import array_of, is_of
 
 _views: weakref.WeakKeyDictionary[Layout, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()  # see `views_of`
@@ -51,10 +52,32 @@ class TrainedParameter:
                 f"parameter {name} is of {tensor.dtype}; codecs reduce float32 and float64: keep parameters in "
                 "float32, and compute in 16 bits by torch.autocast"
             )
-        self.name, self.tensor = name, tensor
+        self.name, self.tensor, self._kind = name, tensor, (tensor.dtype, tensor.device)
         self._dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         if not tensor.permute(self._dims).is_contiguous():
             raise UsageError(f"parameter {name} of strides {tensor.stride()} has gaps; make it contiguous()")
+
+    def check_unconverted(self) -> None:
+        """Local. Check that it has the type and the device that it had.
+
+        Raises:
+            UsageError: it has others.
+        """
+        if (kind := (self.tensor.dtype, self.tensor.device)) != self._kind:
+            raise UsageError(
+                "parameter {} is {} on {} now, and was {} on {} when its optimizer was wrapped; convert or move the "
+                "model before".format(self.name, *kind, *self._kind)
+            )
+
+    def has_grad_in(self, view: torch.Tensor) -> bool:
+        """Local. Whether `.grad` lies in the memory of `view`."""
+        grad = self.tensor.grad
+        return grad is not None and not grad.is_sparse and grad.data_ptr() == view.data_ptr()
+
+    def give(self, view: torch.Tensor) -> None:
+        """Local. Have `.grad` lie in the memory of `view`, not be `view`: `model.to` and scripts set `.grad.data`."""
+        if not self.has_grad_in(view):
+            self.tensor.grad = view.detach()
 
     @property
     def array(self) -> Array:
@@ -76,6 +99,30 @@ class TrainedParameter:
         """Local. An array like `array` as a tensor of the parameter's shape and strides; a view."""
         row = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
         return row.permute([self._dims.index(dim) for dim in range(len(self._dims))])
+
+
+def hooked(
+    param: TrainedParameter, taker: weakref.WeakMethod[Callable[[TrainedParameter, torch.Tensor], None]]
+) -> tuple[torch.autograd.graph.Node, list[torch.utils.hooks.RemovableHandle]]:
+    """Local. Have a method take the gradients of a parameter, after all hooks of the tensor, which may change them.
+
+    Returns:
+        The node that adds to `.grad`, which must be kept for its hook to stay, and the handles of the hooks.
+    """
+    tensor, trains = param.tensor, param.tensor.requires_grad
+    node = torch.autograd.graph.get_gradient_edge(tensor.requires_grad_()).node  # a frozen one has none, and no hooks
+
+    def take(_: object, grads: tuple[torch.Tensor | None, ...]) -> None:
+        if grads[0] is not None and (method := taker()) is not None:
+            method(param, tensor)
+
+    def take_from_another(_: torch.Tensor) -> None:
+        if current_autograd_node() is not node:  # which a tensor has that was converted, and back, since
+            take(None, (tensor,))
+
+    handles = [node.register_hook(take), tensor.register_post_accumulate_grad_hook(take_from_another)]
+    tensor.requires_grad_(trains)
+    return node, handles
 
 
 def check_plain(grad: torch.Tensor) -> None:
@@ -148,12 +195,17 @@ def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) 
     return {key for key, flag in zip(layout.places, everywhere, strict=True) if flag}
 
 
-def is_in_ddp(named: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
-    """Local. Whether a DDP has named the parameters."""
-    if not named or not all(name.startswith("module.") for name, _ in named):
-        return False
-    found = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
-    return any(named[0][1] is tensor for ddp in found for tensor in ddp.parameters())
+def is_in_ddp(params: Sequence[TrainedParameter]) -> bool:
+    """Local. Whether a DDP averages gradients of the parameters."""
+    ids = {id(param.tensor) for param in params}
+
+    def found() -> bool:
+        things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, DistributedDataParallel)}
+        ddps = [thing for thing in things if type(thing) in kinds] if kinds else []
+        return any(id(tensor) in ids for ddp in ddps for tensor in ddp.parameters())
+
+    return found() and (gc.collect(), found())[1]  # one that a script has dropped
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:

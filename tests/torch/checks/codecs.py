@@ -134,6 +134,70 @@ def check_dist_opt_adds_gradients(r: Ranks) -> None:
     r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
 
 
+def check_dist_opt_clips_what_it_steps_by(r: Ranks) -> None:
+    """The norm of the gradients of two passes together, also when a GradScaler has unscaled them, against DDP."""
+    for scales in (False, True):
+        model, own = DistributedDataParallel(network()), network()
+        theirs, ours = sgd(model), dist_opt(own, clip_grad_norm=0.05, non_finite="skip")
+        for trained, optimizer in ((model, theirs), (own, ours)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+            for (x, y), (u, v) in zip(batches(r.rank, 3), batches(r.rank, 3, 3), strict=True):
+                optimizer.zero_grad()
+                scaler.scale(torch.nn.functional.cross_entropy(trained(x), y)).backward()
+                scaler.scale(torch.nn.functional.cross_entropy(trained(u), v)).backward()
+                scaler.unscale_(optimizer)
+                if optimizer is theirs:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                scaler.step(optimizer)
+                scaler.update()
+        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+
+
+def check_dist_opt_averages_what_hooks_have_made(r: Ranks) -> None:
+    """Hooks of the script that change `.grad`, registered before DistOpt's or after them, against DDP.
+
+    A model that is converted between steps, and back, is averaged, too.
+    """
+
+    def register(model: torch.nn.Module) -> None:
+        for place, param in enumerate(model.parameters()):
+            param.register_post_accumulate_grad_hook(
+                lambda p, place=place: setattr(p, "grad", p.grad * ((place + 1) / 6))
+            )
+
+    for after in (False, True):
+        model, own = network(), network()
+        register(model)
+        if not after:
+            register(own)
+        ddp, ours = DistributedDataParallel(model, bucket_cap_mb=0.005), dist_opt(own)
+        if after:
+            register(own)
+        theirs = sgd(ddp)
+        train(ddp, theirs, r.rank)
+        train(own, ours, r.rank)
+        if not after:
+            own.double().float()
+        train(ddp, theirs, r.rank, 3, 5)
+        train(own, ours, r.rank, 3, 5)
+        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+
+
+def check_hooks_average_over_the_group_of_ddp(r: Ranks) -> None:
+    """Each rank but the last in a group with the next one only; the hook is not told."""
+    pairs = [dist.new_group([first, first + 1][: r.size - first]) for first in range(0, r.size, 2)]
+    group = pairs[r.rank // 2]
+    other, ours = (DistributedDataParallel(network(), process_group=group) for _ in range(2))
+    ours.register_comm_hook(*distopt.torch.hook(ours))
+    for ddp in (other, ours):
+        train(ddp, sgd(ddp), r.rank)
+    for one, two in zip(params_of(other), params_of(ours), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    if r.size > 2:
+        with pytest.raises(UsageError, match=r"DDP averages over the ranks \[.*\], and group= has others"):
+            distopt.torch.hook(ours, group=dist.group.WORLD)
+
+
 def check_dist_opt_joins(r: Ranks) -> None:
     """Ranks with different numbers of batches, against one process: a step is the mean over those with data."""
     own, expected = network(), network()
@@ -559,6 +623,8 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         dist_opt(network(), codec=7)
     with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
         dist_opt(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match=r"clip_grad_norm=-1 .* pass a positive number"):
+        dist_opt(network(), clip_grad_norm=-1)
     with pytest.raises(UsageError, match="wraps an optimizer"):
         distopt.torch.DistOpt(network())
     with pytest.raises(UsageError, match="LBFGS computes several gradients"):
@@ -575,9 +641,10 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     with pytest.raises(UsageError, match=r"instead of backward\(create_graph=True\)"):
         model(torch.ones(1, 1, 8, 8)).sum().backward(create_graph=True)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    with pytest.raises(UsageError, match="more parameters since it was wrapped"):
+    with pytest.raises(UsageError, match="has other parameters than when it was wrapped"):
         model(torch.ones(1, 1, 8, 8)).sum().backward()
     optimizer.close()
+    _check_changes_after_wrapping()
     with pytest.raises(UsageError, match="named_parameters lacks 6 of the optimizer's 6; "):
         distopt.torch.DistOpt(sgd(model), network().named_parameters())
     ddp = DistributedDataParallel(network())
@@ -619,3 +686,47 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     optimizer.step()
     for parameter in pair.parameters():
         same_on_all_ranks(parameter)
+
+
+def _check_changes_after_wrapping() -> None:
+    """Changes of a model after its optimizer was wrapped, with which gradients would not be averaged, or twice."""
+
+    def replace(model: torch.nn.Module, optimizer: Any) -> Any:
+        model[4].weight = optimizer.param_groups[0]["params"][4] = torch.nn.Parameter(model[4].weight.detach().clone())
+
+    def replace_all(model: torch.nn.Module, optimizer: Any) -> Any:
+        for name, tensor in list(model.named_parameters()):
+            setattr(model.get_submodule(name[0]), name[2:], torch.nn.Parameter(tensor.detach().clone()))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    def convert(model: torch.nn.Module, _: Any) -> Any:
+        model.double().register_forward_pre_hook(lambda _, args: (args[0].double(),))
+
+    def drop(model: torch.nn.Module, _: Any) -> Any:
+        model[4].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    for change, words in {
+        replace: "has other parameters than when it was wrapped",
+        replace_all: "has other parameters than when it was wrapped",
+        convert: "0.weight is torch.float64 on cpu now, and was torch.float32 on cpu when",
+        drop: "a hook has dropped the gradient of 4.weight before it was averaged",
+        lambda model, _: DistributedDataParallel(model): "DDP averages the gradients of this model itself",
+    }.items():
+        model = network()
+        optimizer = dist_opt(model, find_unused_parameters=True)
+        trained = change(model, optimizer) or model
+        loss = trained(torch.ones(1, 1, 8, 8)).sum()
+
+        def step(loss: torch.Tensor = loss, optimizer: Any = optimizer) -> None:
+            loss.backward()
+            optimizer.step()
+
+        with pytest.raises(UsageError, match=words):
+            step()
+        optimizer.close()
+    ddp = DistributedDataParallel(network())
+    optimizer = distopt.torch.DistOpt(sgd(ddp))
+    loss = ddp(torch.ones(1, 1, 8, 8)).sum()
+    with pytest.raises(UsageError, match="DDP averages the gradients of this model itself"):
+        loss.backward()
+    optimizer.close()
