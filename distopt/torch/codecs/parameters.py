@@ -205,7 +205,10 @@ def is_in_ddp(params: Sequence[TrainedParameter]) -> bool:
         ddps = [thing for thing in things if type(thing) in kinds] if kinds else []
         return any(id(tensor) in ids for ddp in ddps for tensor in ddp.parameters())
 
-    return found() and (gc.collect(), found())[1]  # one that a script has dropped
+    if not found():
+        return False
+    gc.collect()  # a DDP that the script has dropped averages nothing
+    return found()
 
 
 def views_of(layout: Layout) -> dict[int, torch.Tensor]:
