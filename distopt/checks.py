@@ -81,9 +81,22 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def number_or_nan(value: Any) -> float:
-    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is a bool or not a number."""
-    return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
+def check_number(name: str, value: Any, interval: str) -> float:
+    """Local. The argument `name` as a float. Bools are not numbers.
+
+    Args:
+        name: for the message.
+        value: the argument.
+        interval: where it must lie, such as "[0, 1)", where 0 is allowed and 1 is not; "inf" allows any.
+
+    Raises:
+        UsageError: it is not a number, or lies elsewhere.
+    """
+    number = float(value) if type(value) is not bool and isinstance(value, Real) else math.nan  # which lies nowhere
+    low, high = map(float, interval[1:-1].split(","))
+    if not low <= number <= high or (number == low and interval[0] == "(") or (number == high and interval[-1] == ")"):
+        raise UsageError(f"{name} is {value!r}; it must be a number in {interval}")
+    return number
 
 
 def check_count(name: str, value: Any) -> int:

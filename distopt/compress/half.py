@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from .. import _core
-from ..checks import number_or_nan
+from ..checks import check_number
 from ..comm.base import Array
-from ..errors import UsageError
 from ..kernels import array_module
 from .base import Codec, Steps
 from .state import CodecState
@@ -35,8 +33,8 @@ class _Half(Codec):
     scale: float | Literal["dynamic"]
 
     def __post_init__(self) -> None:
-        if self.scale != "dynamic" and not 0 < number_or_nan(self.scale) < math.inf:
-            raise UsageError(f"scale {self.scale!r} is neither a positive number nor 'dynamic'")
+        if self.scale != "dynamic":
+            check_number("a scale other than 'dynamic'", self.scale, "(0, inf)")
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from ..checks import number_or_nan
+from ..checks import check_number
 from ..comm.base import Array, Work
 from ..comm.sparse import choose_route
 from ..errors import UsageError
@@ -45,10 +45,9 @@ class SparseCodec(Codec):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= number_or_nan(self.momentum) < 1:
-            raise UsageError(f"momentum {self.momentum!r} is outside [0, 1)")
-        if self.clip_norm is not None and not 0 < number_or_nan(self.clip_norm) < math.inf:
-            raise UsageError(f"clip_norm {self.clip_norm!r} is not a positive number")
+        check_number("momentum", self.momentum, "[0, 1)")
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, "(0, inf)")
 
     # -- for the codec -----------------------------------------------------------------------------------------------
     @abstractmethod

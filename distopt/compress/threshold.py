@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ..checks import number_or_nan
+from ..checks import check_number
 from ..comm.base import Array
-from ..errors import UsageError
 from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 from .state import CodecState
@@ -31,8 +29,7 @@ class Threshold(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= number_or_nan(self.bound) < math.inf:
-            raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
+        check_number("the threshold", self.bound, "[0, inf)")
 
     def _known_count(self, state: CodecState) -> int | None:
         return state.size if self.bound == 0 else None

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from ..checks import check_integer, number_or_nan
+from ..checks import check_integer, check_number
 from ..errors import UsageError
 from ..kernels import Accumulation
 from .sparse import SparseCodec
@@ -41,8 +41,8 @@ class TopK(SparseCodec):
         super().__post_init__()
         if (self.ratio is None) == (self.k is None):
             raise UsageError("top-K takes either a ratio, TopK(0.01), or a number of elements, TopK(k=1000)")
-        if self.ratio is not None and not 0 < number_or_nan(self.ratio) <= 1:
-            raise UsageError(f"the ratio {self.ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
+        if self.ratio is not None:  # 0.01 sends 1 % of the elements
+            check_number("the ratio of top-K", self.ratio, "(0, 1]")
         if self.k is not None:
             object.__setattr__(self, "k", check_integer("k of top-K", self.k, 1))
         object.__setattr__(self, "warm_up_steps", check_integer("warm_up_steps of top-K", self.warm_up_steps, 0))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..checks import check_integer
+from ..checks import check_integer, check_number
 from ..comm import Communicator
 from ..compress import BadGradient, Codec, CommunicationStatistics, Doubt
 from ..compress.state import States
@@ -141,8 +141,8 @@ class Engine:
                 cannot be one in shards.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
-        if clip is not None and not clip > 0:
-            raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
+        if clip is not None:
+            check_number("the limit of a gradient's elements (clip)", clip, "(0, inf]")
         if not defers:
             self.settle()
         if self.shards is not None:

@@ -182,11 +182,13 @@ def test_bad_arguments_are_named(alone):
     net = build(optimizer)
     x, y = batch(0, 0)
     wrong = {
-        r"ratio 0.0 .* outside \(0, 1\]": lambda loss: optimizer.backward_and_sparse_update(loss, spars=0.0, topK=True),
-        r"ratio 1.5 .* outside \(0, 1\]": lambda loss: optimizer.step_by("sparseTopK", loss, spars=1.5),
-        "threshold -0.1 is not": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
+        r"ratio of top-K is 0.0; .* in \(0, 1\]": lambda loss: optimizer.backward_and_sparse_update(
+            loss, spars=0.0, topK=True
+        ),
+        r"ratio of top-K is 1.5; .* in \(0, 1\]": lambda loss: optimizer.step_by("sparseTopK", loss, spars=1.5),
+        "threshold is -0.1;": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
         "unknown dist_option 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
-        "clipping value of -1": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
+        r"\(clip\) is -1;": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
         "in elements is -5; it must be an integer of at least 0": lambda loss: optimizer.backward_and_update(
             loss, threshold=-5
         ),

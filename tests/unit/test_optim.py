@@ -302,8 +302,8 @@ def test_a_value_that_is_assigned_counts_at_once_and_one_that_makes_no_sense_cha
     np.testing.assert_allclose(w.array, expected - 0.25 * buffer, rtol=1e-12)
     kept = dict(sgd.values)
     for name, value, message in (
-        ("lr", -1, "lr -1 is not a finite number of at least 0"),
-        ("weight_decay", float("nan"), "weight_decay nan is not a finite number of at least 0"),
+        ("lr", -1, r"lr is -1; it must be a number in \[0, inf\)"),
+        ("weight_decay", float("nan"), "weight_decay is nan; it must be a number"),
         ("momentum", "much", "momentum is a number or a DecayScheduler, not 'much'"),
         ("dampening", None, "dampening is a number or a DecayScheduler, not None"),
     ):

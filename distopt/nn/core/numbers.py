@@ -1,28 +1,13 @@
-"""Numbers that users give: for hyperparameters, and as tensors of one element."""
+"""Numbers that users give as tensors of one element."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from ...checks import number_or_nan
 from ...errors import UsageError
 from .tensor import Tensor
-
-
-def non_negative(what: str, value: Any, below: float = math.inf) -> float:
-    """Local. `value` as a float.
-
-    Raises:
-        UsageError: it is not a number, negative, or not less than `below`.
-    """
-    number = number_or_nan(value)
-    if not 0 <= number < below:
-        limits = "a finite number of at least 0" if below == math.inf else f"a number in [0, {below})"
-        raise UsageError(f"{what} {value!r} is not {limits}")
-    return number
 
 
 def number_of(value: Any) -> float:

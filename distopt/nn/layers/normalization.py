@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ...checks import check_integer
+from ...checks import check_integer, check_number
 from ...errors import UsageError
 from ..core.array import Array
 from ..core.mode import mode
-from ..core.numbers import non_negative
 from ..core.tensor import Tensor
 from ..ops import normalization
 from .base import TensorLayer
@@ -39,10 +38,8 @@ class BatchNorm2d(TensorLayer):
     running_var: Tensor
 
     def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
-        if non_negative("momentum", momentum) > 1:
-            raise UsageError(f"momentum {momentum} is not in [0, 1]")
         self.channels = None if channels is None else check_integer("channels", channels, 1)
-        self.momentum, self.eps = momentum, eps
+        self.momentum, self.eps = check_number("momentum", momentum, "[0, 1]"), eps
         self.running: normalization.Running | None = None
 
     def initialize(self, x: Tensor) -> None:

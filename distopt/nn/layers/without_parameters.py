@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.numbers import non_negative
+from ...checks import check_number
 from ..core.tensor import Tensor
 from ..ops import broadcasting, elementwise, loss, reduction, shape
 from .base import TensorLayer
@@ -72,7 +72,7 @@ class Dropout(TensorLayer):
     """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
 
     def __init__(self, ratio: float = 0.5) -> None:
-        self.ratio = non_negative("dropout ratio", ratio, below=1)
+        self.ratio = check_number("the ratio of Dropout", ratio, "[0, 1)")
 
     def forward(self, x: Tensor) -> Tensor:
         """Local. A tensor like `x`; outside of training mode, its values are those of `x`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import Any
 
+from ...checks import check_number
 from ...errors import UsageError
-from ..core.numbers import non_negative, number_of
+from ..core.numbers import number_of
 from .schedules import Constant, DecayScheduler
 
 
@@ -17,11 +17,11 @@ class Hyperparameter:
     `Optimizer.values` has its value at this step.
 
     Args:
-        below: exclusive upper bound of a number.
+        interval: where a number must lie.
     """
 
-    def __init__(self, below: float = math.inf) -> None:
-        self._below = below
+    def __init__(self, interval: str = "[0, inf)") -> None:
+        self._interval = interval
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class Hyperparameter:
         if not isinstance(value, (Real, DecayScheduler)):
             raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
         schedule = (
-            value if isinstance(value, DecayScheduler) else Constant(non_negative(self._name, value, self._below))
+            value if isinstance(value, DecayScheduler) else Constant(check_number(self._name, value, self._interval))
         )
         optimizer.values[self._name] = number_of(schedule(optimizer._steps))
         optimizer._schedules[self._name] = schedule

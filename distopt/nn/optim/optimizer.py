@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...checks import check_assignment, check_count
+from ...checks import check_assignment, check_count, check_number
 from ...errors import StateError, UsageError
 from ...kernels import kernels_of
 from ..core import autograd, changes
@@ -156,10 +155,7 @@ class Optimizer:
 
     @clip_grad_norm.setter
     def clip_grad_norm(self, value: Any) -> None:
-        number = float(value) if isinstance(value, Real) else math.nan
-        if value is not None and not number > 0:
-            raise UsageError(f"clip_grad_norm {value!r} is neither None nor a number above 0")
-        self._clip_grad_norm = None if value is None else number
+        self._clip_grad_norm = None if value is None else check_number("clip_grad_norm", value, "(0, inf]")
 
     def clip_gradients(self, grads: Sequence[Array]) -> None:
         """Local. Scale all gradients of a step down, so that their common l2 norm is at most `clip_grad_norm`.

@@ -84,8 +84,8 @@ class Adam(Optimizer):
     slots = ("m", "v")
     _decoupled = False  # whether weight decay acts on the parameter, not on the gradient
     m, v = SlotView("m"), SlotView("v")
-    beta_1, beta_1_value = Hyperparameter(below=1), CurrentValue("beta_1")
-    beta_2, beta_2_value = Hyperparameter(below=1), CurrentValue("beta_2")
+    beta_1, beta_1_value = Hyperparameter("[0, 1)"), CurrentValue("beta_1")
+    beta_2, beta_2_value = Hyperparameter("[0, 1)"), CurrentValue("beta_2")
     epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
     weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
 
@@ -151,7 +151,7 @@ class RMSProp(Optimizer):
 
     slots = ("running",)
     running_average = SlotView("running")
-    rho, rho_value = Hyperparameter(below=1), CurrentValue("rho")
+    rho, rho_value = Hyperparameter("[0, 1)"), CurrentValue("rho")
     epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
     weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ...checks import number_or_nan
+from ...checks import check_number
 from ...errors import UsageError
 from ..core.array import float32
-from ..core.numbers import non_negative, number_of
+from ..core.numbers import number_of
 from ..core.tensor import Tensor
 
 __all__ = ["Constant", "CosineDecay", "DecayScheduler", "ExponentialDecay", "LinearWarmUp", "StepDecay"]
@@ -29,7 +29,7 @@ class DecayScheduler:
     """
 
     def __init__(self, init_value: float) -> None:
-        self.init_value = non_negative("init_value", init_value)
+        self.init_value = check_number("init_value", init_value, "[0, inf)")
 
     def __call__(self, step: Any) -> Any:
         """Local. The value at `step`, from 0: a number for a number, a tensor [1] for a tensor of one element."""
@@ -78,8 +78,8 @@ class ExponentialDecay(_Formula):
 
     def __init__(self, init_value: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> None:
         super().__init__(init_value)
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.decay_rate = non_negative("decay_rate", decay_rate)
+        self.decay_steps = check_number("decay_steps", decay_steps, "(0, inf)")
+        self.decay_rate = check_number("decay_rate", decay_rate, "[0, inf)")
         self.staircase = staircase
 
     def at(self, step: float) -> float:
@@ -105,8 +105,8 @@ class StepDecay(_Formula):
         super().__init__(init_value)
         if not isinstance(milestones, Iterable):
             raise UsageError(f"milestones are steps, as [30, 60], not {milestones!r}; for intervals: ExponentialDecay")
-        self.milestones = [_positive("a milestone", step) for step in milestones]
-        self.decay_rate = non_negative("decay_rate", decay_rate)
+        self.milestones = [check_number("a milestone", step, "(0, inf)") for step in milestones]
+        self.decay_rate = check_number("decay_rate", decay_rate, "[0, inf)")
 
     def at(self, step: float) -> float:
         """The value at `step`."""
@@ -127,8 +127,8 @@ class CosineDecay(_Formula):
 
     def __init__(self, init_value: float, decay_steps: int, end_value: float = 0.0) -> None:
         super().__init__(init_value)
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.end_value = non_negative("end_value", end_value)
+        self.decay_steps = check_number("decay_steps", decay_steps, "(0, inf)")
+        self.end_value = check_number("end_value", end_value, "[0, inf)")
 
     def at(self, step: float) -> float:
         """The value at `step`."""
@@ -152,8 +152,8 @@ class LinearWarmUp(_Formula):
 
     def __init__(self, schedule: float | DecayScheduler, warm_up_steps: int, start_factor: float = 1 / 3) -> None:
         self.schedule = schedule if isinstance(schedule, DecayScheduler) else Constant(schedule)
-        self.warm_up_steps = _positive("warm_up_steps", warm_up_steps)
-        self.start_factor = non_negative("start_factor", start_factor)
+        self.warm_up_steps = check_number("warm_up_steps", warm_up_steps, "(0, inf)")
+        self.start_factor = check_number("start_factor", start_factor, "[0, inf)")
         super().__init__(self.at(0))
 
     def at(self, step: float) -> float:
@@ -162,13 +162,6 @@ class LinearWarmUp(_Formula):
             return number_of(self.schedule(step - self.warm_up_steps))
         share = self.start_factor + (1 - self.start_factor) * step / self.warm_up_steps
         return number_of(self.schedule(0)) * share
-
-
-def _positive(what: str, value: Any) -> float:
-    number = number_or_nan(value)
-    if not 0 < number < math.inf:
-        raise UsageError(f"{what} is a number of steps, 1 or more; got {value!r}")
-    return number
 
 
 def _like(step: Any, value: Any) -> Any:
