@@ -91,13 +91,13 @@ def _gather(
             gathers = [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
         yield from gathers
         each = values.size
-        lists = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
+        all_indices, all_values = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
     else:
         with comm.together():
             works = [comm.all_gather_ragged(array, label=label, counts=counts) for array in own]
         yield from works
-        lists = (work.parts for work in works)
-    kernels.scatter_sum(dense, *lists, 0, dense.size, scale)
+        all_indices, all_values = (work.parts for work in works)
+    kernels.scatter_sum(dense, all_indices, all_values, 0, dense.size, scale)
     return ENTRY_BYTES * int(values.size) * (world_size - 1)
 
 
