@@ -4,6 +4,7 @@ import functools
 import json
 import operator
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,9 @@ def two(create, odd, when, way):
             trainers.reverse()
         for trainer in trainers:
             trainer.train(number)
+    if when == "synchronize":
+        for optimizer in reversed(optimizers) if odd else optimizers:
+            optimizer.synchronize()
 
 
 WHEN = ["attach", "first step", "later"]
@@ -325,11 +329,10 @@ WAYS = [*STRATEGIES, "by hand"]
 @pytest.mark.slow
 @pytest.mark.sweep(rest=9)
 @two_and_three
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("when", "way"), [*product(WHEN, WAYS), ("synchronize", "partial")])
 def test_two_optimizers_in_another_order_on_one_rank_are_named(ends, when, way, world_size):
     told = ["uses the DistOpt that it made as number 2", "in the same order on all ranks"]
-    if when == "later" or (way == "by hand" and when == "first step"):
+    if when in ("later", "synchronize") or (way == "by hand" and when == "first step"):
         told = ["DistOpt 2: "]
     assert_named(ends(two, "when", "way"), *told)
 
