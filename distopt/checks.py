@@ -64,19 +64,19 @@ class _AbsentName:
         return f"{self.module} has no {self.name}{cure}"
 
 
-def check_integer(name: str, value: Any, least: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: int | None = None, below: int | None = None) -> int:
     """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
 
     Raises:
-        UsageError: it is not an integer, or is less than `least`.
+        UsageError: it is not an integer, is less than `least`, or is not less than `below`, which needs `least`.
     """
     number = None
     # Until NumPy 2.3, its bools have `__index__`.
     if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", "") != "b":
         with contextlib.suppress(TypeError):  # not an integer
             number = operator.index(value)
-    if number is None or (least is not None and number < least):
-        limit = "" if least is None else f" of at least {least}"
+    if number is None or (least is not None and number < least) or (below is not None and number >= below):
+        limit = "" if least is None else f" of at least {least}" if below is None else f" in {least} ... {below - 1}"
         raise UsageError(f"{name} is {value!r}; it must be an integer{limit}")
     return number
 

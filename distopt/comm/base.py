@@ -251,9 +251,7 @@ class Communicator(ABC):
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. Overwrite `array` on every rank with the array of rank `root`."""
         dtype = self.check_array(array, wire, written=True)
-        root = check_integer("root", root)
-        if not 0 <= root < self.topology.world_size:
-            raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
+        root = check_integer("root", root, 0, self.topology.world_size)
         return self._noted(Request("broadcast", dtype, label, root=root), array, array)
 
     # -- messages between two ranks ----------------------------------------------------------------------------------

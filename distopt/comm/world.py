@@ -125,7 +125,7 @@ class World:
         Raises:
             UsageError: the value cannot be sent, or rank `root` does not exist.
         """
-        communicator, given, root = self._communicator(), take(value), self._root(root)
+        communicator, given, root = self._communicator(), take(value), check_integer("root", root, 0, self.world_size)
         wire, restored = carried(given.array)
         communicator.broadcast(wire, root, label=given.label).wait()
         return given.give(restored(wire[None])[0, ...])
@@ -163,7 +163,7 @@ class World:
         Raises:
             UsageError: on all ranks: a part of `obj` is of another type; the message names it.
         """
-        communicator, root = self._communicator(), self._root(root)
+        communicator, root = self._communicator(), check_integer("root", root, 0, self.world_size)
         data, refused = b"", False
         if self.rank == root:
             try:
@@ -210,12 +210,6 @@ class World:
         if self._closed:
             raise CommunicatorClosedError(f"rank {self.rank} has closed its world; call distopt.init() again")
         return self.communicator
-
-    def _root(self, root: Any) -> int:
-        number = check_integer("root", root)
-        if not 0 <= number < self.world_size:
-            raise UsageError(f"root {root!r} is not a rank; choose one of 0 ... {self.world_size - 1}")
-        return number
 
 
 # By process id: a forked child is not a rank of its parent's job, and must not drop, which closes, the parent's world.

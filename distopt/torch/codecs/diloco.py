@@ -93,8 +93,7 @@ class DiLoCo:
                 f"{sync_every} steps; choose a divisor of sync_every that is not larger than the number of parameters"
             )
         self._distance = sync_every // fragments
-        if not 0 <= check_integer("fragment_sync_delay", fragment_sync_delay) < self._distance:
-            raise UsageError(f"fragment_sync_delay={fragment_sync_delay} is not from 0 to {self._distance - 1}")
+        check_integer("fragment_sync_delay", fragment_sync_delay, 0, self._distance)
         Engine.check_options(non_finite)
         self.steps = 0
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
