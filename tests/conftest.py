@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from distopt import _core, autograd
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
-from tests.processes import free_port, heed_signals
+from tests.processes import free_port, heed_signals, kill_programs
 
 if TYPE_CHECKING:
     from benchmarks.networks.emulation import TwoHosts
@@ -42,6 +42,12 @@ def evaluation_mode() -> Iterator[None]:
     autograd.training = False
 
 
+@pytest.fixture(autouse=True)
+def no_program_left() -> Iterator[None]:
+    yield
+    kill_programs()
+
+
 @pytest.fixture
 def training() -> None:
     """Operations are recorded for a backward pass."""
@@ -60,7 +66,7 @@ def peers_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`once(name, function, *args)`: the function's result, or failure, made by the first of pytest's workers that asks."""
+    """`once(name, function, *args)`: the function's result, made by the first of pytest's workers that asks."""
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if hasattr(request.config, "workerinput") else base  # workers have folders of their own there
     results: dict[str, Any] = {}

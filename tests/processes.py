@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 _MARK = "DISTOPT_TEST_RUN"
 _MOST_SECONDS = 240.0  # then a program is taken to hang on a busy machine, too; pytest's own limit says less
 _HELD: list[socket.socket] = []
+_PROGRAMS: list["Program"] = []  # that the running test has started
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,19 @@ class Program:
             env={**os.environ, "PYTHONPATH": path, **(env or {}), name: value},
             start_new_session=True,
         )
+        _PROGRAMS.append(self)
 
-    def end(self, timeout: float | None = None) -> Ended:
-        """Wait for the end. Fails the test if it does not come, or if a process remains.
-
-        Args:
-            timeout: where the end has to come before another time is over (default: a minute, with `patience`).
-        """
-        timeout = timeout or min(patience(60.0), _MOST_SECONDS)
+    def end(self, timeout: float = 60.0) -> Ended:
+        """Wait for the end, with `patience`. Fails the test if it does not come, or if a process remains."""
+        timeout = min(patience(timeout), max(timeout, _MOST_SECONDS))
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
-            stdout, stderr = self.process.communicate()
+            try:
+                stdout, stderr = self.process.communicate(timeout=10.0)
+            except subprocess.TimeoutExpired as held:  # by a process without the mark
+                stdout, stderr = held.output, held.stderr
             pytest.fail(f"no end within {timeout:.0f} s\n{stdout}\n{stderr}")
         self.assert_nothing_left()
         return Ended(self.process.returncode, stdout, stderr)
@@ -117,6 +118,15 @@ class Program:
     def read_lines(self, count: int) -> list[str]:
         assert self.process.stdout is not None
         return [self.process.stdout.readline().rstrip("\n") for _ in range(count)]
+
+
+def kill_programs() -> None:
+    """End what a test has left as it failed: others would wait for cores, and one of them would get its warnings."""
+    while _PROGRAMS:
+        program = _PROGRAMS.pop()
+        if program.process.returncode is None:
+            program.kill()
+            program.process.communicate(timeout=10.0)
 
 
 def on_a_terminal(arguments: Sequence[str | Path], env: dict[str, str] | None = None) -> tuple[int, str]:

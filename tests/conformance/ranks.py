@@ -22,6 +22,7 @@ from distopt.launch.job.base import Job
 from distopt.launch.job.topology import Topology
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.settings import Settings
+from tests.processes import patience
 
 # A clean server that has imported everything heavy forks the ranks: as fast as fork, without pytest's threads.
 _context = multiprocessing.get_context("forkserver")
@@ -33,7 +34,7 @@ class LocalJob(Job):
 
     def __init__(self, ticket: bytes, rank: int, world_size: int, timeout: float = 20.0) -> None:
         self.topology = Topology.of_one_host(rank, world_size, socket.gethostname())
-        self._group = HostGroup(ticket, rank, world_size, timeout)
+        self._group = HostGroup(ticket, rank, world_size, patience(timeout))
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._group.all_gather(payload)
@@ -110,7 +111,7 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: fl
         sender.close()
         processes.append(process)
         ends.append(receiver)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + min(patience(timeout), max(timeout, 240.0))
     outcomes = []
     try:
         for process, end in zip(processes, ends, strict=True):

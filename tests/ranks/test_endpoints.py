@@ -31,10 +31,7 @@ WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 def test_nodes_with_the_same_host_name_meet(net, numbers):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29461", "--node-rank"]
     programs = [
-        Program(
-            replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]),
-            {**WIRE, "DISTOPT_TIMEOUT": "5"},
-        )
+        Program(replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]), WIRE)
         for host, number in zip(net.hosts, numbers, strict=True)
     ]
     ended = [program.end() for program in programs]

@@ -16,7 +16,8 @@ RECORDS = 256
 
 
 def start(how: str, folder: Path, **env: str) -> Program:
-    return Program([*RUN, SCRIPT, "fail", how], {"DISTOPT_FLIGHT_FOLDER": str(folder), "DISTOPT_TIMEOUT": "3", **env})
+    own = {"DISTOPT_FLIGHT_FOLDER": str(folder), "DISTOPT_TIMEOUT": f"{patience(3)}"}
+    return Program([*RUN, SCRIPT, "fail", how], own | env)
 
 
 def records_in(folder: Path) -> list[dict]:
@@ -127,7 +128,7 @@ def test_pytorchs_variables_set_size_and_place(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["operation", "stall"])
 def test_over_mpi(tmp_path, how):
-    env = {"DISTOPT_BACKEND": "mpi", "DISTOPT_FLIGHT_FOLDER": str(tmp_path), "DISTOPT_TIMEOUT": "3"}
+    env = {"DISTOPT_BACKEND": "mpi", "DISTOPT_FLIGHT_FOLDER": str(tmp_path), "DISTOPT_TIMEOUT": f"{patience(3)}"}
     ended = Program([*mpiexec_command(3), sys.executable, SCRIPT, "fail", how], env).end()
     assert ended.code != 0
     assert f"flight record in {tmp_path}" in ended.stderr

@@ -62,7 +62,7 @@ for step in range(5 - (sgd.global_rank == 1)):
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_rank_that_ends_early_is_named_at_once(launcher: str, ends, ranks: int, tmp_path: Path) -> None:
     text, *args = ends
-    ended = start(launcher, script(tmp_path, text), *args, ranks=ranks).end(30)  # before DISTOPT_TIMEOUT
+    ended = start(launcher, script(tmp_path, text), *args, ranks=ranks).end()
     assert ended.code != 0
     assert "rank 1 (host" in ended.stderr, ended.stderr
     assert "closed its communicator" in ended.stderr or "ended" in ended.stderr
@@ -132,7 +132,7 @@ def test_a_handler_of_ctrl_c_that_hangs_ends(again: bool, launcher: str, tmp_pat
         program.process.wait(1)
     if again:
         os.killpg(program.process.pid, signal.SIGINT)
-    assert program.end(25).code == 130
+    assert program.end().code == 130
 
 
 # -- children of ranks -------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher, method, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, AT_THE_TOP), method).end(60)
+    ended = start(launcher, script(tmp_path, AT_THE_TOP), method).end()
     assert ended.code != 0
     assert "was started by multiprocessing in rank" in ended.stderr, ended.stderr
     assert 'put the call under `if __name__ == "__main__":`' in ended.stderr
@@ -173,7 +173,7 @@ def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_worker_of_a_rank_does_not_join_in_its_place(launcher: str, method: str, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, IN_A_WORKER), method).end(60)
+    ended = start(launcher, script(tmp_path, IN_A_WORKER), method).end()
     assert ended.code == 0, ended
     for rank in range(2):
         assert f"was started by multiprocessing in rank {rank}, and is not a rank" in ended.stdout, ended.stdout

@@ -20,12 +20,17 @@ def undisturbed(*commands: list[str]) -> list[str]:
     return Job(*without_heal(commands)).end()
 
 
+def paced(end: Path) -> list[str]:
+    """Options of a job that is not at its end, however slowly its faults come, before the file `end` exists."""
+    return ["--pause", f"{patience(0.02)}", "--until", str(end)]
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("folder", [False, True])
 def test_killed_and_stopped_ranks_and_those_that_replace_them(start, tmp_path, folder):
     command = [*RUN, "--heal", *JOB, "--steps", "600"]
-    want = undisturbed(command)
-    job = start([*command, *(["--folder", str(tmp_path)] if folder else [])])
+    want = undisturbed([*command, "--pause", "0"])
+    job = start([*command, *paced(tmp_path / "end"), *(["--folder", str(tmp_path / "saved")] if folder else [])])
     server = job.fork_server()
     for healed, (rank, signum) in enumerate([(1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)]):
         os.kill(job.children(0, "spare")[0], signal.SIGKILL)
@@ -38,6 +43,7 @@ def test_killed_and_stopped_ranks_and_those_that_replace_them(start, tmp_path, f
     job.children(0, "spare", without=spares)
     job.more_steps()
     os.kill(job.pid_of(1), signal.SIGKILL)
+    (tmp_path / "end").touch()
     assert job.end() == want
     lines = job.wait_for(r"rank (\d) on .* (was ended by SIGKILL|was stopped).*; healed: step (\d+) was done after", 4)
     assert [int(line[1]) for line in lines] == [1, 0, 0, 1]
@@ -52,12 +58,13 @@ def test_a_script_that_imports_mpi_itself(start, tmp_path):
     script = tmp_path / "own_mpi.py"
     script.write_text("from mpi4py import MPI\nfrom tests.ranks.healed import main\n\nmain()\n")
     command = [*RUN, "--heal", str(script), "--steps", "200"]
-    want = undisturbed(command)
-    job = start(command)
+    want = undisturbed([*command, "--pause", "0"])
+    job = start([*command, *paced(tmp_path / "end")])
     job.fork_server()
     job.more_steps()
     os.kill(job.pid_of(1), signal.SIGKILL)
     job.wait_for("; healed: ")
+    (tmp_path / "end").touch()
     assert job.end() == want
 
 
@@ -81,12 +88,13 @@ def frozen_group() -> Iterator[Callable[[int], None]]:
     group.rmdir()
 
 
-def test_a_frozen_rank(start, frozen_group):
+def test_a_frozen_rank(start, frozen_group, tmp_path):
     command = [*RUN, "--heal", *JOB, "--steps", "300"]
-    want = undisturbed(command)
-    job = start(command)
+    want = undisturbed([*command, "--pause", "0"])
+    job = start([*command, *paced(tmp_path / "end")])
     job.more_steps()
     frozen_group(job.pid_of(1))
+    (tmp_path / "end").touch()
     assert job.end() == want
     job.wait_for(r"rank 1 on .* was stopped, as by SIGSTOP or the freezer, while others ran; healed: ")
 
@@ -129,11 +137,9 @@ def test_five_attempts_without_a_step_end_the_job(tmp_path):
 @pytest.mark.parametrize("script", [JOB, [*TORCH, "--backend", "gloo"], [*TORCH, "--backend", "distopt"]])
 def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_path, script):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29483"]
-    lines = [
-        host.inside([*RUN, "--heal", *meet, *script, "--steps", "200", "--folder", str(tmp_path)]) for host in net.hosts
-    ]
-    want = undisturbed(*([word.replace(str(tmp_path), str(tmp_path / "w")) for word in line] for line in lines))
-    job = start(*lines)
+    words = [*RUN, "--heal", *meet, *script, "--steps", "200", "--folder"]
+    want = undisturbed(*(host.inside([*words, str(tmp_path / "w"), "--pause", "0"]) for host in net.hosts))
+    job = start(*(host.inside([*words, str(tmp_path / "saved"), *paced(tmp_path / "end")]) for host in net.hosts))
     job.wait_for(r"step \d+$")
     os.kill(job.fork_server(1), signal.SIGKILL)
     net.cut(silently=True)
@@ -150,4 +156,5 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_pa
     job.wait_for("the node that owns .* cannot be reached; waiting for it")
     job.start_agent(0)
     job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
+    (tmp_path / "end").touch()
     assert job.end() == want

@@ -29,7 +29,6 @@ def interactive(nodes: int = 1) -> dict[str, str]:
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_TASKS_PER_NODE": per_node,
-        "DISTOPT_TIMEOUT": "3",
     }
 
 
@@ -70,10 +69,10 @@ def test_ranks_of_mpiexec_are_those_of_mpiexec():
 
 def test_tasks_that_srun_starts_from_there_are_the_ranks_of_their_step():
     """srun overwrites the variables of the step, and those of the job that it changes."""
-    job = {**interactive(), "DISTOPT_TIMEOUT": "30"}
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEPID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NPROCS": "2"}
     programs = [
-        Program([sys.executable, SCRIPT, "ok"], {**job, **slurm(rank, 2, "here", 1), **step}) for rank in range(2)
+        Program([sys.executable, SCRIPT, "ok"], {**interactive(), **slurm(rank, 2, "here", 1), **step})
+        for rank in range(2)
     ]
     ended = [program.end() for program in programs]
     assert [one.code for one in ended] == [0, 0], ended

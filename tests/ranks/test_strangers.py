@@ -72,7 +72,7 @@ def test_names_that_another_user_has_taken_are_told_and_others_are_used(names):
     with subprocess.Popen([sys.executable, "-c", OCCUPY, str(NOBODY), *taken], stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"listening\n"
-            programs = [Program([sys.executable, SCRIPT, "ok"], {**env, "DISTOPT_TIMEOUT": "10"}) for env in numbers]
+            programs = [Program([sys.executable, SCRIPT, "ok"], env) for env in numbers]
             ended = [program.end() for program in programs]
         finally:
             other.kill()

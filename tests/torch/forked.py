@@ -25,7 +25,7 @@ from benchmarks.networks.emulation import LINK, Host, TwoHosts, two_hosts
 
 CONTEXT = multiprocessing.get_context("fork")
 _PORT = 29_500
-_CLONE_NEWUTS, _CLONE_NEWNET = 0x0400_0000, 0x4000_0000
+_PR_SET_PDEATHSIG, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x0400_0000, 0x4000_0000
 
 
 def counts_of(text: str) -> list[int]:
@@ -82,6 +82,7 @@ class Place:
 
     @staticmethod
     def _run(host: Host | None, main: Callable[..., None], rank: int, *args: object) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a test ends the parent alone where it hangs
         torch.set_num_threads(1)
         if host:
             enter(host)

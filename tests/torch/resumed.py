@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=7)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step (0)")
+    parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
     parser.add_argument("--precision", choices=["scaled", "bfloat16"], default="scaled")
     parser.add_argument("--static-graph", action="store_true")
     parser.add_argument("--by", choices=[*DDP, "fsdp", "dist-opt", *LOCAL], default="ddp")
@@ -131,7 +132,7 @@ def main() -> None:
             scheduler.step()
             if args.end and rank == 1 % size and checkpoint.steps == int(args.end[1]):
                 os.kill(os.getpid(), signal.Signals[args.end[0]])
-            time.sleep(args.pause)
+            time.sleep(0 if args.until.is_file() else args.pause)
             checkpoint.step()
             if checkpoint.steps % 10 == 0 and rank == 0:
                 print(f"step {checkpoint.steps}", flush=True)
