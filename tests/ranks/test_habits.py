@@ -190,6 +190,7 @@ if __name__ == "__main__": launch.main(train, 2)
 
 
 @pytest.mark.slow(kept=3)
+@pytest.mark.sweep(rest=7)
 @pytest.mark.parametrize(
     ("value", "code"), [("256", 0), ("257", 1), ("-1", 255), ("True", 1), ("'text'", 1), ("2**80", 255), ("None", 0)]
 )

@@ -64,6 +64,7 @@ def test_without_pytorch_the_cure_is_told() -> None:
 
 # -- scripts that just end; ends.py repeats this many times ------------------------------------------------------------
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=len(PROGRAMS))
 @pytest.mark.parametrize("destroys", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_job_ends(program: str, destroys: bool) -> None:
