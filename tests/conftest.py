@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import pickle
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 from threadpoolctl import threadpool_limits
 
@@ -24,6 +26,33 @@ os.environ.setdefault("DISTOPT_DEVICE", "cpu")
 heed_signals()
 settings.register_profile("suite", deadline=None)  # a machine may be loaded
 settings.load_profile("suite")
+
+
+def end_later(item: pytest.Item) -> None:
+    """Some seconds after the test's limit, which a signal keeps, end this process, unless the test has ended.
+
+    No signal ends a process that blocks with Python's lock held, as PyTorch's destructors of Gloo may, nor what blocks
+    when the limit has passed: a fixture's end, for example.
+    """
+    mark = item.get_closest_marker("timeout")
+    limit = float(mark.args[0] if mark else item.config.getini("timeout"))
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit + 30.0, file=stderr, exit=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    end_later(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    if isinstance(node, pytest.Item):  # for which pytest's own plugin has just cancelled it
+        end_later(node)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -57,7 +57,7 @@ class Job:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": LINK} if "netns" in command else {}
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self._readers.append(threading.Thread(target=self._read, args=(agent,)))
+        self._readers.append(threading.Thread(target=self._read, args=(agent,), daemon=True))
         self._readers[-1].start()
         return agent
 

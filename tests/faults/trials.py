@@ -149,7 +149,7 @@ class Job:
         if trial.kind != "output not read":
             self.may_read.set()
         streams = [stream for program in self.programs for stream in (program.process.stdout, program.process.stderr)]
-        self._readers = [threading.Thread(target=self._read, args=(stream,)) for stream in streams]
+        self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]
         for reader in self._readers:
             reader.start()
 
