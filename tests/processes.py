@@ -137,10 +137,14 @@ def on_a_terminal(arguments: Sequence[str | Path], env: dict[str, str] | None = 
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal, env={**os.environ, **(env or {})}) as it:
         os.close(terminal)
         shown = ""
-        with contextlib.suppress(OSError):  # at the end
+        try:
             while text := os.read(own, 1 << 16):
                 shown += text.decode()
-        os.close(own)
+        except OSError:  # at the end
+            os.close(own)
+        except BaseException:  # the limit of the test
+            it.kill()
+            raise
     return it.returncode, shown
 
 
