@@ -20,7 +20,7 @@ def outcomes(ranks: str, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """For every check, the errors of all ranks that have got so far."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.torch.checks", ranks]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CHECKS": ",".join(checks)}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=560)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -32,6 +32,7 @@ def expect_no_error(found: dict[str, dict[str, str]], name: str, ranks: str) -> 
         assert not error, f"rank {rank}\n{error}"
 
 
+@pytest.mark.timeout(600)  # the first one runs them all
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 def test_check(request, once, name: str, ranks: str) -> None:

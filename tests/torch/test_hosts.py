@@ -19,6 +19,7 @@ PORT = 29_400
 SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
+@pytest.mark.timeout(600)  # the first one runs them all
 @pytest.mark.slow(kept=3)
 @pytest.mark.parametrize(
     "ranks", ["2+1", pytest.param("1+1", marks=pytest.mark.slow), pytest.param("2+2", marks=SWEPT)]

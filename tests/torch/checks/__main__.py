@@ -8,17 +8,19 @@ variable CHECKS names, and prints for each the errors of all ranks as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
+import queue
 import sys
-import threading
 import traceback
 from multiprocessing.queues import Queue
 
 import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
+from tests.processes import patience
 
 from ..forked import CONTEXT, join, place_of
 from . import CHECKS
@@ -26,7 +28,7 @@ from .ranks import TIMEOUT_SECONDS, Ranks
 
 
 def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:
-    faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER", "200")), exit=True)
+    faulthandler.dump_traceback_later(min(patience(200.0), 500.0), exit=True)
     join(rank, sum(counts), method, TIMEOUT_SECONDS)
     for name in names:
         error = ""
@@ -52,10 +54,11 @@ def main() -> None:
         method = place.method()
         place.keep_store(method)
         ranks = place.start(rank_main, method, place.counts, names, out)
-        threading.Thread(target=lambda: ([process.join() for process in ranks], out.put(None)), daemon=True).start()
-        while (entry := out.get()) is not None:
-            rank, name, error = entry
-            errors.setdefault(name, {})[rank] = error
+        while any(process.is_alive() for process in ranks) or not out.empty():
+            # A rank that is ended in the middle may keep the lock of the queue, so that none can tell the end by it.
+            with contextlib.suppress(queue.Empty):
+                rank, name, error = out.get(timeout=0.2)
+                errors.setdefault(name, {})[rank] = error
     print(json.dumps(errors))
 
 
