@@ -141,11 +141,9 @@ class InPlace(Adapter):
         return State(dict(self._arrays), {})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: names, shapes and dtypes are equal, and the arrays are writable."""
+        """Local. See `Adapter.check`: names, shapes and dtypes are equal."""
         named = ({key or "the array": array for key, array in each.items()} for each in (self._arrays, state.arrays))
         check_arrays("script", *named)
-        if not all(getattr(array.flags, "writeable", True) for array in self._arrays.values()):
-            raise StateError("an array is read-only; pass one that can be overwritten")
 
     def put(self, state: State) -> None:
         """Local. Overwrite the values of the arrays."""
@@ -194,8 +192,11 @@ def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
     """Local. The adapters of `objects`, and of the random generators of the devices on which they are.
 
     Raises:
-        UsageError: an object has no states that could be saved.
+        UsageError: an object has no states that could be saved, or a name that files cannot tell from others.
     """
+    for name in objects:
+        if "/" in name:
+            raise UsageError(f"the name {name!r} has a '/', which separates names in files; choose another")
     adapters = {name: _adapter_of(name, thing) for name, thing in objects.items()}
     devices: dict[str, Any] = {}
     for thing in objects.values():
@@ -266,6 +267,8 @@ def _adapter_of(name: str, thing: Any) -> Adapter:
             f"{name} is a {type(thing).__name__}, which cannot be saved; pass an object with get_states and "
             "set_states, a tensor or array, a dictionary of them, or a NumPy random generator"
         )
+    if not all(getattr(array.flags, "writeable", True) for array in arrays.values()):
+        raise UsageError(f"{name} is read-only, so that it could not be restored; pass an array that can be overwritten")
     return InPlace(arrays)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
@@ -147,6 +148,7 @@ class Checkpoint:
         except BaseException:
             self._abandon()
             raise
+        self._root = self._root and self._root.absolute()  # the script may change the working directory
         self._failure = ""
         if resumed is not None:
             self.steps, self.epoch = resumed.step, resumed.epoch
@@ -176,9 +178,13 @@ class Checkpoint:
             except OSError as error:
                 reason = _described(error, root)
         _raise(first_reason(self._communicator, reason))
-        run = self._communicator.all_gather_bytes(run.encode())[0].decode()
+        run, names = json.loads(
+            self._communicator.all_gather_bytes(json.dumps([run, sorted(self._objects)]).encode())[0]
+        )
         try:
-            if lock.read_text() != run:
+            if missing := sorted(self._objects.keys() - set(names)):
+                reason = f"it saves {', '.join(missing)}, which rank 0 does not; pass the same objects on all ranks"
+            elif lock.read_text() != run:
                 reason = f"{root} is not the folder that rank 0 sees; choose one on a file system that all hosts share"
             elif not os.access(root, os.W_OK):
                 reason = f"{root} cannot be written; allow this user to write there"
@@ -238,14 +244,16 @@ class Checkpoint:
         if self._root is None:
             return
         if not self._run:
-            raise UsageError("Checkpoint.resume has not been called; it prepares the folder, so call it before saving")
+            raise UsageError(
+                "Checkpoint.resume has not been called, or close has; resume prepares the folder, so call it before saving"
+            )
         self._wait()
         if self._saved == (self.steps, self.epoch):
             return
         name = name_of(self.steps, *self._names[-1:])
         adapters = adapters_of(self._objects)
         manifest = Manifest(
-            save=f"{self._run} {name}",
+            save=f"{self._run} {name} of epoch {self.epoch}",
             first=self._first,
             step=self.steps,
             epoch=self.epoch,

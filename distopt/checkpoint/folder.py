@@ -163,7 +163,10 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
         raise StateError(f"{path} is missing; the job ended before all files were written") from None
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
-        raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
+        raise StateError(
+            f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between, or ranks gave "
+            "different epochs"
+        )
     if (saved := stamp["rank"]) != rank:
         raise StateError(f"{path} is the file of rank {saved}; files of ranks have been exchanged or copied")
     return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]

@@ -355,6 +355,30 @@ def test_reset_is_of_the_first_start_alone(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
+def test_files_of_two_epochs_do_not_form_a_checkpoint(tmp_path, caplog):
+    def body(comm):
+        values = np.full(2, comm.topology.rank)
+        with Checkpoint(tmp_path, communicator=comm, values=values) as saver:
+            saver.resume()
+            saver.step(epoch=0)
+            saver.save(epoch=comm.topology.rank)
+
+    on_ranks(RANKS, body)
+    assert load(tmp_path, values=np.zeros(2, int)) is None
+    assert "is of another save" in caplog.text
+
+
+def test_the_folder_is_that_of_the_working_directory_at_resume(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpoint("run", every=1, values=np.zeros(2)) as saver:
+        saver.resume()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        saver.step()
+    assert names(tmp_path / "run") == [step_name(1)]
+    assert names(tmp_path / "elsewhere") == []
+
+
 def test_without_a_folder_nothing_happens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Checkpoint(None, every=1, values=np.zeros(2)) as saver:
@@ -766,6 +790,16 @@ def test_ranks_that_see_different_folders_are_told(tmp_path):
     on_ranks(RANKS, again)
 
 
+def test_objects_of_one_rank_are_told_before_training(tmp_path):
+    def body(comm):
+        own = {} if comm.topology.rank == 0 else {"own": np.zeros(1)}
+        saver = Checkpoint(tmp_path, communicator=comm, all=np.zeros(1), **own)
+        with pytest.raises(CheckpointError, match=r"rank 1 \(\S+\): it saves own, which rank 0 does not; pass the same"):
+            saver.resume()
+
+    on_ranks(RANKS, body)
+
+
 OTHER_JOB = """
 import sys, numpy as np
 from distopt.checkpoint import Checkpoint
@@ -861,6 +895,9 @@ def test_an_error_in_the_body_waits_for_this_rank_only(tmp_path):
         ({"a": 3}, "a is a int, which cannot be saved; pass an object with get_states"),
         ({"a": {}}, "a is a dict"),
         ({"a": {"x": "text"}}, "a is a dict"),
+        ({"a": np.frombuffer(bytes(8))}, "a is read-only"),
+        ({"a": {"x": np.zeros(1), "y": np.broadcast_to(np.zeros(1), 3)}}, "a is read-only"),
+        ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "the name 'a/b' has a '/'"),
     ],
 )
 def test_bad_arguments(tmp_path, options, message):
