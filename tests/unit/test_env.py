@@ -49,6 +49,22 @@ def test_slurm_task_that_is_the_daemon_of_another_launcher_does_not_contradict()
     assert (info.rank, info.size) == (3, 8)
 
 
+SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_LOCALID": "1"}
+
+
+def test_tasks_of_submitit_on_one_machine_are_ranks():
+    info = launcher(SUBMITIT)
+    assert info is not None
+    assert (info.name, info.rank, info.size, info.local_rank, info.local_size) == ("submitit", 1, 2, 1, 2)
+    found = meeting(info, SUBMITIT | {"SUBMITIT_LOCAL_JOB_ID": "71", "SUBMITIT_LOCAL_COMMAND": "python -m submitit"})
+    assert found is not None
+    assert found.one_host
+    assert launcher(SUBMITIT | {"SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"}) is None
+    inner = launcher(SUBMITIT | PMI)
+    assert inner is not None
+    assert (inner.rank, inner.size) == (3, 8)
+
+
 def test_world_size_alone_is_no_launcher():
     assert launcher({"WORLD_SIZE": "2"}) is None
 

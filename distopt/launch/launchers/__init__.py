@@ -15,11 +15,12 @@ from .distopt_run import DISTOPT_RUN
 from .mpich import Mpich
 from .open_mpi import OpenMpi
 from .srun import SRUN
+from .submitit import Submitit
 from .torchrun import Torchrun
 
 __all__ = ["LAUNCHERS", "LauncherInfo", "launcher", "launcher_of"]
 
-LAUNCHERS = (DISTOPT_RUN, Torchrun(), OpenMpi(), Mpich(), SRUN)  # from the innermost to the outermost
+LAUNCHERS = (DISTOPT_RUN, Torchrun(), OpenMpi(), Mpich(), SRUN, Submitit())  # from the innermost to the outermost
 
 
 def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:

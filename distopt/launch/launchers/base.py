@@ -49,7 +49,7 @@ class Launcher(ABC):
         has_agents: whether it ends all ranks when one has failed or by Ctrl-C, and reports that once for all ranks.
         job_variables: the variables whose values together belong to one job only; the first two are always set. Empty
             if the launcher connects all ranks by itself.
-        address: with `job_variables`, the variable that names the host of rank 0.
+        address: with `job_variables`, the variable that names the host of rank 0; empty if all ranks share a host.
     """
 
     name: str

@@ -51,7 +51,7 @@ def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting
     if not one.job_variables:
         return None
     one_host = info.size == 1 or one.one_host(info, env)
-    for name in (*one.job_variables[:2], one.address) if info.size > 1 else ():
+    for name in filter(None, (*one.job_variables[:2], one.address)) if info.size > 1 else ():
         if not env.get(name):
             raise LaunchError(f"{info.source}, but {name} is not set; start the job with {info.name}, which sets it")
     identity = json.dumps([info.name, info.size, [env.get(name, "") for name in one.job_variables]])
