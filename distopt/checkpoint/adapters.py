@@ -268,7 +268,7 @@ def _adapter_of(name: str, thing: Any) -> Adapter:
             "set_states, a tensor or array, a dictionary of them, or a NumPy random generator"
         )
     if not all(getattr(array.flags, "writeable", True) for array in arrays.values()):
-        raise UsageError(f"{name} is read-only, so that it could not be restored; pass an array that can be overwritten")
+        raise UsageError(f"{name} is read-only, and could not be restored; pass an array that can be overwritten")
     return InPlace(arrays)
 
 

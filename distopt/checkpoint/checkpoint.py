@@ -245,7 +245,7 @@ class Checkpoint:
             return
         if not self._run:
             raise UsageError(
-                "Checkpoint.resume has not been called, or close has; resume prepares the folder, so call it before saving"
+                "Checkpoint.resume has not been called, or close has; resume prepares the folder, so call it first"
             )
         self._wait()
         if self._saved == (self.steps, self.epoch):
