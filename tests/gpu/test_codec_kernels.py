@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -12,12 +14,15 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt import _core  # noqa: E402
-from distopt.kernels import FINDINGS, FROM_BAD, Accumulation, gpu, host, kernels_of  # noqa: E402
+from distopt.kernels import FINDINGS, Accumulation, gpu, host, kernels_of  # noqa: E402
+from distopt.kernels.base import Lists  # noqa: E402
 from tests.unit.test_codec_kernels import inputs, same_bits  # noqa: E402
 
 F32 = np.float32
 TILE = 8192  # of a selecting block; half of it is a tile of a sum of lists, and where estimates begin
 SIZES = [0, 1, 3, 17, 1023, TILE // 2 - 1, TILE // 2, TILE, TILE + 1, 3 * TILE + 5, 40_003]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(params=[0, 1], ids=["aligned", "unaligned"])
@@ -32,40 +37,58 @@ def stream():
         yield stream
 
 
-def on_device(array, offset=0):
-    room = cupy.empty(array.size + offset, array.dtype)
-    room[offset:] = cupy.asarray(array)
-    return room[offset:]
+def on_device(value, offset=0):
+    """Copies of arrays, and of tuples and lists of them; an array in two places stays one."""
+    made = {}
+
+    def moved(value):
+        if isinstance(value, np.ndarray):
+            if id(value) not in made:
+                made[id(value)] = cupy.empty(value.size + offset, value.dtype)[offset:]
+                made[id(value)][...] = cupy.asarray(value)
+            return made[id(value)]
+        if isinstance(value, Lists):
+            return gpu.new_lists(value.values.size)
+        if isinstance(value, Accumulation):
+            return Accumulation(*map(moved, value))
+        return type(value)(map(moved, value)) if isinstance(value, (tuple, list)) else value
+
+    return moved(value)
 
 
 def same(a, b):
-    """Bits, apart from those of NaN."""
-    a, b = (x.get() if isinstance(x, cupy.ndarray) else x for x in (a, b))
+    """Bits, apart from those of NaN; lists of a selection have room that means nothing."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if not isinstance(a, np.ndarray):
+        return isinstance(a, Lists) or a == b
+    a, b = a.copy(), b.get()
     nan = np.isnan(a)
-    return np.array_equal(nan, np.isnan(b)) and same_bits(a[~nan], b[~nan])
+    return np.array_equal(nan, np.isnan(b)) and a[~nan].tobytes() == b[~nan].tobytes()
+
+
+def both(kernel, offset, *args):
+    """Run a kernel, or a function of the kernels, on both, with the same results; the arguments on the device."""
+    theirs = on_device(args, offset)
+    run = kernel if callable(kernel) else lambda kernels, *args: getattr(kernels, kernel)(*args)
+    results = run(host, *args), run(gpu, *theirs)
+    assert same(args, theirs)
+    assert same(*results)
+    return theirs
 
 
 def new_findings():
-    return np.full(FINDINGS, -1, np.int64), cupy.full(FINDINGS, -1, np.int64)
+    return np.full(FINDINGS, -1, np.int64)
 
 
-def both(accumulation, offset):
-    return accumulation, Accumulation(
-        *(on_device(x, offset) if isinstance(x, np.ndarray) else x for x in accumulation[:2]), *accumulation[2:]
-    )
-
-
-def accumulations(n, rng, cases):
-    """Each case with one of the three kinds of accumulation, in turn."""
+def accumulations(n, cases):
+    """Each case with one of the kinds of accumulation, in turn."""
+    rng = np.random.default_rng(n)
     for i, case in enumerate(cases):
         residual, momentum = (rng.standard_normal(n).astype(F32) for _ in range(2))
-        kinds = Accumulation(), Accumulation(residual, None, 0.7), Accumulation(residual, momentum, 0.7, 0.9)
-        yield case, kinds[i % 3]
-
-
-def check_state(ours, theirs):
-    for a, b in zip(ours[:2], theirs[:2], strict=True):
-        assert a is None or same(a, b)
+        elsewhere = np.zeros(n, F32), np.zeros(n, F32)
+        kinds = (), (residual, None, 0.7), (residual, momentum, 0.7, 0.9), (residual, momentum, 0.7, 0.9, *elsewhere)
+        yield case, Accumulation(*kinds[i % 4])
 
 
 def test_kernels_are_chosen_by_the_array():
@@ -74,115 +97,72 @@ def test_kernels_are_chosen_by_the_array():
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_top_k_lists_what_the_cpu_lists(n, offset):
-    rng = np.random.default_rng(n)
-    # Four values of k and three kinds of accumulation: every pair comes up.
-    cases = [(name, x, k) for name, x in inputs(n) for k in sorted({min(1, n), n // 100, n // 3, n} - {0})]
-    for (name, x, k), accumulation in accumulations(n, rng, cases):
-        x_device = on_device(x, offset)
-        ours, theirs = both(accumulation, offset)
-        lists, found = (host.new_lists(0), gpu.new_lists(0)), new_findings()
+    # Up to four values of k and four kinds of accumulation, each input with another of these first.
+    cases = [
+        (x, k)
+        for i, (_, x) in enumerate(inputs(n))
+        for k in np.roll(sorted({min(1, n), n // 100, n // 3, n} - {0}), i).tolist()
+    ]
+    for (x, k), accumulation in accumulations(n, cases):
+        lists = host.new_lists(0)
         # How NaN orders among NaN depends on its payload, which an addition may change.
-        with_nan = ours.residual is not None and np.isnan(x).any()
-        host.top_k(x, k, ours, lists[0], found[0])
-        gpu.top_k(x_device, k, theirs, lists[1], found[1])
-        case = name, k, accumulation[2:]
-        assert found[0].tolist() == found[1].tolist(), case
-        check_state(ours, theirs)
+        with_nan = accumulation.residual is not None and np.isnan(x).any()
+        *_, theirs, _ = both("top_k", offset, x, k, accumulation, lists, new_findings())
         if not with_nan:
-            assert np.array_equal(lists[0].indices[:k], lists[1].indices[:k].get()), case
-            assert same(lists[0].values[:k], lists[1].values[:k]), case
-        assert same(x, x_device)
+            assert same([lists.indices[:k], lists.values[:k]], [theirs.indices[:k], theirs.values[:k]])
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bound", [0.0, 1e-42, 1.0, 3e38])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_threshold_lists_what_the_cpu_lists(n, bound, offset):
-    rng = np.random.default_rng(n)
-    for (name, x), accumulation in accumulations(n, rng, inputs(n)):
-        ours, theirs = both(accumulation, offset)
-        lists, found = (host.new_lists(0), gpu.new_lists(n)), new_findings()
-        host.threshold(x, bound, ours, lists[0], found[0])
-        gpu.threshold(on_device(x, offset), bound, theirs, lists[1], found[1])
-        count = found[0][0]
-        assert found[0].tolist() == found[1].tolist(), name
-        assert np.array_equal(lists[0].indices[:count], lists[1].indices[:count].get()), name
-        assert same(lists[0].values[:count], lists[1].values[:count]), name
-        check_state(ours, theirs)
+    for (_, x), accumulation in accumulations(n, inputs(n)):
+        lists, found = host.new_lists(n), new_findings()
+        *_, theirs, _ = both("threshold", offset, x, bound, accumulation, lists, found)
+        count = found[0]
+        assert same([lists.indices[:count], lists.values[:count]], [theirs.indices[:count], theirs.values[:count]])
 
 
 @pytest.mark.parametrize("room", [0, 1, 4999, 5000])
 def test_threshold_says_how_much_room_it_needs(room):
     x, residual = (np.arange(1, 5001, dtype=F32) for _ in range(2))
-    lists, (_, found) = gpu.new_lists(room), new_findings()
+    lists, found, kept = gpu.new_lists(room), on_device(new_findings()), on_device(residual)
     lists.values.fill(77)
-    on_gpu = on_device(residual)
-    gpu.threshold(on_device(x), 0.5, Accumulation(on_gpu), lists, found)
+    gpu.threshold(on_device(x), 0.5, Accumulation(kept), lists, found)
     assert found.tolist() == [5000, 0, 0, 0]
-    assert same(on_gpu, residual + x)
+    assert same(residual + x, kept)
     assert lists.values.get().tolist() == ((residual + x).tolist() if room == 5000 else [77] * room)
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_accumulation_without_a_selection(n, offset):
-    rng = np.random.default_rng(n)
-    for (name, x), accumulation in accumulations(n, rng, inputs(n)):
-        ours, theirs = both(accumulation, offset)
-        found = new_findings()
-        host.accumulate(x, ours, host.new_lists(0), found[0])
-        gpu.accumulate(on_device(x, offset), theirs, gpu.new_lists(0), found[1])
-        assert found[0].tolist() == found[1].tolist(), name
-        check_state(ours, theirs)
+    for (_, x), accumulation in accumulations(n, inputs(n)):
+        both("accumulate", offset, x, accumulation, host.new_lists(0), new_findings())
+
+
+def cast(kernels, x, residuals, kind, scale, findings, back, offset=0):
+    """There and back: what is decoded tells all bits of the wire apart from those of NaN."""
+    wire = kernels.empty(x.size + 4 * offset, np.uint16)[4 * offset :]
+    kernels.encode16(x, residuals, wire, kind, scale, _core.cast_limit(kind, round(1 / scale)), findings)
+    kernels.decode16(wire, back, kind, 1.0)
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_casts_give_the_bits_and_counts_of_the_cpu(n, kind, ranks, with_residual, offset):
-    rng = np.random.default_rng(n)
-    limit, scale = _core.cast_limit(kind, ranks), 1 / ranks
-    for name, x in inputs(n):
-        residual = rng.standard_normal(n).astype(F32) if with_residual else None
-        residual_device = on_device(residual, offset) if with_residual else None
-        wire, found = np.full(n, 77, np.uint16), new_findings()
-        wire_device, x_device = on_device(wire, 8 * offset // 2), on_device(x, offset)
-        host.encode16(x, (residual, residual), wire, kind, scale, limit, found[0])
-        gpu.encode16(x_device, (residual_device, residual_device), wire_device, kind, scale, limit, found[1])
-        assert found[0].tolist() == found[1].tolist(), name
-        nan = np.isnan(x)
-        back = np.empty(n, F32)
-        host.decode16(wire, back, kind, ranks)
-        assert np.array_equal(wire[~nan], wire_device.get()[~nan]), name
-        gpu.decode16(wire_device, x_device, kind, ranks)
-        assert same(back, x_device), name
-        if with_residual:
-            assert same(residual, residual_device), name
+def test_casts_give_the_bits_and_counts_of_the_cpu(n, kind, with_residual, offset):
+    for _, x in inputs(n):
+        residual = np.random.default_rng(n).standard_normal(n).astype(F32) if with_residual else None
+        given = x, (residual, residual), kind, 1 / 3, new_findings(), np.empty(n, F32)
+        both(partial(cast, offset=offset), offset, *given)
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_all_16_bit_values_survive_the_way_there_and_back(kind):
-    wire = np.arange(65536).astype(np.uint16)
-    values, expected = cupy.empty(wire.size, F32), np.empty(wire.size, F32)
-    gpu.decode16(cupy.asarray(wire), values, kind, 0.5)
-    host.decode16(wire, expected, kind, 0.5)
-    assert same(values, expected)
-    back, (_, found) = cupy.empty(wire.size, np.uint16), new_findings()
-    gpu.encode16(values, (None, None), back, kind, 2.0, _core.cast_limit(kind, 1), found)
-    finite = np.isfinite(expected)
-    assert np.array_equal(back.get()[finite], wire[finite])
-    assert found.tolist()[:2] == [0, 2]
-    assert wire.size - found.tolist()[FROM_BAD] == np.flatnonzero(np.isnan(expected))[0]
-    # Halves of all values, among them what lies exactly between two.
-    wire, ours = np.empty(wire.size, np.uint16), np.empty(FINDINGS, np.int64)
-    host.encode16(expected, (None, None), wire, kind, 1.0, _core.cast_limit(kind, 1), ours)
-    gpu.encode16(values, (None, None), back, kind, 1.0, _core.cast_limit(kind, 1), found)
-    assert found.tolist() == ours.tolist()
-    assert np.array_equal(back.get()[finite], wire[finite])
+@pytest.mark.parametrize("scale", [0.5, 1.0])  # with 1 what is cast lies exactly between two, too
+def test_all_16_bit_values_survive_the_way_there_and_back(kind, scale):
+    wire, halves = np.arange(65536).astype(np.uint16), np.empty(65536, F32)
+    both("decode16", 0, wire, halves, kind, 0.5)
+    both(cast, 0, halves * F32(0.5 / scale), (None, None), kind, scale, new_findings(), np.empty(65536, F32))
 
 
 @pytest.mark.parametrize("n", [*SIZES, 300_007])
@@ -198,15 +178,14 @@ def test_clipping_scales_by_the_norm(n, offset):
         assert gpu.clip_scale(on_device(x, offset), norm / 3).get()[0] == 1
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_scale_on_the_device_counts_like_one_on_the_host():
     rng = np.random.default_rng(0)
     x, residual = (rng.standard_normal(5000).astype(F32) for _ in range(2))
     scale = gpu.clip_scale(on_device(x), 3.0)
     results = []
     for factor in [scale, float(scale.get()[0])]:
-        kept, lists, (_, found) = on_device(residual), gpu.new_lists(0), new_findings()
-        gpu.top_k(on_device(x), 50, Accumulation(kept, None, factor), lists, found)
+        kept, lists = on_device(residual), gpu.new_lists(0)
+        gpu.top_k(on_device(x), 50, Accumulation(kept, None, factor), lists, on_device(new_findings()))
         results.append((kept.get(), lists.values[:50].get()))
     assert same_bits(results[0][0], results[1][0])
     assert same_bits(results[0][1], results[1][1])
@@ -214,33 +193,21 @@ def test_a_scale_on_the_device_counts_like_one_on_the_host():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_first_nonfinite(dtype, offset):
-    n = 50_001
-    x = np.full(n, np.finfo(dtype).max, dtype)
-    x[1::3] = np.finfo(dtype).smallest_subnormal
-    assert gpu.first_nonfinite(on_device(x, offset)) is None
-    assert gpu.first_nonfinite(on_device(x[:0], offset)) is None
-    for index in (n - 1, 40_000, 2049, 16, 3, 0):  # what lies behind stays
-        x[index] = [np.nan, np.inf, -np.inf][index % 3]
-        assert gpu.first_nonfinite(on_device(x, offset)) == index
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_mark_beyond(dtype, offset):
+def test_the_first_element_that_is_not_finite_or_too_large(dtype, offset):
     n, limit = 50_001, 3.0
-    x, found = np.resize(np.array([limit, -limit, 0], dtype), n), on_device(np.array([7]))
-    clean = on_device(x, offset)
-    for array in (clean, clean[:0]):
-        gpu.mark_beyond(array, limit, found)
-        assert (int(found.get()[0]), same_bits(clean.get(), x)) == (0, True)
-    for index, value in enumerate([np.nan, np.inf, -np.inf, 3.1, -3.1], start=40_000):
-        marked = x.copy()
-        marked[[index, -1]] = value, np.nan
-        device = on_device(marked, offset)
-        gpu.mark_beyond(device, limit, found)
-        assert int(found.get()[0]) == n - index
-        assert np.isnan(device.get()[0])
-        assert same_bits(device.get()[1:], marked[1:])
+    x = np.resize(np.array([np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal], dtype), n)
+    small = np.resize(np.array([limit, -limit, 0], dtype), n)
+    for index in (None, n - 1, 40_000, 2049, 16, 3, 0):  # what lies behind stays
+        if index is not None:
+            x[index] = [np.nan, np.inf, -np.inf][index % 3]
+        both("first_nonfinite", offset, x)
+    both("first_nonfinite", offset, x[:0])
+    both("mark_beyond", offset, small[:0], limit, np.array([7]))
+    for value in (0, np.nan, np.inf, -np.inf, 3.1, -3.1):
+        marked = small.copy()
+        marked[40_000] = value
+        marked[-1] = np.nan if value else 0
+        both("mark_beyond", offset, marked, limit, np.array([7]))
 
 
 @pytest.mark.parametrize("n", [1, 17, TILE // 2, TILE // 2 + 1, 20_001])
@@ -250,38 +217,25 @@ def test_sums_of_lists_have_the_bits_of_the_cpu(n, ranks, offset):
     sizes = [(0, n, n // 2, n // 100, min(n, 1))[rank % 5] for rank in range(ranks)]
     indices = [np.sort(rng.choice(n, size, replace=False)).astype(np.int32) for size in sizes]
     values = [(rng.standard_normal(part.size) * 10.0 ** (rank % 5)).astype(F32) for rank, part in enumerate(indices)]
-    device_lists = [[on_device(part, offset) for part in parts] for parts in (indices, values)]
     for lo, hi in [(0, n), (0, 0), (n // 3, n - n // 4), (n, n)]:
-        dense = rng.standard_normal(n).astype(F32)
-        dense_device = on_device(dense, offset)
-        host.scatter_sum(dense, indices, values, lo, hi, 0.3)
-        gpu.scatter_sum(dense_device, *device_lists, lo, hi, 0.3)
-        assert same(dense, dense_device)
-    if ranks > 1:
-        bounds = [0, n // 3, n // 2, n]
-        assert gpu.cuts(device_lists[0][2 if ranks > 2 else 0], bounds) == host.cuts(
-            indices[2 if ranks > 2 else 0], bounds
-        )
+        both("scatter_sum", offset, rng.standard_normal(n).astype(F32), indices, values, lo, hi, 0.3)
+    for part in indices[:3]:
+        both("cuts", offset, part, [0, n // 3, n // 2, n])
 
 
 def test_clear_and_nonzero():
     x = np.where(np.random.default_rng(1).random(9000) < 0.2, F32(1e-45), F32(-0.0))
     x[7] = np.nan
-    ours, theirs = host.nonzero(x), gpu.nonzero(on_device(x, 1))
-    assert np.array_equal(ours[0], theirs[0].get())
-    assert same(ours[1], theirs[1])
-    cleared = on_device(x)
-    gpu.clear_at(cleared, theirs[0])
-    assert not cleared.get().any()
+    both("nonzero", 1, x)
+    both("clear_at", 0, x, np.flatnonzero(x).astype(np.int32))
+    assert not x.any()
 
 
 def test_wrong_arguments_are_refused():
-    x = cupy.zeros(10, F32)
-    _, found = new_findings()
-    with pytest.raises(ValueError, match="outside"):
-        gpu.top_k(x, 11, Accumulation(), gpu.new_lists(0), found)
-    with pytest.raises(ValueError, match="outside"):
-        gpu.top_k(x, 0, Accumulation(), gpu.new_lists(0), found)
+    x, found = cupy.zeros(10, F32), on_device(new_findings())
+    for k in (0, 11):
+        with pytest.raises(ValueError, match="outside"):
+            gpu.top_k(x, k, Accumulation(), gpu.new_lists(0), found)
     with pytest.raises(ValueError, match="bound"):
         gpu.threshold(x, -1.0, Accumulation(), gpu.new_lists(0), found)
     with pytest.raises(ValueError, match="16-bit"):

@@ -124,6 +124,7 @@ class MemoryPool:
     def __init__(self, allocator: Any = None) -> None:
         self.spoils = allocator is None
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(size), 0))
+        self._all: list[BaseMemory] = []  # else the collector would free what it finds in a cycle with who had it
         self.free: dict[tuple[int, int], list[BaseMemory]] = {}
 
     def malloc(self, size: int) -> MemoryPointer:
@@ -133,6 +134,7 @@ class MemoryPool:
             whole = free.pop()
         except IndexError:
             whole = self._allocator(rounded).mem
+            self._all.append(whole)
         return MemoryPointer(_Lent(self, whole, stream, rounded), 0)
 
 
