@@ -5,7 +5,6 @@ Handles and addresses are integers. Calls release Python's lock, as several wait
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
 from functools import partial

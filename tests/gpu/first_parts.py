@@ -70,11 +70,6 @@ def _usage(source: str, architecture: str) -> dict[str, tuple[int, int]]:
     from distopt.kernels import cuda
 
     mangled, _, log = cuda.compiled(source, cuda.instances(source), architecture, ("-Xptxas=-v",))
-    return usage(log, mangled)
-
-
-def usage(log: str, mangled: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """Parsed output of `ptxas -v`: registers, and bytes of spill stores and loads, of each kernel."""
     found = {}
     for kernel in log.split("Compiling entry function '")[1:]:
         registers = re.search(r"Used (\d+) registers", kernel)[1]
@@ -83,57 +78,7 @@ def usage(log: str, mangled: dict[str, str]) -> dict[str, tuple[int, int]]:
     return {name: found[symbol] for name, symbol in mangled.items()}
 
 
-def load_libraries() -> int:
-    """Load what a GPU will need, as far as it is installed; nothing here needs a driver."""
-    from importlib import import_module
-
-    from distopt import _core
-    from distopt.comm.gpu import dotted_version, find_nccl
-    from distopt.errors import MissingDependencyError
-
-    absent = []
-    try:
-        cupy = import_module("cupy")
-        print(f"CuPy {cupy.__version__}, NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}")
-    except (ImportError, RuntimeError) as error:
-        absent.append(f"CuPy ({error})")
-    try:
-        path = find_nccl(13)
-        print(f"NCCL {dotted_version(_core.nccl_version(path))}: {path}")
-    except (MissingDependencyError, RuntimeError) as error:
-        absent.append(f"NCCL ({error})")
-    print("absent: " + "; ".join(absent) if absent else "all load")
-    return NOT_RUN if absent else 0
-
-
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
-def one_kernel() -> int:
-    """A cast of numbers that depend on their place."""
-    import cupy
-
-    from distopt.kernels import FINDINGS, gpu
-
-    x = cupy.asarray(np.arange(10_007, dtype=np.float32) - 5000)
-    wire, findings = cupy.empty(x.size, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
-    gpu.encode16(x, (None, None), wire, "float16", 1.0, 65504.0, findings)
-    np.testing.assert_array_equal(wire.get().view(np.float16), x.get().astype(np.float16))
-    print("encode16 of 10,007 elements: equal bits")
-    return 0
-
-
-def one_product() -> int:
-    import cupy
-
-    from distopt.nn.kernels import gpu
-
-    rng = np.random.default_rng(0)
-    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 800), (800, 500), (500,)))
-    y, _ = gpu.linear(*map(cupy.asarray, (x, w, b)))
-    error = np.abs(y.get() - (x.astype(np.float64) @ w + b)).max()
-    print(f"[64, 800] by [800, 500] with cuBLAS: largest error {error:.1e}")
-    return int(not error < 1e-3)
-
-
 class _Noted(dict[tuple[int, str], Any]):
     """Functions by device and name, with the names that were asked for."""
 
@@ -257,9 +202,6 @@ def kernel_times() -> int:
 
 PARTS = {
     "compile": compile_kernels,
-    "libraries": load_libraries,
-    "kernel": one_kernel,
-    "product": one_product,
     "kernels": every_kernel,
     "profile": kernel_times,
 }

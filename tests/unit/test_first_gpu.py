@@ -1,6 +1,5 @@
 """`make first-gpu` where there is no GPU: parts that hang, crash or are missing, and what is packed for elsewhere."""
 
-import json
 import os
 import subprocess
 import sys
@@ -21,9 +20,9 @@ HANG += "print('| a | table |'); print('began', flush=True); time.sleep(600)"
 
 def runs(tmp_path: Path, parts: tuple[Part, ...], facts: dict[str, str] | None = None, minutes: float = 1.0):
     rows = first_gpu.run_parts(parts, tmp_path, facts or {}, minutes, sys.executable, os.environ, "Head.")
-    report = json.loads((tmp_path / "first-gpu.json").read_text())
-    assert [row["result"] for row in report["parts"]] == [row.result for row in rows]
-    return rows, (tmp_path / "first-gpu.md").read_text()
+    text = (tmp_path / "first-gpu.md").read_text()
+    assert all(f"| {row.name} | {row.result} | " in text for row in rows)
+    return rows, text
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -68,13 +67,12 @@ def test_every_part_names_something_that_exists():
             assert part.arguments[-1] in first_parts.PARTS
 
 
-@pytest.mark.slow(kept=1)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["kernel", "product", "kernels"])
-def test_a_part_for_a_gpu(name):
+@pytest.mark.slow
+def test_every_kernel_runs():
     build.build()
     code = "from tests.emulation import activate; activate(); from tests.gpu.first_parts import PARTS, lacks; "
-    code += f"assert not lacks()['GPU']; raise SystemExit(PARTS[{name!r}]())"
+    code += "assert not lacks()['GPU']; raise SystemExit(PARTS['kernels']())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

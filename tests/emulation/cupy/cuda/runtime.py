@@ -7,9 +7,9 @@ from typing import Any
 
 import _emulation as _emulated
 
-getDevice, setDevice = _emulated.get_device, _emulated.set_device
-streamBeginCapture, streamEndCapture = _emulated.begin_capture, _emulated.end_capture
-graphInstantiate, graphLaunch = _emulated.graph_instantiate, _emulated.graph_launch
+getDevice, setDevice = _emulated.get_device, _emulated.set_device  # noqa: N816
+streamBeginCapture, streamEndCapture = _emulated.begin_capture, _emulated.end_capture  # noqa: N816
+graphInstantiate, graphLaunch = _emulated.graph_instantiate, _emulated.graph_launch  # noqa: N816
 graphDestroy = graphExecDestroy = _emulated.graph_destroy  # noqa: N816
 
 
