@@ -34,27 +34,17 @@ struct NcclWork {
   NcclCommunicator::Work collective;
 };
 
-// `count` is as in Arguments; `dtype` and `op` are codes.
-NcclOperation operation(const std::string& kind, Address input, Address output, std::size_t count, int dtype, int op,
-                        int root, const char* label) {
+// What is sent and received: an array each, or the parts of ragged ones. `count` is as in Arguments.
+NcclOperation operation(const std::string& kind, const Parts& sent, const Parts& received, std::size_t count, int dtype,
+                        int op, int root, const char* label) {
   Arguments arguments = make_arguments(kind.c_str(), dtype, label, op, root);
   arguments.count = count;
-  arguments.input = at<const char>(input);
-  arguments.output = at<char>(output);
-  return {std::move(arguments)};
-}
-
-NcclOperation ragged_operation(const std::string& kind, const Parts& sent, const Parts& received, int dtype,
-                               const char* label) {
-  Arguments arguments = make_arguments(kind.c_str(), dtype, label);
   const auto pieces_of = [&arguments](const Parts& parts) {
     std::vector<ByteSpan> pieces;
-    for (const auto& [address, count] : parts)
-      pieces.push_back({at<char>(address), count * item_bytes(arguments.dtype)});
+    for (const auto& [address, size] : parts) pieces.push_back({at<char>(address), size * item_bytes(arguments.dtype)});
     return pieces;
   };
   arguments.parts = pieces_of(sent);
-  for (const auto& part : sent) arguments.count += part.second;
   std::vector<ByteSpan> pieces = pieces_of(received);
   return {std::move(arguments), std::move(pieces)};
 }
@@ -147,10 +137,9 @@ void bind_nccl(nb::module_& m) {
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
       .def("close", &NcclCommunicator::close, WithoutGil());
 
-  m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("input"), nb::arg("output"), nb::arg("count"),
-        nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("label"), "A collective on device pointers.");
-  m.def("nccl_ragged_operation", &ragged_operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"),
-        nb::arg("dtype"), nb::arg("label"), "A ragged one; a part is (address, count).");
+  m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"), nb::arg("count"),
+        nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("label"),
+        "A collective on device pointers; an array, or a part of a ragged one, is (address, count).");
   m.def(
       "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), WithoutGil(),
       "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");

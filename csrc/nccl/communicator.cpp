@@ -74,22 +74,24 @@ Result call_ragged(const nccl::Opened& in, const NcclOperation& operation, int r
 
 Result call_one(const nccl::Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
   const Arguments& a = operation.arguments;
-  if (!operation.received.empty()) return call_ragged(in, operation, rank, stream);
+  if (is_ragged(a.kind)) return call_ragged(in, operation, rank, stream);
+  const void* const input = a.parts[0].data;
+  void* const output = operation.received[0].data;
   // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
-  if (a.count == 0) return in.api.all_reduce(a.input, a.output, 1, DataType::int32, nccl::RedOp::sum, in.comm, stream);
+  if (a.count == 0) return in.api.all_reduce(input, output, 1, DataType::int32, nccl::RedOp::sum, in.comm, stream);
   const Wire wire = wire_of(a.dtype);
   const std::size_t count = a.count * wire.factor;
   const nccl::RedOp op = nccl_op(a.op, a.dtype);
   switch (a.kind) {
     case OpKind::barrier:
     case OpKind::all_reduce:
-      return in.api.all_reduce(a.input, a.output, count, wire.type, op, in.comm, stream);
+      return in.api.all_reduce(input, output, count, wire.type, op, in.comm, stream);
     case OpKind::reduce_scatter:
-      return in.api.reduce_scatter(a.input, a.output, count, wire.type, op, in.comm, stream);
+      return in.api.reduce_scatter(input, output, count, wire.type, op, in.comm, stream);
     case OpKind::all_gather:
-      return in.api.all_gather(a.input, a.output, count, wire.type, in.comm, stream);
+      return in.api.all_gather(input, output, count, wire.type, in.comm, stream);
     case OpKind::broadcast:
-      return in.api.broadcast(a.input, a.output, count, wire.type, a.root, in.comm, stream);
+      return in.api.broadcast(input, output, count, wire.type, a.root, in.comm, stream);
     default:
       return Result::success;
   }
@@ -171,7 +173,7 @@ bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations)
   const auto add = [&key](auto value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
   for (const auto& [arguments, received] : operations) {
     add(arguments.kind), add(arguments.dtype), add(arguments.op), add(received.size());
-    if (received.empty()) add(arguments.count);
+    if (!is_ragged(arguments.kind)) add(arguments.count);
     for (const ByteSpan& part : arguments.parts) add(part.bytes != 0);
     for (const ByteSpan& part : received) add(part.bytes != 0);
   }
@@ -189,14 +191,11 @@ void NcclCommunicator::call(const char* what, const Call& function) {
 }
 
 void NcclCommunicator::call_apart(const char* what, std::shared_ptr<nccl::Opened> in, const Call& function) {
-  auto promise = std::make_shared<std::promise<Result>>();
-  std::future<Result> future = promise->get_future();
-  std::thread([in, function, promise]() mutable {
-    static_cast<void>(cuda::driver().ctx_set_current.status(in->context));
+  std::future<Result> future = nccl::run_apart(in->context, [in, function]() mutable {
     const Result result = function(*in);
     in.reset();  // before the caller returns, who may end it
-    promise->set_value(result);
-  }).detach();
+    return result;
+  });
   Patience patience(limits_);
   for (Stopwatch watch; future.wait_for(look_period) != std::future_status::ready;) {
     try {

@@ -28,8 +28,8 @@
 
 namespace distopt {
 
-// Arguments of a collective: kind, type, count, label and device pointers. Ragged ones have parts: received[r] comes
-// from rank r; parts[r] of the arguments goes to it, or parts[0] to all if it is the only one.
+// Arguments of a collective: kind, type, count, label, and device pointers: parts[0] is the input and received[0] the
+// output. In ragged ones received[r] comes from rank r; parts[r] goes to it, or parts[0] to all if it is the only one.
 struct NcclOperation {
   Arguments arguments;
   std::vector<ByteSpan> received{};

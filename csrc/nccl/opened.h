@@ -2,11 +2,16 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
+#include <future>
 #include <memory>
 
 #include "nccl/api.h"
 
 namespace distopt::nccl {
+
+// Runs `body` in a thread of its own, in that context. Who does not wait for the result leaves the thread behind.
+std::future<Result> run_apart(cuda::Context* context, std::function<Result()> body);
 
 // Every thread that is in NCCL with `comm` holds a reference. The last one to go ends it: by ncclCommAbort, which frees
 // what another thread in NCCL would use, or, if `orderly`, by ncclCommFinalize and ncclCommDestroy, which wait

@@ -211,8 +211,8 @@ class NcclCommunicator(Communicator):
         y = x if out is array else self.xp.asarray(out)
         count = min(x.size, y.size)
         # Without elements, a rank takes part with a scratch element.
-        source, target = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
-        operation = _core.nccl_operation(kind, source, target, count, DTYPES[dtype], OPS.get(op, 0), root, label)
+        sent, received = ([(each.data.ptr, count)] for each in ((x, y) if count else (self._scratch, self._scratch)))
+        operation = _core.nccl_operation(kind, sent, received, count, DTYPES[dtype], OPS.get(op, 0), root, label)
         work = self._enqueue(operation, x, y)
         if not isinstance(out, np.ndarray):
             return work
@@ -233,7 +233,8 @@ class NcclCommunicator(Communicator):
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:
             received = self._parts(counts[:, column], sent[0].dtype)
             given, wanted = ([(part.data.ptr, part.size) for part in group] for group in (sent, received))
-            operation = _core.nccl_ragged_operation(kind, given, wanted, DTYPES[dtype], label)
+            count = sum(part.size for part in sent)
+            operation = _core.nccl_operation(kind, given, wanted, count, DTYPES[dtype], 0, 0, label)
             return self._enqueue(operation, *sent, *received), received
 
         if request.counts is not None:
