@@ -253,14 +253,16 @@ class Rule:
         self._statistics, self._optimizer = statistics, optimizer
 
     def constants(self) -> dict[str, Any]:
-        """Return the number of updates, and the options of all groups of parameters, numbers and texts."""
+        """Return the number of updates, and of all groups of parameters the size and the options, numbers and texts."""
         constants: dict[str, Any] = {"step_counter": self._statistics.steps - self._statistics.skipped}
         if self._optimizer is not None:
             constants["optimizer"] = type(self._optimizer).__name__
             for place, group in enumerate(self._optimizer.param_groups):
                 for key, value in group.items():
-                    if key not in ("params", "param_names"):
-                        name = f"{key} of group {place}" if place else key
+                    name = f"{key} of group {place}" if place else key
+                    if key == "params":
+                        constants[f"number of {name}"] = len(value)
+                    elif key != "param_names":
                         constants[name] = value.item() if isinstance(value, torch.Tensor) else value
         return constants
 

@@ -670,6 +670,13 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
     with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
         dist_opt(model)
+    model = network()
+    params, first = list(model.parameters()), 2 + (r.rank == r.size - 1)
+    groups = [{"params": params[:first], "weight_decay": 0.1}, {"params": params[first:]}]
+    optimizer = dist_opt(model, torch.optim.SGD(groups, 0.1))
+    with pytest.raises(MismatchError, match=r"number of params is 3 there, 2 on rank 0"):
+        model(torch.ones(1, 1, 8, 8)).sum().backward()
+    optimizer.close()
     # A parameter that the loss does not reach.
     pair = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
     optimizer = dist_opt(pair)
