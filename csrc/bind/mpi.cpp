@@ -25,8 +25,10 @@ using mpi::HierarchicalCollective;
 using mpi::Hierarchy;
 using mpi::MpiCollective;
 using mpi::MpiCommunicator;
+using mpi::RidingSum;
 using Plain = WithArrays<MpiCollective>;
 using TwoLevels = WithArrays<HierarchicalCollective>;
+using Riding = WithArrays<RidingSum>;
 
 struct MpiWork {
   nb::object communicator;  // the Python object, which has the attribute `waits`
@@ -47,6 +49,8 @@ MpiWork start(MpiCommunicator& communicator, Arguments arguments, Buffers buffer
   if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(arguments))
     return start(communicator,
                  std::make_shared<TwoLevels>(std::move(arguments), std::move(buffers), std::move(levels)));
+  if (communicator.rides(arguments))
+    return start(communicator, std::make_shared<Riding>(std::move(arguments), std::move(buffers)));
   return start(communicator, std::make_shared<Plain>(std::move(arguments), std::move(buffers)));
 }
 

@@ -17,10 +17,10 @@ std::size_t Announcement::room_for(int blocks) const {
   return static_cast<std::size_t>(blocks) * block_bytes(std::max(context_.inline_bytes, counts));
 }
 
-void Announcement::begin(const Arguments& arguments, std::uint64_t sequence, const char* payload,
-                         std::size_t payload_bytes) {
+void Announcement::describe(const Arguments& arguments, std::uint64_t sequence, const char* payload,
+                            std::size_t payload_bytes) {
   const int size = context_.size();
-  memory_ = context_.pool.take(room_for(size));
+  memory_ = context_.pool.take(room_for(size) + context_.data_room());
   said_.assign(static_cast<std::size_t>(size), nullptr);
   auto* mine = new (memory_.data()) Said{};
   fill(mine->descriptor, mine->label, arguments);
@@ -29,8 +29,13 @@ void Announcement::begin(const Arguments& arguments, std::uint64_t sequence, con
   mine->payload_bytes = payload_bytes;
   if (payload_bytes != 0) std::memcpy(memory_.data() + sizeof(Said), payload, payload_bytes);
   said_[context_.rank] = mine;
+  n_said_ = 1;
   ends_.push_back(block_bytes(payload_bytes));
-  if (size > 1) exchange();
+}
+
+void Announcement::begin() {
+  exchanges_ = context_.size() > 1;
+  if (exchanges_) exchange();
 }
 
 // Starts a round: sends the blocks that the partner lacks, and receives as many.
@@ -41,16 +46,19 @@ void Announcement::exchange() {
   // hosts.
   const int to = doubling ? rank ^ (size / 2 / distance_) : (rank + size - distance_) % size;
   const int from = doubling ? to : (rank + distance_) % size;
-  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks), from, tag_, received_);
+  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks) + context_.data_room(), from, tag_,
+                             received_);
   context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);
 }
 
 bool Announcement::advance() {
   while (!complete_) {
     if (!sent_ || !received_) return false;
-    if (distance_ < context_.size()) take_in();
-    if (distance_ < context_.size()) {
+    if (exchanges_ && distance_ < context_.size()) take_in();
+    if (exchanges_ && distance_ < context_.size()) {
       exchange();
+    } else if (n_said_ < said_.size()) {
+      return false;
     } else {
       compare();
       complete_ = true;
@@ -61,11 +69,24 @@ bool Announcement::advance() {
 
 void Announcement::take_in() {
   for (int blocks = blocks_of_round(); blocks > 0; --blocks) {
-    const auto* said = reinterpret_cast<const Said*>(memory_.data() + ends_.back());
-    said_[said->descriptor.location] = said;
-    ends_.push_back(ends_.back() + block_bytes(said->payload_bytes));
+    const char* const block = memory_.data() + ends_.back();
+    ends_.push_back(static_cast<std::size_t>(note(block) - memory_.data()));
   }
   distance_ *= 2;
+}
+
+const char* Announcement::note(const char* block) {
+  const auto* said = reinterpret_cast<const Said*>(block);
+  n_said_ += said_[said->descriptor.location] == nullptr;
+  said_[said->descriptor.location] = said;
+  return block + block_bytes(said->payload_bytes);
+}
+
+bool Announcement::differs() const {
+  const Said& mine = *said_[context_.rank];
+  return std::any_of(said_.begin(), said_.end(), [&mine](const Said* said) {
+    return said != nullptr && !alike(mine.descriptor, said->descriptor);
+  });
 }
 
 std::vector<int> Announcement::unheard() const {

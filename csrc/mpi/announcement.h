@@ -23,12 +23,16 @@ class Announcement {
   Announcement(const Announcement&) = delete;
   Announcement& operator=(const Announcement&) = delete;
 
-  // Notifies the others; `payload` is copied.
-  void begin(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
+  // What this rank says; `payload` is copied.
+  void describe(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
+  // Begins to exchange announcements with the others.
+  void begin();
   // Does all that can be done without waiting; returns whether all ranks have announced it and agree. Throws
   // CommunicatorError (mismatch) with the name of the first rank that does not agree.
   bool advance();
   bool complete() const { return complete_; }
+  // Whether a rank that is known to have announced something does not agree.
+  bool differs() const;
   // Ranks that have sent nothing.
   std::vector<int> unheard() const;
 
@@ -36,16 +40,25 @@ class Announcement {
   std::uint64_t count_of(int rank) const { return said_[rank]->descriptor.count; }
   const char* payload_of(int rank) const { return reinterpret_cast<const char*>(said_[rank] + 1); }
 
+  // For a RidingSum, which sends announcements itself, as blocks that data may follow.
+  ByteSpan own() const { return {memory_.data(), ends_.front()}; }
+  std::size_t room_for(int blocks) const;
+  // Takes in the block that a rank has sent; returns what follows it. The block must stay where it is.
+  const char* note(const char* block);
+  // Whether data follow the block.
+  static bool has_data(const char* block) { return reinterpret_cast<const Said*>(block)->has_data; }
+  static void note_data(char* block, bool has_data) { reinterpret_cast<Said*>(block)->has_data = has_data; }
+
  private:
   // Followed by the payload, padded so that what comes next is aligned.
   struct Said {
     Descriptor descriptor;  // `location` is the rank
     char label[label_bytes];
     std::uint64_t payload_bytes;
+    bool has_data;
   };
 
   static std::size_t block_bytes(std::size_t payload_bytes);
-  std::size_t room_for(int blocks) const;
   int blocks_of_round() const { return std::min(distance_, context_.size() - distance_); }
   void exchange();
   void take_in();
@@ -55,9 +68,10 @@ class Announcement {
   int tag_;
   Scratch memory_;  // blocks in the order of their arrival, this rank's first
   std::vector<const Said*> said_;
+  std::size_t n_said_ = 0;
   std::vector<std::size_t> ends_;  // of the blocks
   int distance_ = 1;               // blocks of this rank, up to all; doubles in each round
-  bool sent_ = true, received_ = true;
+  bool exchanges_ = false, sent_ = true, received_ = true;
   bool complete_ = false;
 };
 

@@ -36,10 +36,11 @@ void MpiCollective::begin() {
     start_flow(context_->everyone, plan());
 }
 
-void MpiCollective::announce(const char* payload, std::size_t bytes) {
+Announcement& MpiCollective::prepare(const char* payload, std::size_t bytes) {
   begun_ = true;
   announcement_ = std::make_unique<Announcement>(*context_, tag());
-  announcement_->begin(arguments_, sequence_, payload, bytes);
+  announcement_->describe(arguments_, sequence_, payload, bytes);
+  return *announcement_;
 }
 
 void MpiCollective::start_flow(const Group& group, FlowPlan plan) {

@@ -26,8 +26,8 @@ class MpiCollective {
   virtual void begin();
   // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();
-  // How many tags it uses: one for the announcement, two for each flow.
-  virtual std::uint64_t tags() const { return 3; }
+  // How many tags it uses: one for the announcement, two for each flow, one for the slices of a RidingSum.
+  virtual std::uint64_t tags() const { return 4; }
   // Counts from the communicator's first collective.
   std::uint64_t first_tag() const { return first_tag_; }
 
@@ -50,7 +50,10 @@ class MpiCollective {
 
   Context& context() const { return *context_; }
   int tag() const { return static_cast<int>(first_tag_ % tag_count); }
-  void announce(const char* payload, std::size_t bytes);
+  // An announcement that is not sent yet.
+  Announcement& prepare(const char* payload, std::size_t bytes);
+  void announce(const char* payload, std::size_t bytes) { prepare(payload, bytes).begin(); }
+  Announcement& announcement() const { return *announcement_; }
   bool agree() { return announcement_->advance(); }
   // `out` = the reduction, in rank order, of the ranks' inline data, from this offset on.
   void reduce_payloads(char* out, std::uint64_t count, std::size_t offset = 0) const;

@@ -19,6 +19,7 @@
 #include "base/turn.h"
 #include "mpi/collective.h"
 #include "mpi/hierarchy.h"
+#include "mpi/riding_sum.h"
 
 namespace distopt::mpi {
 
@@ -37,6 +38,9 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
   // The hierarchy for the arguments, if it runs in two levels.
   std::shared_ptr<Hierarchy> hierarchy_for(const Arguments& arguments) const;
+
+  // Whether the arguments are those of a RidingSum.
+  bool rides(const Arguments& arguments) const { return RidingSum::serves(arguments, context_); }
 
   // Starts a collective. All of these throw CommunicatorError, the recorded one after the first failure.
   void start(std::shared_ptr<MpiCollective> collective);

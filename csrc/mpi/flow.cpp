@@ -12,12 +12,19 @@ namespace {
 constexpr std::size_t window = 2;
 
 template <typename T>
-void divide(void* data, std::size_t count, int divisor) {
+void divide_as(void* data, std::size_t count, int divisor) {
   T* values = static_cast<T*>(data);
   for (std::size_t i = 0; i < count; ++i) values[i] /= static_cast<T>(divisor);
 }
 
 }  // namespace
+
+void divide(void* data, std::size_t count, DType dtype, int divisor) {
+  if (dtype == DType::float64)
+    divide_as<double>(data, count, divisor);
+  else
+    divide_as<float>(data, count, divisor);
+}
 
 std::size_t Flow::chunks_of(std::size_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
 
@@ -136,11 +143,7 @@ void Flow::reduce(std::size_t chunk) {
   void* const outs[] = {out.data};
   reduce_kernels().reduce(outs, 1, ins.data(), static_cast<int>(ins.size()), count, reduction.dtype, reduction.op,
                           false);
-  if (reduction.divisor == 1) return;
-  if (reduction.dtype == DType::float64)
-    divide<double>(out.data, count, reduction.divisor);
-  else
-    divide<float>(out.data, count, reduction.divisor);
+  if (reduction.divisor != 1) divide(out.data, count, reduction.dtype, reduction.divisor);
 }
 
 }  // namespace distopt::mpi

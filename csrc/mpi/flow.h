@@ -43,6 +43,9 @@ struct FlowPlan {
   std::optional<std::size_t> chunk_bytes{};
 };
 
+// Divides elements of float32 or float64.
+void divide(void* data, std::size_t count, DType dtype, int divisor);
+
 class Flow {
  public:
   // `tag` and the next are the flow's own. The group outlives it.

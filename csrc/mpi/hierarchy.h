@@ -34,7 +34,7 @@ class HierarchicalCollective : public MpiCollective {
   void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) override;
   void begin() override;
   bool advance() override;
-  std::uint64_t tags() const override { return 1 + tags_of_section * sections_.size(); }
+  std::uint64_t tags() const override { return 2 + tags_of_section * sections_.size(); }
 
  private:
   // Does all that can be done without waiting; returns whether the stage has ended. `agreed`: all ranks are known to
