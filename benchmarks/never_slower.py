@@ -152,7 +152,8 @@ def phase_table(answers: Answers) -> str:
             seconds = [second for ranks in asked for second in ranks[rank]["seconds"]]
             spans = [{**span, "call": second} for span, second in zip(spans, seconds, strict=True)]
             spans = sorted(spans, key=lambda span: span["call"])[len(spans) // 4 : -(len(spans) // 4) or None]
-            middle = {each: mean(span.get(each, 0.0) for span in spans) for each in {**spans[0], **spans[-1]}}
+            names = dict.fromkeys(each for span in spans for each in span)
+            middle = {each: mean(span.get(each, 0.0) for span in spans) for each in names}
             begin, cpu, call = (middle.pop(each) for each in ("begin", "cpu", "call"))
             lines.append((f"{name}, rank {rank}", {"begins": begin, **middle, "call": call, "cpu": cpu}, middle))
     phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle if middle[each]))

@@ -23,7 +23,7 @@ class Announcement {
   Announcement(const Announcement&) = delete;
   Announcement& operator=(const Announcement&) = delete;
 
-  // What this rank says; `payload` is copied.
+  // Makes the announcement of this rank; `payload` is copied.
   void describe(const Arguments& arguments, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
   // Begins to exchange announcements with the others.
   void begin();

@@ -91,7 +91,7 @@ void RidingSum::send_near() {
   near_began_ = true;
 }
 
-// What goes to the partner: of the first host's ranks or, in place of the partner's, of all.
+// Makes the data for the partner: a partial result of the first host's ranks, or the result in place of that.
 void RidingSum::reduce() {
   const Phases::Scope scope(context().phases, Phase::reduce);
   const bool divides = arguments().op == RedOp::mean;
