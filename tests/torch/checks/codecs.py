@@ -615,7 +615,7 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     inner, outer = sgd(model), sgd(model)
     with pytest.raises(UsageError, match="5 fragments of 6 parameters"):
         distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragments=5)
-    with pytest.raises(UsageError, match="fragment_sync_delay is 4; it must be an integer in 0 ... 3"):
+    with pytest.raises(UsageError, match=r"fragment_sync_delay is 4; it must be an integer in 0 \.\.\. 3"):
         distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=4)
     with pytest.raises(UsageError, match="or the optimizer is of another model"):
         distopt.torch.DiLoCo(network(), inner, outer)
