@@ -114,8 +114,6 @@ def on_current_stream(method: _F) -> _F:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        if self.device.type != "cuda":
-            return method(self, *args, **options)
         with current_stream(self.device):
             return method(self, *args, **options)
 

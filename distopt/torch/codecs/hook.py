@@ -51,10 +51,11 @@ class CodecHook:
     @on_current_stream
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
+        # Without its device, a future makes no stream wait for the result.
+        future: Future[torch.Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
         if self._shards is not None and self._shards.idles:
-            idle: Future[torch.Tensor] = Future()
-            idle.set_result(bucket.buffer())
-            return idle
+            future.set_result(bucket.buffer())
+            return future
         if bucket.index() == 0:
             self._taken.clear()  # of a backward pass that an exception has ended
             self._step = self._begun()
@@ -67,7 +68,6 @@ class CodecHook:
                     raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
                 views[id(param)].copy_(grad)
                 step.final(param)
-            future: Future[torch.Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
             self._taken.append((bucket, future))
             if bucket.is_last():
                 self._finish(step)
