@@ -143,7 +143,7 @@ class _Lent(BaseMemory):
 
     As in CuPy, memory that is let go serves again for the stream that was current when it was allocated, at once. It
     turns into NaN in the order of that stream, as if others had used it, so that another stream which still reads it
-    reads something wrong. That of a graph does so in the recording alone, since replays need what the last one left.
+    reads something wrong. Memory of a graph does so in the recording alone, since replays need what the last one left.
     """
 
     def __init__(self, pool: MemoryPool, whole: BaseMemory, stream: int, size: int) -> None:
