@@ -97,8 +97,8 @@ class DiLoCo:
         Engine.check_options(non_finite)
         self.steps = 0
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
-        self._averaged = {id(param.tensor) for param in params}
-        self._check_inner()
+        self._averaged = {id(param.tensor): param for param in params}
+        self._check_optimizers()
         device = device_of(params)
         codec, communicator = compress.codec_of(codec), communicator_of(group, device)
         with current_stream(device):
@@ -126,7 +126,7 @@ class DiLoCo:
 
     def _count(self, *_: object) -> None:
         """Collective. After a step of the inner optimizer: send or apply what is due."""
-        self._check_inner()
+        self._check_optimizers()
         self.steps += 1
         for fragment in self._fragments:
             fragment.send_again()
@@ -135,12 +135,18 @@ class DiLoCo:
         if self.steps > self._delay and (self.steps - self._delay) % self._distance == 0:
             self._fragment_of(self.steps - self._delay).apply()
 
-    def _check_inner(self) -> None:
+    def _check_optimizers(self) -> None:
+        """Local. Scripts replace and convert parameters."""
         tensors = [tensor for group in self._inner.param_groups for tensor in group["params"] if tensor.requires_grad]
         if others := sum(id(tensor) not in self._averaged for tensor in tensors):
             raise UsageError(
                 f"inner_optimizer trains {others} parameters that are not averaged; make a DiLoCo for them"
             )
+        outer = {id(tensor) for group in self._outer.param_groups for tensor in group["params"]}
+        for key, param in self._averaged.items():
+            if key not in outer:
+                raise UsageError(f"outer_optimizer has lost parameter {param.name}; make a new DiLoCo after such a change")
+            param.check_unconverted()
 
     def _fragment_of(self, step: int) -> _Fragment:
         return self._fragments[(step // self._distance - 1) % len(self._fragments)]

@@ -667,6 +667,17 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     model[0].requires_grad_(True)
     with pytest.raises(UsageError, match="trains 2 parameters that are not averaged"):
         inner.step()
+    local.close()
+    inner, outer = sgd(model), sgd(model)
+    local = distopt.torch.DiLoCo(model, inner, outer)
+    model.double()
+    with pytest.raises(UsageError, match=r"0.weight is torch.float64 on cpu now, and was torch.float32 on cpu when"):
+        inner.step()
+    model.float()
+    outer.param_groups[0]["params"][2] = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UsageError, match=r"outer_optimizer has lost parameter 2\.weight"):
+        inner.step()
+    local.close()
     model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
     with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
         dist_opt(model)
