@@ -145,7 +145,9 @@ class DiLoCo:
         outer = {id(tensor) for group in self._outer.param_groups for tensor in group["params"]}
         for key, param in self._averaged.items():
             if key not in outer:
-                raise UsageError(f"outer_optimizer has lost parameter {param.name}; make a new DiLoCo after such a change")
+                raise UsageError(
+                    f"outer_optimizer has lost parameter {param.name}; make a new DiLoCo after such a change"
+                )
             param.check_unconverted()
 
     def _fragment_of(self, step: int) -> _Fragment:
