@@ -17,8 +17,8 @@ from distopt.launch.job.mpi import MpiJob
 
 # Through one exchange, flat, by hosts, with a rest, and in several parts.
 COUNTS = (5, 1001, 8193, 100_003, 4_500_001)
-# Elements of the call of a rank, by its letter in a word of MISMATCHES: an all_reduce that travels with announcements of
-# 2 x 2 ranks, another one, one that is inline, one that has chunks, and a broadcast.
+# Elements of the call of a rank, by its letter in a word of MISMATCHES: an all_reduce that travels with announcements
+# of 2 x 2 ranks, another one, one that is inline, one that has chunks, and a broadcast.
 CALLS = {"r": 16_384, "o": 9_001, "i": 16, "c": 200_000, "b": 20_000}
 MISMATCHES = (
     *("orrr", "rorr", "rror", "rrro", "irrr", "rrri", "crrr", "rrrc"),
