@@ -138,9 +138,10 @@ def check_arrays(whole: str, own: Mapping[str, Any], given: Mapping[str, Any]) -
     Raises:
         StateError: a name is missing or unknown, or see `check_like`.
     """
-    for name in own.keys() ^ given.keys():
-        fact = f"{name} is missing" if name in own else f"the {whole} has no {name}"
-        raise StateError(f"{fact}; the states are of another {whole}")
+    for name in (*own, *given):
+        if (name in own) != (name in given):
+            fact = f"{name} is missing" if name in own else f"the {whole} has no {name}"
+            raise StateError(f"{fact}; the states are of another {whole}")
     for name, array in own.items():
         check_like(name, array, given[name])
 

@@ -49,15 +49,20 @@ def test_results_are_joined_to_streams_by_events(job: LocalJob) -> None:
     cupy, rank, n = comm.xp, job.topology.rank, job.topology.world_size
     pinned = cupy.cuda.alloc_pinned_memory(4 * 1001)
     host = np.frombuffer(pinned, np.float32, 1001)
-    for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):
-        with stream:
+    comm.all_reduce(cupy.zeros(1001, np.float32)).wait()  # the first such call connects, and waits for the other rank
+    for looks in range(n):  # this rank, before the other one takes part
+        with cupy.cuda.Stream(non_blocking=True):
             array = cupy.zeros(1001, np.float32)
             host[:] = np.arange(1001) + rank
             array.set(host)  # runs when the stream gets there
+            if rank != looks:
+                job.all_gather(b"")
             work = comm.all_reduce(array)
         with cupy.cuda.Stream(non_blocking=True):
-            seen = array.get()  # nothing makes this stream wait for the result, so it must not be there
-            assert not (seen == np.arange(1001) * n + n * (n - 1) / 2).all()
+            if rank == looks:
+                seen = array.get()  # nothing makes this stream wait for the result, so it must not be there
+                assert not (seen == np.arange(1001) * n + n * (n - 1) / 2).all()
+                job.all_gather(b"")
             work.wait()
             np.testing.assert_array_equal(array.get(), np.arange(1001) * n + n * (n - 1) / 2)
     comm.close()
