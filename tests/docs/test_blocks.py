@@ -47,7 +47,7 @@ import distopt.compress
 import distopt.torch
 import torch.distributed as dist
 dist.init_process_group("distopt")
-model = torch.nn.Linear(5, 3)
+net, model = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
 loss_function = torch.nn.CrossEntropyLoss()
 batches = [(torch.randn(4, 5), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
 """,

@@ -125,6 +125,10 @@ MISTAKES = {
         main_of("launch.main(train, 2)", "def train(rank, world_size, lr): pass"),
         f"error: train(rank, world_size, lr) {GIVEN} 0 values of args: * 'lr'; change its parameters or args",
     ),
+    "a generator": (
+        main_of("launch.main(train, 2)", "def train(rank, world_size): yield rank"),
+        "error: a call of train runs nothing, since it yields or is async; pass a function that runs it",
+    ),
     "a working directory that has been deleted": (
         main_of(
             "launch.main(work, 2)",

@@ -127,10 +127,14 @@ def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[A
     """Local. Check that `fn` takes the arguments named `first`, followed by `args`.
 
     Raises:
-        UsageError: it does not, or is not a function, or `args` is not a tuple or list.
+        UsageError: it does not, or is not a function, or a generator or coroutine, or `args` is not a tuple or list.
     """
     if not callable(fn):
         raise UsageError(f"fn is of type {type(fn).__name__}, not a function; pass train, say, not train()")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise UsageError(
+            f"a call of {_name(fn)} runs nothing, since it yields or is async; pass a function that runs it"
+        )
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"args is a {type(args).__name__}, not a tuple; pass a single value as args=(value,)")
     try:

@@ -352,7 +352,7 @@ class DistOpt(torch.optim.Optimizer):
 
     def _check_no_ddp(self) -> None:
         if is_in_ddp(self._params):
-            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or no DDP")
+            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or del ddp first")
 
     def _check_alone(self) -> None:
         names = {id(param.tensor): param.name for param in self._params}
