@@ -104,13 +104,15 @@ class EmulatedSite(Site):
     Args:
         net: the hosts.
         ranks_per_host: number of ranks on each of them.
+        bound: whether mpiexec binds the ranks of a host to a core each, as Slurm does.
     """
 
-    def __init__(self, net: TwoHosts, ranks_per_host: int) -> None:
+    def __init__(self, net: TwoHosts, ranks_per_host: int, *, bound: bool = False) -> None:
         super().__init__(2 * ranks_per_host)
         self.described = f", {ranks_per_host} on each of two emulated hosts,"
         self._net = net
         self._ranks_per_host = ranks_per_host
+        self._bound = bound
 
     @property
     def variables(self) -> dict[str, str]:
@@ -120,7 +122,8 @@ class EmulatedSite(Site):
         return _meeting_at(self._net.hosts[0].address)
 
     def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
-        return self._net.mpiexec(self._ranks_per_host, [], mpiexec, open_mpi=open_mpi)
+        binding = ["--bind-to", "core:overload-allowed"] if open_mpi else ["-bind-to", "core"]
+        return self._net.mpiexec(self._ranks_per_host, binding if self._bound else [], mpiexec, open_mpi=open_mpi)
 
     def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
         return self._net.hosts[rank // self._ranks_per_host].inside(command)
