@@ -76,13 +76,7 @@ def sparse_all_reduce(
 
 
 def _gather(
-    comm: Communicator,
-    indices: Array,
-    values: Array,
-    dense: Array,
-    counts: Sequence[int],
-    scale: float,
-    label: str,
+    comm: Communicator, indices: Array, values: Array, dense: Array, counts: Sequence[int], scale: float, label: str
 ) -> Generator[Work, None, int]:
     kernels, world_size, own = kernels_of(dense), comm.topology.world_size, (indices, values)
     if len(set(counts)) == 1:
@@ -102,13 +96,7 @@ def _gather(
 
 
 def _split(
-    comm: Communicator,
-    indices: Array,
-    values: Array,
-    dense: Array,
-    counts: Sequence[int],
-    scale: float,
-    label: str,
+    comm: Communicator, indices: Array, values: Array, dense: Array, counts: Sequence[int], scale: float, label: str
 ) -> Generator[Work, None, int]:
     rank, world_size = comm.topology.rank, comm.topology.world_size
     kernels = kernels_of(dense)
