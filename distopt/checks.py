@@ -87,7 +87,7 @@ def check_number(name: str, value: Any, interval: str) -> float:
     Args:
         name: for the message.
         value: the argument.
-        interval: where it must lie, such as "[0, 1)", where 0 is allowed and 1 is not; an end "inf)" allows every finite number.
+        interval: where it must lie, such as "[0, 1)", where 0 is allowed and 1 is not, or "(0, inf)".
 
     Raises:
         UsageError: it is not a number, or lies elsewhere.
