@@ -9,7 +9,6 @@ The clock stands still while the model is tested.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import time
@@ -104,15 +103,18 @@ WAYS: dict[str, Way] = {
     "power-sgd": by_dist_opt("power-sgd", **POWER_SGD),
     "diloco": by_diloco(),
     "diloco-half": by_diloco(sync_every=15, codec="fp16"),
-    "diloco-sparse": by_diloco(codec=compress.create("top-k", ratio=0.05, error_feedback=True)),
+    "diloco-sparse": by_diloco(sync_every=15, codec=compress.create("top-k", ratio=0.1, error_feedback=True)),
 }
 
 
-def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    images: torch.Tensor, labels: torch.Tensor, size: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of this rank's share of the data, shuffled anew in each epoch, without end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for epoch in itertools.count():
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))[rank::world_size]
+    shuffling = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(images), generator=shuffling)[rank::world_size]
         for start in range(0, len(images) // world_size - size + 1, size):
             mine = order[start : start + size]
             yield images[mine], labels[mine]
@@ -133,11 +135,12 @@ def main() -> None:
     parser.add_argument("--backend", choices=["distopt", "gloo"], default="distopt", help="of the process group")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per rank and step (64)")
     parser.add_argument("--test-every", type=int, default=30, metavar="STEPS", help="(30)")
+    parser.add_argument("--seed", type=int, default=1, help="of parameters and batches (1)")
     parser.add_argument("--seconds", type=float, default=300.0, help="most seconds of training (300)")
     parser.add_argument("--data", metavar="DIR", help="where MNIST is (default: as examples/data/mnist.py says)")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
-    torch.manual_seed(1)
+    torch.manual_seed(args.seed)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     digits = mnist.load(args.data, rank=dist.get_rank())
@@ -146,7 +149,7 @@ def main() -> None:
     model = network()
     forward, optimizer = WAYS[args.way](model)
     goals, seconds, began = [*GOALS], 0.0, time.perf_counter()
-    for step, (x, y) in enumerate(batches(train_x, train_y, args.batch_size), 1):
+    for step, (x, y) in enumerate(batches(train_x, train_y, args.batch_size, args.seed), 1):
         optimizer.zero_grad()
         functional.cross_entropy(forward(x), y).backward()
         optimizer.step()

@@ -29,7 +29,7 @@ SHORT = {
     "--json {results} --plot {plot} --output {page}",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
-    "slow-link": "--rates 100mbit --ranks 1 --only diloco-sparse --seconds 1 --data {digits} --output {page}",
+    "slow-link": "--rates 100mbit --ranks 1 --only diloco-sparse --seeds 1 --seconds 1 --data {digits} --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "recorder": "--steps 30 --batch-size 2",
