@@ -85,7 +85,7 @@ UNNEEDED_SINCE = {"torch.distributed.ProcessGroup._set_sequence_number_for_group
 # -- autograd ---------------------------------------------------------------------------------------------------------
 # Local. The node of the graph that runs in this thread; None outside of a backward pass and in the callbacks at its
 # end.
-current_autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
+current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 # Local. The number of the backward pass, callbacks included, that this thread runs; negative if it runs none.
 current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 

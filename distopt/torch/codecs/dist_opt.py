@@ -282,7 +282,7 @@ class DistOpt(torch.optim.Optimizer):
     def close(self) -> None:
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
         _open.discard(self)
-        for _, handles in self._hooks:
+        for handles in self._hooks:
             for handle in handles:
                 handle.remove()
         if self._shards is not None:

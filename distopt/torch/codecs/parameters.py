@@ -103,11 +103,11 @@ class TrainedParameter:
 
 def hooked(
     param: TrainedParameter, taker: weakref.WeakMethod[Callable[[TrainedParameter, torch.Tensor], None]]
-) -> tuple[torch.autograd.graph.Node, list[torch.utils.hooks.RemovableHandle]]:
+) -> list[torch.utils.hooks.RemovableHandle]:
     """Local. Have a method take the gradients of a parameter, after all hooks of the tensor, which may change them.
 
     Returns:
-        The node that adds to `.grad`, which must be kept for its hook to stay, and the handles of the hooks.
+        The handles of the hooks.
     """
     tensor, trains = param.tensor, param.tensor.requires_grad
     node = torch.autograd.graph.get_gradient_edge(tensor.requires_grad_()).node  # a frozen one has none, and no hooks
@@ -116,13 +116,15 @@ def hooked(
         if grads[0] is not None and (method := taker()) is not None:
             method(param, tensor)
 
-    def take_from_another(_: torch.Tensor) -> None:
-        if current_autograd_node() is not node:  # which a tensor has that was converted, and back, since
-            take(None, (tensor,))
+    def follow(_: torch.Tensor) -> None:
+        nonlocal node
+        current = current_autograd_node()
+        if current is not None and current is not node:  # a tensor that was converted, and back, has another one
+            node, handles[0] = current, current.register_hook(take)
 
-    handles = [node.register_hook(take), tensor.register_post_accumulate_grad_hook(take_from_another)]
+    handles = [node.register_hook(take), tensor.register_hook(follow)]  # the second keeps the node
     tensor.requires_grad_(trains)
-    return node, handles
+    return handles
 
 
 def check_plain(grad: torch.Tensor) -> None:

@@ -176,8 +176,7 @@ def check_dist_opt_averages_what_hooks_have_made(r: Ranks) -> None:
         theirs = sgd(ddp)
         train(ddp, theirs, r.rank)
         train(own, ours, r.rank)
-        if not after:
-            own.double().float()
+        own.double().float()
         train(ddp, theirs, r.rank, 3, 5)
         train(own, ours, r.rank, 3, 5)
         r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
