@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..launch.job.topology import Topology
 
 
-__all__ = ["Adapter", "Ranks", "State", "States", "adapters_of", "copy_of", "look_at", "of_device"]
+__all__ = ["Adapter", "Ranks", "State", "States", "adapters_of", "check_some", "copy_of", "look_at", "of_device"]
 
 # Keys of notes on the arrays: on dictionaries of arrays, with their keys, and on NumPy's scalars.
 _GROUPS, _SCALARS = "", "()"
@@ -192,8 +192,10 @@ def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
     """Local. The adapters of `objects`, and of the random generators of the devices on which they are.
 
     Raises:
-        UsageError: an object has no states that could be saved, or a name that files cannot tell from others.
+        UsageError: an object has no states that could be saved, or a name that files cannot tell from others; or
+            `objects` is empty.
     """
+    check_some(objects)
     for name in objects:
         if "/" in name:
             raise UsageError(f"the name {name!r} has a '/', which separates names in files; choose another")
@@ -208,6 +210,16 @@ def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
         if device.rng is not device.host_rng:
             adapters[f"device{index}.rng"] = DeviceRandom(device.rng)
     return adapters
+
+
+def check_some(objects: Mapping[str, Any]) -> None:
+    """Local. Check that there are objects: a job would seem to be saved, and resume as a new one.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not objects:
+        raise UsageError("a checkpoint of no objects saves nothing; name them: Checkpoint(folder, model=model, ...)")
 
 
 class States(NamedTuple):

@@ -85,16 +85,17 @@ class Agreement:
         """Collective. Compare between the ranks the model that they are about to train.
 
         Args:
-            params: names, shapes and types are compared.
+            params: names, shapes, types and the orders of dimensions in memory are compared.
             constants: of the optimizer, by name; compared by their texts.
 
         Raises:
             MismatchError: on all ranks: something differs; the message names the rank and the first difference.
         """
-        known = self.attached
         mine = {
             "number": self.number,
-            "params": [[str(p.name), list(p.array.shape), p.array.dtype.name, id(p) in known] for p in params],
+            "params": [
+                [str(p.name), list(p.array.shape), p.array.dtype.name, _order(p), id(p) in self.attached] for p in params
+            ],
             "constants": {name: repr(value) for name, value in (constants or {}).items()},
         }
         described = [json.loads(text) for text in self.communicator.all_gather_bytes(json.dumps(mine).encode())]
@@ -244,9 +245,10 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], who: str, ra
     if other["params"] != first["params"]:
         pairs = zip([*first["params"], None], [*other["params"], None], strict=False)
         a, b = next((a, b) for a, b in pairs if a != b)
+        memory = ", in the same memory format," if a and b and a[3] != b[3] else ""
         return (
             f"{who} trains another model than rank 0: where rank 0 has {_describe(a)}, it has {_describe(b)}; build "
-            "the same model on every rank"
+            f"the same model{memory} on every rank"
         )
     names = first["constants"] | other["constants"]
     differing = [
@@ -260,8 +262,14 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], who: str, ra
     )
 
 
+def _order(param: Parameter) -> list[int]:
+    """The dimensions of a tensor in the order of its memory, if that is another one, as in `channels_last`."""
+    return list(getattr(param, "permuted", ()))
+
+
 def _describe(entry: list[Any] | None) -> str:
     if entry is None:
         return "no further parameter"
-    name, shape, dtype, known = entry
-    return f"{name} of shape {shape} and type {dtype}{' of DistOpt.attach' if known else ''}"
+    name, shape, dtype, order, known = entry
+    memory = f" in memory, which has its dimensions in the order {order}," if order else ""
+    return f"{name} of shape {shape}{memory} and type {dtype}{' of DistOpt.attach' if known else ''}"

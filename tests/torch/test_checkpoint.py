@@ -398,6 +398,14 @@ def test_what_cannot_be_saved_is_named(tmp_path, thing, words):
 
 
 @pytest.mark.parametrize(
+    "front", [Checkpoint, load, checkpoint.Checkpoint, checkpoint.load], ids=lambda f: f.__module__
+)
+def test_a_checkpoint_of_no_objects_is_refused(tmp_path, front):
+    with pytest.raises(UsageError, match="a checkpoint of no objects saves nothing; name them"):
+        front(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("other", "words"),
     [
         ({"width": 6}, r"model: inner.bias is float32 of shape \(5,\), here float32 of shape \(6,\)"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...checkpoint.adapters import Adapter, State
+from ...checkpoint.adapters import Adapter, State, check_some
 from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
 from ..ddp.plain_model import plain_model
@@ -32,8 +32,9 @@ def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
         replicated: whether the parameters of DDP's models are the same on all ranks.
 
     Raises:
-        UsageError: an object has no states to save.
+        UsageError: an object has no states to save, or `objects` is empty.
     """
+    check_some(objects)
     models = [plain_model(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
     alike = {id(p) for model in models if model is not None and replicated for p in model.parameters()}
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]

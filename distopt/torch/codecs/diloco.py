@@ -25,6 +25,7 @@ from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
+    HeldParameters,
     Rule,
     TrainedParameter,
     arrays_in,
@@ -98,6 +99,7 @@ class DiLoCo:
         self.steps = 0
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
         self._averaged = {id(param.tensor): param for param in params}
+        self._held = HeldParameters(plain, params)
         self._check_optimizers()
         device = device_of(params)
         codec, communicator = compress.codec_of(codec), communicator_of(group, device)
@@ -131,6 +133,7 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.send_again()
         if self.steps % self._distance == 0:
+            self._held.check()
             self._fragment_of(self.steps).send()
         if self.steps > self._delay and (self.steps - self._delay) % self._distance == 0:
             self._fragment_of(self.steps - self._delay).apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from ..private import call_after_backward, current_backward_pass, is_nested_back
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
+    HeldParameters,
     Rule,
     TrainedParameter,
     arrays_in,
@@ -115,6 +117,7 @@ class DistOpt(torch.optim.Optimizer):
         if ddp is not None or all(name.startswith("module.") for name, _ in trained):
             self._check_no_ddp()
         self.device = device_of(self._params)
+        self._held = None if plain is None else HeldParameters(plain, self._params)
         communicator = communicator_of(group, self.device)
         self._shards = None
         if shards is not None:
@@ -133,6 +136,7 @@ class DistOpt(torch.optim.Optimizer):
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
+        self._warned = False  # of a step without gradients
         self._skips = False  # whether the next `step` leaves the parameters alone
         self._hooks = [hooked(param, weakref.WeakMethod(self.take)) for param in self._params]
         _open.add(self)
@@ -183,6 +187,8 @@ class DistOpt(torch.optim.Optimizer):
 
     def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
         self._check_parameters()
+        if self._held is not None:
+            self._held.check()
         views = {} if self._layout is None or averaged == "partly" else views_of(self._layout)
         for param in self._params:
             grad, view = param.tensor.grad, views.get(id(param))
@@ -198,6 +204,13 @@ class DistOpt(torch.optim.Optimizer):
                 "averaged over the ranks; call backward, or, if it is the same on all ranks, step the wrapped "
                 "optimizer, DistOpt.optimizer"
             )
+        if not self._warned and all(param.tensor.grad is None for param in self._params):
+            self._warned = True
+            if self._engine.communicator.topology.rank == 0:
+                _log.warning(
+                    "step has no gradient of any parameter, so it changes nothing; if the model's parameters have been "
+                    "replaced, as by load_state_dict(assign=True), make the optimizer anew"
+                )
 
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
@@ -382,6 +395,9 @@ class DistOpt(torch.optim.Optimizer):
         if step is None or (not step.is_complete and is_nested_backward()):
             return
         self._step = None
+        if self._held is not None and not step.is_complete:
+            with step:
+                self._held.check()
         try:
             with step:
                 unused = self._take_unused(step)
@@ -434,6 +450,7 @@ class DistOpt(torch.optim.Optimizer):
         self.optimizer.step()
 
 
+_log = logging.getLogger("distopt")
 _open: weakref.WeakSet[DistOpt] = weakref.WeakSet()
 
 

@@ -31,6 +31,7 @@ class TrainedParameter:
     Attributes:
         name: unique in the model.
         tensor: the parameter.
+        permuted: the dimensions of the parameter in the order of its memory, if that is another one.
     """
 
     def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
@@ -53,9 +54,11 @@ class TrainedParameter:
                 "float32, and compute in 16 bits by torch.autocast"
             )
         self.name, self.tensor, self._kind = name, tensor, (tensor.dtype, tensor.device)
-        self._dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        dims = range(tensor.dim())  # strides of dimensions of one element say nothing
+        self._dims = [*dims] if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True)
         if not tensor.permute(self._dims).is_contiguous():
             raise UsageError(f"parameter {name} of strides {tensor.stride()} has gaps; make it contiguous()")
+        self.permuted = () if tensor.is_contiguous() else tuple(self._dims)
 
     def check_unconverted(self) -> None:
         """Local. Check that it has the type and the device that it had.
@@ -138,6 +141,33 @@ def check_plain(grad: torch.Tensor) -> None:
             "means of gradients have no derivatives; instead of backward(create_graph=True), compute the gradients of "
             "a penalty by torch.autograd.grad"
         )
+
+
+class HeldParameters:
+    """The parameters of a model, which scripts may replace without the optimizer's noticing.
+
+    Args:
+        model: the model.
+        params: its parameters; others may be among them.
+    """
+
+    def __init__(self, model: torch.nn.Module, params: Iterable[TrainedParameter]) -> None:
+        held = {id(tensor) for tensor in model.parameters()}
+        self._model, self._params = model, [param for param in params if id(param.tensor) in held]
+
+    def check(self) -> None:
+        """Local. Check that the model still has them.
+
+        Raises:
+            UsageError: it has others.
+        """
+        held = {id(tensor) for tensor in self._model.parameters()}
+        for param in self._params:
+            if id(param.tensor) not in held:
+                raise UsageError(
+                    f"the model has another parameter in place of {param.name}, which the optimizer trains, as after "
+                    "load_state_dict(assign=True); replace parameters before the optimizer is made, or make both anew"
+                )
 
 
 def trained_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[TrainedParameter]:

@@ -609,6 +609,30 @@ def check_diloco_skips_bad_changes(r: Ranks) -> None:
     assert (local.stats().steps, local.stats().skipped, local.steps) == (1, 1, 3)
 
 
+def check_replaced_parameters(r: Ranks) -> None:
+    """A model whose parameters `load_state_dict` has replaced, all of them or one, and optimizers of the old ones."""
+    message = r"another parameter in place of {}\.weight, which the optimizer trains"
+
+    def replaced(model: torch.nn.Module, only: str = "") -> torch.nn.Module:
+        states = {key: value.clone() for key, value in model.state_dict().items() if key.startswith(only)}
+        model.load_state_dict(states, strict=False, assign=True)
+        return model
+
+    for only, find_unused in (("", False), ("2", False), ("2", True)):
+        model = network()
+        optimizer = distopt.torch.DistOpt(sgd(model), model=model, find_unused_parameters=find_unused)
+        with pytest.raises(UsageError, match=message.format(only or "0")):
+            train(replaced(model, only), optimizer, r.rank, 1)
+        optimizer.close()
+        train(model, distopt.torch.DistOpt(sgd(model), model=model), r.rank, 1)
+    inner = sgd(model)
+    local = distopt.torch.DiLoCo(model, inner, sgd(model), sync_every=2)
+    train(replaced(model), inner, r.rank, 1)
+    with pytest.raises(UsageError, match=message.format("0")):
+        train(model, inner, r.rank, 1)
+    local.close()
+
+
 def check_mistakes_with_codecs(r: Ranks) -> None:
     model = network()
     inner, outer = sgd(model), sgd(model)
@@ -677,6 +701,12 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     with pytest.raises(UsageError, match=r"outer_optimizer has lost parameter 2\.weight"):
         inner.step()
     local.close()
+    # Cubic kernels: the arrays differ in nothing but the meaning of their dimensions.
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Conv2d(3, 3, 3))
+    model.to(memory_format=torch.channels_last if r.rank == r.size - 1 else torch.contiguous_format)
+    for wrapped in (lambda: dist_opt(model), lambda: distopt.torch.DiLoCo(model, sgd(model), sgd(model))):
+        with pytest.raises(MismatchError, match=r"1\.weight .* in memory, which has .* \[0, 2, 3, 1\], .* same memory"):
+            wrapped()
     model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
     with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
         dist_opt(model)
