@@ -380,6 +380,53 @@ def test_integers_beside_floats_stay_float32():
     np.testing.assert_array_equal(autograd.reciprocal(whole).to_numpy(), [[1, 0.5], [np.float32(1 / 3), 0.25]])
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+@pytest.mark.parametrize(
+    "function",
+    [
+        autograd.mse_loss,
+        autograd.ranking_loss,
+        autograd.cossim,
+        lambda x, t: autograd.cat([x, t], 1),
+        autograd.add,
+        lambda x, t: autograd.gemm(x, t, transB=1),
+        lambda x, t: autograd.add_bias(x, autograd.reshape(autograd.slice(t, [0], [1]), (3,))),
+    ],
+)
+def test_another_type_beside_it_does_not_change_the_type_of_a_gradient(function, dtype):
+    """A kernel computes the gradient that comes next, and takes one type."""
+    values, others = some(2, 3), np.arange(1, 7).reshape(2, 3) ** 2
+    results = []
+    for other in (dtype, np.float32):
+        w = Tensor(data=values, dtype=np.float32, stores_grad=True)
+        y = function(autograd.sigmoid(w), Tensor(data=others, dtype=other))
+        assert y.dtype == np.float32 or other is np.float64
+        results.append(autograd.gradients(y, 1.0)[id(w)].array)
+    assert results[0].dtype == np.float32
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [autograd.mse_loss, lambda x, t: autograd.ranking_loss(t, x, 0.0)])
+def test_differences_of_small_integers_do_not_wrap(loss):
+    x, t = (Tensor(data=np.array(values, np.uint8)) for values in ([0, 3], [200, 1]))
+    exact = [Tensor(data=y.array.astype(np.float32)) for y in (x, t)]
+    assert float(loss(x, t)) == float(loss(*exact)) > 0
+    assert float(loss(t, x)) == float(loss(*exact[::-1])) > 0
+
+
+def test_a_batch_without_samples_keeps_its_columns():
+    assert autograd.flatten(Tensor((0, 3, 4))).shape == (0, 12)
+    assert autograd.flatten(Tensor((0, 3, 4)), -1).shape == (0, 4)
+    assert autograd.flatten(Tensor((2, 0)), 2).shape == (0, 1)
+
+
+def test_the_gradient_goes_to_the_nan_that_is_the_result():
+    inputs = tensors([np.array([1.0, 2, np.nan]), np.array([np.nan, 3, np.nan])])
+    for function in (autograd.max, autograd.min):
+        got = function(*inputs).creator.backward(np.array([5.0, 7, 9]))
+        np.testing.assert_array_equal(np.array(got)[:, [0, 2]], [[0, 9], [5, 0]])
+
+
 def test_the_gradient_goes_to_the_first_of_equal_elements():
     inputs = tensors([np.array([1.0, 2]), np.array([1.0, 3]), np.array([1.0, 3])])
     y = autograd.max(*inputs)
@@ -478,6 +525,11 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
         (lambda x: autograd.pad(x, "edge", [1, 1]), "4 widths"),
         (lambda x: autograd.upsample(x, "linear", [1, 2]), "'nearest'"),
         (lambda x: autograd.upsample(x, "nearest", [1, 1.5]), "integers"),
+        (lambda x: autograd.upsample(x, "nearest", [1, math.nan]), "integers"),
+        (lambda x: autograd.upsample(x, "nearest", [math.inf, 1]), "integers"),
+        (lambda x: autograd.upsample(x, "nearest", 2), "integers"),
+        (lambda x: autograd.cast(x, "flaot"), "'flaot' is not an element type"),
+        (lambda x: autograd.dropout(autograd.cast(x, "int")), "Dropout takes floats, got int32"),
         (lambda x: autograd.depth_to_space(x, 2), "images"),
         (lambda x: autograd.globalaveragepool(x), "takes images"),
         (lambda x: autograd.gather(x, 0, [3]), r"not in \[-3, 3\)"),

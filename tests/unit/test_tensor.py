@@ -72,6 +72,9 @@ def test_float64_arrays_become_float32_with_one_notice(monkeypatch, caplog):
         ({"shape": (2,), "dtype": "flaot32"}, "'flaot32' is not an element type"),
         ({"data": "text"}, "a tensor holds numbers, not <U4"),
         ({"data": [1j]}, "a tensor holds numbers, not complex128"),
+        ({"data": np.ones(2, np.longdouble)}, "numbers of up to 64 bits, not float128; convert the array by astype"),
+        ({"shape": (2,), "dtype": complex}, "<class 'complex'> is not an element type"),
+        ({"data": [1], "dtype": str}, "<class 'str'> is not an element type"),
         ({"data": [[1, 2], [3]]}, "no tensor has such data, a list"),
         ({"data": ["x"], "dtype": np.float32}, "no tensor has such data, a list"),
         ({"data": None, "shape": None}, "no tensor has shape None"),
@@ -81,6 +84,24 @@ def test_what_no_tensor_can_hold_is_told_in_one_line(arguments, text):
     with pytest.raises(UsageError, match=text) as caught:
         Tensor(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", "<f4", ">f2"])
+def test_arrays_of_any_byte_order_are_held_in_the_native_one(dtype):
+    array = np.array([1, 300, -2], dtype)
+    narrow = {">f8": "f4"}.get(dtype, dtype[1:])
+    for t, expected in ((tensor.from_numpy(array), narrow), (Tensor(data=array, dtype=dtype), dtype[1:])):
+        assert t.dtype == np.dtype(expected)
+        assert t.dtype.isnative
+        np.testing.assert_array_equal(t.array, [1, 300, -2])
+
+
+def test_tensors_of_pytorch_are_arrays():
+    torch = pytest.importorskip("torch")
+    t = tensor.from_numpy(torch.arange(6.0).reshape(2, 3).T)
+    assert t.dtype == np.float32
+    np.testing.assert_array_equal(t.array, [[0, 3], [1, 4], [2, 5]])
+    assert tensor.from_numpy(torch.arange(3)).dtype == np.int32
 
 
 def test_raw_tensors_share_the_memory_of_their_tensor():
@@ -107,6 +128,9 @@ def test_copy_from_numpy_converts_and_checks_the_size():
     for array, offset in ((np.zeros(5), 0), (np.zeros(6), 1), (np.zeros(7), -1)):
         with pytest.raises(UsageError, match=r"does not fill a tensor of shape \(2, 3\)"):
             t.copy_from_numpy(array, offset)
+    for array in (np.full(6, 1j), np.array(list("abcdef"))):
+        with pytest.raises(UsageError, match="a tensor holds numbers, not"):
+            t.copy_from_numpy(array)
 
 
 def test_a_raw_tensor_of_another_type_is_converted():

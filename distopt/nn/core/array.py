@@ -21,11 +21,23 @@ int64 = np.int64
 _NARROW: dict[Any, DTypeLike] = {np.dtype(float64): float32, np.dtype(int64): int32, np.dtype(bool): int32}
 
 
-def narrowed(data: Any) -> DTypeLike:
-    """Local. The type for a tensor of `data`, as in SINGA: 64-bit numbers become 32-bit ones, if they fit."""
-    dtype = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
+def check_numbers(dtype: np.dtype[Any]) -> None:
+    """Local. Check that arrays of `dtype` hold real numbers or truth values.
+
+    Raises:
+        UsageError: they hold something else.
+    """
     if dtype.kind not in "biuf":
         raise UsageError(f"a tensor holds numbers, not {dtype}")
+
+
+def narrowed(data: Any) -> DTypeLike:
+    """Local. The type for a tensor of `data`, as in SINGA: 64-bit numbers become 32-bit ones, if they fit."""
+    given: np.dtype[Any] = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
+    check_numbers(given)
+    dtype: np.dtype[Any] = given.newbyteorder("=")
+    if dtype.itemsize > 8:
+        raise UsageError(f"a tensor holds numbers of up to 64 bits, not {dtype}; convert the array by astype")
     if dtype.char == "d" and hasattr(data, "dtype"):  # a Python float needs no notice
         tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
     if dtype == np.int64 and np.size(data) and not -(2**31) <= np.min(data) <= np.max(data) < 2**31:
@@ -40,9 +52,13 @@ def element_type(dtype: DTypeLike) -> np.dtype[Any]:
         UsageError: there is no such type.
     """
     try:
-        return np.dtype({"float": "float32", "int": "int32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        name = {"float": "float32", "int": "int32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        found: np.dtype[Any] = np.dtype(name).newbyteorder("=")
     except TypeError:
-        raise UsageError(f"{dtype!r} is not an element type; tensor.float32, for example, is one") from None
+        found = np.dtype(object)
+    if found.kind not in "biuf" or found.itemsize > 8:
+        raise UsageError(f"{dtype!r} is not an element type; tensor.float32, for example, is one")
+    return found
 
 
 def c_contiguous(array: Array) -> Array:

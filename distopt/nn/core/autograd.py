@@ -218,6 +218,8 @@ def _visit(visit: _Visit, pending: dict[Operation, Array], retain_graph: bool) -
             continue
         if gradient is None:
             raise UsageError(f"{type(op).__name__} has no gradient for its input {source!r}, which needs one")
+        if gradient.dtype != source.dtype and source.dtype.kind == "f":  # another input had a wider type
+            gradient = gradient.astype(source.dtype)
         if isinstance(sink, Tensor):
             if place is not gradient:
                 place[...] = gradient

@@ -57,8 +57,9 @@ class Operation:
         except (AttributeError, TypeError) as error:
             if strange := [type(x).__name__ for x in inputs if not hasattr(x, "creator")]:
                 raise TypeError(f"{kind} takes tensors, got {strange[0]}; make one with tensor.from_numpy") from None
-            # The words are nanobind's, where a kernel of the CPU does not take an array's type.
-            if inputs[0].dtype.kind != "f" and "incompatible function arguments" in str(error):
+            # The words are nanobind's, where a kernel of the CPU does not take an array's type, and NumPy's `random`.
+            words = "incompatible function arguments", "Unsupported dtype"
+            if inputs[0].dtype.kind != "f" and any(text in str(error) for text in words):
                 raise UsageError(f"{kind} takes floats, got {inputs[0].dtype}; convert them by to_type") from None
             raise
         out = inputs[0].of(data, device)

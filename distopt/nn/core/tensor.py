@@ -21,7 +21,18 @@ from ...kernels import check_resolved, check_unmasked
 from ..devices.device import Device, device_of, get_default_device
 from . import changes
 from .arithmetic import Add, Div, MatMul, Mul, Reshape, Sub
-from .array import Array, c_contiguous, element_type, float16, float32, float64, in_range, narrowed, settled
+from .array import (
+    Array,
+    c_contiguous,
+    check_numbers,
+    element_type,
+    float16,
+    float32,
+    float64,
+    in_range,
+    narrowed,
+    settled,
+)
 from .mode import mode
 from .operation import Operation
 from .raw import RawTensor, raw
@@ -109,6 +120,8 @@ class Tensor:
                 else:
                     self.array = self.device.xp.array(home.host(values), dtype, order="C")
                 return
+            if not isinstance(getattr(data, "dtype", np.dtype(float32)), np.dtype):  # a tensor of PyTorch
+                data = np.asarray(data)
         self.device = get_default_device() if device is None else device
         self.array = self.device.xp.array(data, narrowed(data) if dtype is None else dtype, order="C")
 
@@ -266,10 +279,11 @@ class Tensor:
             offset: index of the first element to overwrite; 0 needs an array of the tensor's size.
 
         Raises:
-            UsageError: the sizes do not fit.
+            UsageError: the sizes do not fit, or the array holds no numbers.
         """
         check_unmasked(array)
         array = np.asarray(array)
+        check_numbers(array.dtype)
         offset = check_integer("offset", offset)
         if offset < 0 or array.size != self.size() - offset:
             raise UsageError(

@@ -164,7 +164,7 @@ class Max(Broadcast):
         where = array_module(dy).where
         gradients = []
         for i, x in enumerate(xs):
-            chosen = x == y
+            chosen = (x == y) | (x != x)  # noqa: PLR0124 - a NaN is the result
             gradients.append(self.reduced(where(chosen, dy, 0), i))
             dy = where(chosen, 0, dy)
         return gradients

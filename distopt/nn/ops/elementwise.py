@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from ...errors import UsageError
 from ...kernels import array_module
-from ..core.array import Array, settled
+from ..core.array import Array, element_type, settled
 from ..core.mode import mode
 from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
@@ -272,7 +272,7 @@ class Cast(Operation):
     own_type = True
 
     def __init__(self, to: DTypeLike) -> None:
-        self.to = np.dtype(to)
+        self.to = element_type(to)
 
     def forward(self, x: Array) -> Array:
         self.saved = x.dtype

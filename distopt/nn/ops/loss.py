@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import ShapeError, UsageError
 from ...kernels import array_module
-from ..core.array import Array, settled
+from ..core.array import Array, float32, settled
 from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
@@ -62,6 +62,11 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         ShapeError: the shapes do not fit.
     """
     return SoftMaxCrossEntropy()(logits, labels)
+
+
+def _floats(*arrays: Array) -> list[Array]:
+    """The arrays, integers among them as float32: a difference of integers may lie outside their type."""
+    return [x if x.dtype.kind == "f" else x.astype(float32) for x in arrays]
 
 
 class _Loss(Operation):
@@ -138,6 +143,7 @@ class RankingLoss(Operation):
     def forward(self, positive: Array, negative: Array) -> Array:
         if positive.shape != negative.shape:
             raise ShapeError(f"RankingLoss needs equal shapes, got {positive.shape} and {negative.shape}")
+        positive, negative = _floats(positive, negative)
         excess = negative - positive + self.margin
         self.saved = excess > 0
         n = max(len(positive), 1)
@@ -161,6 +167,7 @@ class MeanSquareError(Operation):
     def forward(self, x: Array, target: Array) -> Array:
         if x.shape != target.shape:
             raise ShapeError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
+        x, target = _floats(x, target)
         self.saved = x - target
         squares = array_module(x).square(self.saved)
         return (squares.mean() if x.size else squares.sum()).reshape(1)

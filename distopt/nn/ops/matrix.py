@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import ShapeError
 from ...kernels import array_module
 from ..core.arithmetic import Broadcast, MatMul
-from ..core.array import Array
+from ..core.array import Array, settled
 from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
@@ -125,7 +125,7 @@ class CosSim(Operation):
     def forward(self, a: Array, b: Array) -> Array:
         xp = array_module(a)
         lengths = [xp.sqrt(xp.square(x).sum(axis=1, keepdims=True)) for x in (a, b)]
-        y = (a * b).sum(axis=1, keepdims=True) / (lengths[0] * lengths[1])
+        y = settled((a * b).sum(axis=1, keepdims=True) / (lengths[0] * lengths[1]), a, b)
         self.saved = a, b, *lengths, y
         return y.reshape(-1)
 

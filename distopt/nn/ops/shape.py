@@ -13,7 +13,7 @@ from ...checks import check_integer
 from ...errors import ShapeError, UsageError
 from ...kernels import array_module
 from ..core.arithmetic import Broadcast, Reshape
-from ..core.array import Array, float32, int32
+from ..core.array import Array, float32, int32, settled
 from ..core.operation import Arrays, Operation
 from ..core.raw import raw
 from ..core.tensor import Tensor
@@ -150,8 +150,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
     """`x` as a matrix: dimensions before `axis` become rows, the others columns."""
     if not -x.ndim() <= check_integer("axis", axis) <= x.ndim():
         raise ShapeError(f"axis {axis} is not in [{-x.ndim()}, {x.ndim()}], the range for a tensor of shape {x.shape}")
-    rows = prod(x.shape[:axis])
-    return Reshape((rows, x.size() // rows if rows else 0))(x)
+    return Reshape((prod(x.shape[:axis]), prod(x.shape[axis:])))(x)
 
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
@@ -252,7 +251,7 @@ class Cat(Operation):
 
     def forward(self, *parts: Array) -> Array:
         self.saved = [*accumulate(part.shape[self.axis] for part in parts)][:-1]
-        return array_module(parts[0]).concatenate(parts, self.axis)
+        return settled(array_module(parts[0]).concatenate(parts, self.axis), *parts)
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         parts = array_module(dy).split(dy, self.saved, self.axis)
@@ -307,17 +306,18 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
 
 def upsample(x: Tensor, mode: str, scales: Sequence[float]) -> Tensor:
     """The tensor x with each element repeated `scales` times, one integer for each dimension; the mode is "nearest"."""
-    times = [int(n) for n in scales]
-    if (
-        mode.lower() != "nearest"
-        or len(times) != x.ndim()
-        or any(n < 1 or n != m for n, m in zip(times, scales, strict=True))
-    ):
+    given = np.asarray(scales)
+    fits = (
+        given.shape == (x.ndim(),)
+        and given.dtype.kind in "iuf"
+        and ((given >= 1) & (given < 2**31) & (given == np.trunc(given))).all()
+    )
+    if mode.lower() != "nearest" or not fits:
         raise UsageError(
             f"upsample takes the mode 'nearest' and {x.ndim()} integers for a tensor of shape {x.shape}; got {mode!r} "
-            f"and {list(scales)}"
+            f"and {scales!r}"
         )
-    return Repeat(times, each=True)(x)
+    return Repeat(given.astype(int).tolist(), each=True)(x)
 
 
 class Expand(Broadcast):
