@@ -62,6 +62,8 @@ class Model(Layer):
     A subclass creates its layers in `__init__`, computes its output in `forward`, and trains on one batch in
     `train_one_batch`, which calls `self.optimizer(loss)`. Calling the model calls `train_one_batch` in training mode
     and `forward` otherwise.
+
+    A copy by `copy.deepcopy` or `pickle` has parameters and states of its own, and no optimizer.
     """
 
     training: bool = True
@@ -95,6 +97,9 @@ class Model(Layer):
             if mistake := self._mistake(inputs, options):
                 raise UsageError(mistake) from None
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_optimizer", "_graphs")}
 
     def _mistake(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
         """The mistake in the arguments of a call, with its cure; empty if none is known."""
@@ -149,7 +154,8 @@ class Model(Layer):
             sequential: accepted for SINGA's scripts, and ignored.
 
         Raises:
-            UsageError: the shapes of two layers do not fit; the message names the second.
+            UsageError: the shapes of two layers do not fit; the message names the second. Or a layer with parameters is
+                not found among the attributes, so that states would lack them.
         """
         graph = _is_on("use_graph", use_graph)
         _check_inputs(inputs)
@@ -159,13 +165,28 @@ class Model(Layer):
         for path, layer in self._sublayers():
             layer.name = path.removesuffix(".") or self.name
         self.eval()
-        super().__call__(*inputs)
+        process_mode.initialized = []
+        try:
+            super().__call__(*inputs)
+            self._check_found(process_mode.initialized)
+        finally:
+            process_mode.initialized = None
         for name, param in self.get_params().items():
             param.name = name
         self._compiled = True
         self._use_graph(device, graph)
         self.train(is_train)
         self._attach()
+
+    def _check_found(self, layers: list[Any]) -> None:
+        found = {id(layer) for _, layer in self._sublayers()}
+        for layer in layers:
+            if id(layer) not in found and layer.get_params():
+                kind, own = type(layer).__name__, type(self).__name__
+                raise UsageError(
+                    f"{own} uses a {kind} with parameters that is not among its attributes, nor in a list, tuple or "
+                    f"dictionary there, so files would lack them; make it in {own}.__init__, as self.name = {kind}(...)"
+                )
 
     def graph(self, mode: bool | str = True, sequential: bool | str = False) -> None:
         """Change the `use_graph` given to `compile`.

@@ -118,7 +118,7 @@ def test_reshape_cat_and_add():
     np.testing.assert_array_equal(layer.Reshape()(a, (3, -1)).data, a.array.reshape(3, 2))
     np.testing.assert_array_equal(layer.Add()(a, a).data, 2 * a.array)
     assert layer.Flatten(axis=2)(images(2, 3, 4)).shape == (6, 4)
-    assert layer.Flatten()(images(0, 3, 4)).shape == (0, 0)
+    assert layer.Flatten()(images(0, 3, 4)).shape == (0, 12)
 
 
 def test_dropout_works_in_training_only():

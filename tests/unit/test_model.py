@@ -1,5 +1,9 @@
 """Models: compiling, training, evaluation, saving and loading."""
 
+import collections
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -321,6 +325,40 @@ def test_the_states_of_an_optimizer_may_lie_in_the_file(tmp_path, wrapped):
         found.extend(net(*batch(step))[1].item() for step in range(4))
     assert losses[0] == losses[1]
     assert optimizers[0].get_states().keys() == optimizers[1].get_states().keys()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_has_parameters_of_its_own_and_no_optimizer(copied):
+    net = compiled()
+    net(*batch())
+    other, before = copied(net), {name: value.to_numpy() for name, value in net.get_states().items()}
+    assert other.conv1.W.device is net.conv1.W.device
+    with pytest.raises(UsageError, match="CNN has no optimizer"):
+        other(*batch())
+    other.set_optimizer(optim.SGD(lr=0.5))
+    other(*batch())
+    for name, value in net.get_states().items():
+        np.testing.assert_array_equal(value.array, before[name])
+        assert not np.array_equal(other.get_states()[name].array, before[name]), name
+    net(*batch())
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [lambda: {layer.Linear(4)}, lambda: collections.deque([layer.Linear(4)]), lambda: map(layer.Linear, [4])],
+    ids=["set", "deque", "made in forward"],
+)
+def test_a_layer_that_files_would_lack_is_refused(kept):
+    class Hidden(Model):
+        def __init__(self):
+            super().__init__()
+            self.kept = kept()
+
+        def forward(self, x):
+            return next(iter(self.kept))(x)
+
+    with pytest.raises(UsageError, match=r"Hidden uses a Linear with parameters .* make it in Hidden\.__init__"):
+        Hidden().compile([Tensor((2, 3))])
 
 
 def test_loaded_parameters_keep_their_memory(tmp_path):

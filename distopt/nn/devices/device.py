@@ -56,6 +56,10 @@ class Device:
     def __repr__(self) -> str:
         return f"{self.kind}:{self._index}"
 
+    def __reduce__(self) -> tuple[Callable[..., Device], tuple[int, ...]]:
+        """A copy of a tensor is on the same device."""
+        return (get_default_device, ()) if self.kind == "cpu" else (_gpu_at, (self._index,))
+
     @property
     def rng(self) -> Any:
         """Random generator of this device's array module, for dropout masks.
@@ -192,6 +196,12 @@ def device_of(array: Any) -> Device:
         return _cpu
     index = array.device.id
     return _gpus[index] if index in _gpus else gpu(cupy, index)
+
+
+def _gpu_at(index: int) -> Device:
+    import cupy
+
+    return gpu(cupy, index)
 
 
 def gpu(cupy: Any, index: int) -> Device:

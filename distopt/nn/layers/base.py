@@ -17,6 +17,7 @@ import numpy as np
 
 from ...checks import check_arrays, check_assignment
 from ...errors import ShapeError, UsageError
+from ..core.mode import mode
 from ..core.operation import Operation
 from ..core.tensor import Tensor
 
@@ -55,6 +56,8 @@ class Layer:
         if not self._initialized:
             self.initialize(*inputs)
             self._initialized = True
+            if mode.initialized is not None:
+                mode.initialized.append(self)
         return self.forward(*inputs, **options)
 
     def initialize(self, *inputs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...checks import check_integer, check_number
 from ...errors import UsageError
 from ..core.array import Array
@@ -41,6 +43,9 @@ class BatchNorm2d(TensorLayer):
         self.channels = None if channels is None else check_integer("channels", channels, 1)
         self.momentum, self.eps = check_number("momentum", momentum, "[0, 1]"), eps
         self.running: normalization.Running | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "running": None}  # of an optimizer, which a copy does not have
 
     def initialize(self, x: Tensor) -> None:
         """Local. Create the parameters and the running statistics, for images like `x`."""
@@ -104,6 +109,9 @@ class SyncBatchNorm2d(BatchNorm2d):
     ) -> None:
         super().__init__(channels, momentum, eps)
         self.reduce, self._is_given = reduce, reduce is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"reduce": self.reduce if self._is_given else None}
 
     def take(self, reduce: normalization.Reduce | None) -> None:
         """Local. Use `reduce`, from the model's optimizer, unless the constructor was given another."""
