@@ -51,6 +51,7 @@ class Table:
 
     @property
     def title(self) -> str:
+        """Its heading."""
         a_host = self.ranks.removeprefix("2x")
         return f"{self.collective}, {a_host} rank{'s' if a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
 

@@ -90,6 +90,7 @@ SENT = {
 
 class TypedCNN(CNN):
     def forward(self, x):
+        """As that of `CNN`, on x in the type of the model."""
         return super().forward(x if x.dtype == self.dtype else x.as_type(self.dtype))
 
 

@@ -23,6 +23,7 @@ class CNN(train_cnn.CNN):
     partial = False
 
     def train_one_batch(self, x: tensor.Tensor, y: tensor.Tensor) -> tuple[tensor.Tensor, tensor.Tensor]:
+        """Outputs and loss of a batch; the optimizer takes its step."""
         out = self.forward(x)
         loss = self.softmax_cross_entropy(out, y)
         if self.partial:

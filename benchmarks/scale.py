@@ -69,6 +69,7 @@ class Row:
 
     @property
     def name(self) -> str:
+        """The software, and the number of ranks."""
         return f"{self.who} x{self.ranks}"
 
     @property

@@ -41,19 +41,24 @@ class Recorder:
         self._last = now
 
     def next_step(self) -> None:
+        """Begin a step."""
         if self._steps:
             self._book()
         self._steps.append(defaultdict(int))
 
     def enter(self, part: str) -> None:
+        """Begin a part; the part around it stops until `leave`."""
         self._book()
         self._stack.append(part)
 
     def leave(self) -> None:
+        """End the part that began last."""
         self._book()
         self._stack.pop()
 
     def wrap(self, part: str, function):
+        """`function` as a part."""
+
         def recorded(*args, **options):
             self.enter(part)
             try:
@@ -64,6 +69,8 @@ class Recorder:
         return recorded
 
     def wrap_generator(self, part: str, function):
+        """A generator function whose every turn is a part."""
+
         def recorded(*args, **options):
             generator = function(*args, **options)
             done = object()

@@ -340,9 +340,7 @@ class DistOpt:
             return None
         timeline.phase("backward")
         cut = self._engine.shards
-        step: GradientCounter | None = None if cut is None else cut.resumed()
-        if step is None:
-            step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
+        step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
         if layout is not self._layout:
             self._adopt(layout)
@@ -360,8 +358,6 @@ class DistOpt:
                 step.final(param)
             timeline.phase("")
             verdict = step.finish_deferred()
-            if cut is not None:
-                cut.end_last(self.communicator, verdict)
         if self._engine.unsettled is not None:
             self._engine.settle(following=step)
         if isinstance(verdict, BadGradient):

@@ -303,7 +303,7 @@ def _check_note(name: str, value: Any) -> None:
 
 
 def _values_of(thing: Any) -> Iterable[Any]:
-    """The tensors that an object consists of, and perhaps other things."""
+    """The values in an object: tensors, and possibly others."""
     if hasattr(thing, "get_params"):
         thing = thing.get_params()
     return thing.values() if isinstance(thing, Mapping) else [thing]

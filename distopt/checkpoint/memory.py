@@ -92,7 +92,7 @@ class Kept(NamedTuple):
         HEADER.pack_into(buffer, 0, label.step, len(text), label.step + 1)
 
     def to_bytes(self, label: Label) -> bytes:
-        """Local. All in one piece, to be sent."""
+        """Local. The states and their label as bytes, to be sent."""
         text, n_bytes = self.pack(label)
         buffer = bytearray(n_bytes)
         self.write(buffer, label, text)
@@ -209,7 +209,7 @@ class Memory:
         return self._left <= 0
 
     def keep(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
-        """Local, at times collective: on all ranks. Keep the states after this step."""
+        """On all ranks; at times collective, else local. Keep the states after this step."""
         label = Label(self._attempt, step, epoch, self._ranks.topology.world_size)
         if any(slot.label == label for slot in self._own):
             return
@@ -293,11 +293,13 @@ class _StateSlot:
             self.far = [int(key) for key, _, _ in content["arrays"][2]]
 
     def clear(self) -> None:
+        """Local. Make the states in it invalid."""
         self.label, self.far = (), []
         if self._map is not None:
             HEADER.pack_into(self._map, 0, 0, 0, 0)
 
     def write(self, label: Label, kept: Kept) -> None:
+        """Local. Write states in place of the earlier ones; memory grows as they need it."""
         self.clear()
         text, n_bytes = kept.pack(label)
         if self._map is None or len(self._map) < n_bytes:
@@ -307,10 +309,12 @@ class _StateSlot:
         self.label, self.writer = label, kept.writer
 
     def count(self, step: int) -> None:
+        """Local. Note the newest step that this rank has done; without effect before the first `write`."""
         if self._map is not None:
             struct.pack_into("<Q", self._map, 0, step)  # the first of the header
 
     def read(self) -> Kept:
+        """Local. Copies of the states in it."""
         return Kept.read(self._map)
 
 

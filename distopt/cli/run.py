@@ -230,7 +230,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_tasks(options: RunOptions) -> None:
-    """Under a launcher of several tasks, each of them would start a job of its own."""
+    """Refuse to run as one of several tasks of a launcher: each task would start a job of its own."""
     from ..launch.launchers import launcher
     from ..launch.launchers.distopt_run import DISTOPT_RUN
 

@@ -140,12 +140,12 @@ class PendingReduction:
         self.finished = False
         self.verdict: Verdict = None
         self.state = state
-        state.renewed.clear()  # by a step without update
+        state.renewed.clear()  # a step without an update may have left some
         self._steps = codec.reduce(state)
         cost, began = state.statistics, perf_counter()
         before = cost.comm_seconds
         self._run()
-        self._sent = perf_counter()  # when the collectives under way had been started
+        self._sent = perf_counter()  # when the last collective was started
         cost.select_seconds += self._sent - began - (cost.comm_seconds - before)
         self._number = state.comm.flight.last if state.comm.flight is not None else 0  # of the last of them
         if timeline.is_on:
@@ -172,7 +172,7 @@ class PendingReduction:
             label = self.state.label
             timeline.add("wait", began, waited, bucket=label)
             started = flight is not None and flight.last != last
-            if self.finished or started:  # all that it had started has arrived
+            if self.finished or started:  # all earlier collectives have ended
                 arrived = waited if flight is None else flight.ended(self._number, waited)
                 timeline.add("wire", self._sent, arrived, label, bucket=label)
                 timeline.add("decode", waited, decoded, bucket=label)

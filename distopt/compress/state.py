@@ -319,7 +319,7 @@ class CodecState:
         return Header(counts, any(overflowed), self.verdict(from_bad, fault))
 
     def doubt(self, work: Work, fault: str = "NaN or infinite") -> Doubt:
-        """Local. The verdict of `read_header`, left on the device."""
+        """Local. As `read_header`, with the verdict left on the device."""
         arrived = self.kernels.fetch(self._report)
 
         def read() -> BadGradient | None:
@@ -344,7 +344,7 @@ class CodecState:
 
     @staticmethod
     def read(array: Array, work: Work) -> list[Any]:
-        """Local. The numbers of an array that `work` has filled. `work` has been waited for."""
+        """Local. The numbers in an array that `work` has filled, after the wait for `work`."""
         numbers: list[Any] = array.tolist()
-        work.done()  # only here the host waits for a GPU; if the communicator has failed, the values are garbage
+        work.done()  # raises if the communicator has failed: tolist, which waits for a GPU, has read garbage then
         return numbers

@@ -80,7 +80,7 @@ class Tree(Codec):
 
     @_QUIET
     def _complete(self, state: CodecState) -> list[Array]:
-        """The sums of this rank's nodes; the bucket holds the last shard, and then the last sum."""
+        """The sums of this rank's nodes. The last one replaces the gradients of the last shard in the bucket."""
         memory, bucket = state.memory, state.bucket
         sums: list[list[Array]] = memory["sums"]
         last, views = memory["mine"].stop - 1, memory["views"]

@@ -107,7 +107,7 @@ class BucketMemory:
         else:  # half as much as there is at a time, so that slowly growing sizes take few blocks
             index = len(self._blocks)
             spare = sum(block.size for block in self._blocks) // 2 if self._cut_anew else 0
-            # of a type that every communicator moves
+            # every communicator moves int64
             self._blocks.append(self.communicator.empty(max(room, spare) // 8, "int64", xp=xp).view("uint8"))
             self._used.append(0)
         start = self._used[index]

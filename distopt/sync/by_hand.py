@@ -72,9 +72,9 @@ class Fusion:
         """Collective. Start the sum of `arrays`, which are of one type, in one buffer.
 
         Args:
-            arrays: valid, with the sums in place, after `wait`.
+            arrays: `wait` replaces them by the sums.
             codec: how arrays are encoded.
-            residual: flat; with a codec with error feedback, added before the selection, and left over after it.
+            residual: flat; a codec with error feedback adds it before the selection, and leaves the rest in it.
 
         Raises:
             UsageError: `arrays` is empty, `codec` does not reduce their type, or the residual is of another type or

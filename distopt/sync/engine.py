@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -104,7 +105,7 @@ class Engine:
         """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
         self.check_unsharded("a sum over ranks")
         self.settle()
-        self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
+        self.agreement.look(rule.constants(), self.statistics.updates, by_hand=True)
         with self.agreement.explained():
             yield
 
@@ -120,7 +121,7 @@ class Engine:
         clip: float | None = None,
         defers: bool = False,
     ) -> Step:
-        """Collective. Open a step in which gradients are averaged.
+        """Collective. Open a step in which gradients are averaged, or return the one that awaits the next shard.
 
         Args:
             codec: how gradients are encoded. Options and kind may change between steps, alike on all ranks: a kind used
@@ -141,6 +142,8 @@ class Engine:
                 cannot be one in shards.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
+        if self.shards is not None and (resumed := self.shards.resumed()) is not None:
+            return resumed
         if clip is not None:
             check_number("the limit of a gradient's elements (clip)", clip, "(0, inf]")
         if not defers:
@@ -161,8 +164,7 @@ class Engine:
         old = self.layout
         if old is None or old.places.keys() != {id(param) for param in params}:
             facts = {} if self.shards is None else self.shards.facts
-            updates = self.statistics.steps - self.statistics.skipped
-            self.agreement.reach(params, rule.constants(), updates, facts=facts)
+            self.agreement.reach(params, rule.constants(), self.statistics.updates, facts=facts)
         elif old.bucket_elements == elements:
             old.version = version
             return old
@@ -180,14 +182,15 @@ class Engine:
         states = layout.states.get(codec.kind)
         if states is None:
             states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
-        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
+        agreement.look(rule.constants(), statistics.updates)
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
         states[0].wire_label = agreement.label(layout.buckets[0].label)
         for state in states:
             state.defers = defers and not isinstance(state.bucket, np.ndarray)
-        return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
+        ended = None if self.shards is None else partial(self.shards.end_last, self.communicator)
+        return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight, ended=ended)
 
     def begin_partial(
         self, partition_elements: int, order: Callable[[], Sequence[Parameter]], rule: UpdateRule, *, version: int = 0
@@ -212,7 +215,7 @@ class Engine:
         self.settle()
         agreement, statistics = self.agreement, self.statistics
         layout = self.partial.layout_for(partition_elements, order, rule, version)
-        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
+        agreement.look(rule.constants(), statistics.updates)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:

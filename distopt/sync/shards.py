@@ -44,7 +44,7 @@ class RunningStatistics:
         self.waits = False
 
     def note(self) -> tuple[Array, Array]:
-        """Local. Zeros in place of both, for a batch to be taken in; outside of shards, they themselves."""
+        """Local. The arrays that a layer adds its batch to: zeros while a shard is at work, else mean and variance."""
         mean, var = self.arrays()
         if not self.waits:
             return mean, var
@@ -52,7 +52,7 @@ class RunningStatistics:
         return self.noted[-2], self.noted[-1]
 
     def take_in(self, batches: Sequence[Array]) -> None:
-        """Local. Fold in what batches add, in order: for each an array of means and one of variances."""
+        """Local. Fold in the batches, in their order; each has an array of means, followed by one of variances."""
         for place, added in enumerate(batches):
             running = self.arrays()[place % 2]
             running *= 1 - self.momentum
@@ -177,16 +177,31 @@ class Shards:
     def fold(
         self, step: GradientCounter, grads: Mapping[int, Array], unused: Literal["raise", "zero"] = "raise"
     ) -> None:
-        """Local. See `Step.fold`, for the current shard; the step awaits the next one."""
+        """Local. Take in the gradients of the current shard, but for the last, which are declared `final`.
+
+        Args:
+            step: awaits the next shard afterwards.
+            grads: by id of the parameter.
+            unused: see `GradientCounter.finish`.
+
+        Raises:
+            UsageError: a parameter has no place; or see `unused`.
+        """
         assert isinstance(step, Step)
         assert self.current is not None
-        step.fold(self.current, grads, unused)
+        if grads.keys() - step.layout.places.keys():
+            raise UsageError("a parameter was not part of the loss of the first shard; every shard uses the same")
+        for bucket, state in zip(step.layout.buckets, step.states, strict=True):
+            leaf = [grads.get(id(param)) for param in bucket.params]
+            if unused == "raise" and (missing := sum(grad is None for grad in leaf)):
+                raise step.unreached(bucket, missing)
+            self._codec.fold(state, self.current, leaf)
         self._end()
         self._step = step
 
     # -- running statistics ------------------------------------------------------------------------------------------
     def watch(self, owner: object, statistics: RunningStatistics) -> RunningStatistics:
-        """Local, in the same order on all ranks. Fold in the batches of a layer, its owner, in the order of shards."""
+        """Local, in the same order on all ranks. Have the statistics of a layer, their owner, folded in by shards."""
         return self._statistics.setdefault(id(owner), statistics)
 
     def _begin(self, shard: int | None) -> None:
@@ -224,7 +239,7 @@ class Shards:
 
     # -- saved states ------------------------------------------------------------------------------------------------
     def state(self) -> Array:
-        """Local. What the saved states say of shards."""
+        """Local. Number of shards and seed, for saved states."""
         return np.array([self.count, self.seed], np.int64)
 
     def check_state(self, state: Array) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
-from ..comm.base import Array
 from ..compress import (
     BadGradient,
     Codec,
@@ -18,7 +17,6 @@ from ..compress import (
     CommunicationStatistics,
     Doubt,
     PendingReduction,
-    Tree,
     Verdict,
     finish_all,
 )
@@ -41,7 +39,7 @@ class GradientCounter(ABC):
     """
 
     def __init__(self, layout: Layout, agreement: Agreement, statistics: CommunicationStatistics, looks: bool) -> None:
-        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether to check for NaN."""
+        """Local. Count the step in `statistics`; `looks`: whether to check its gradients for NaN."""
         self.layout = layout
         self._looks = looks
         self._agreement = agreement
@@ -49,8 +47,8 @@ class GradientCounter(ABC):
         self._statistics = statistics
         self._number = statistics.steps
         statistics.steps += 1
-        self._ended = False  # whether all collectives of the step have
-        self._calling = False  # whether a collective is being started, or waited for where that cannot be repeated
+        self._ended = False  # whether all collectives of the step have ended
+        self._calling = False  # whether it is inside of a call that cannot be repeated
         self._started: list[PendingReduction] = []
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
@@ -154,7 +152,7 @@ class GradientCounter(ABC):
         """Give the parameters that had no gradient one of zeros, or raise."""
         for bucket, missing in zip(self.layout.buckets, self._missing, strict=True):
             if missing and unused == "raise":
-                raise self._unreached(bucket, missing)
+                raise self.unreached(bucket, missing)
             if missing:
                 for param, grad in zip(bucket.params, bucket.grads, strict=True):
                     if id(param) in self._awaited:
@@ -162,7 +160,8 @@ class GradientCounter(ABC):
                 self._missing[bucket.index] = 0
 
     @staticmethod
-    def _unreached(bucket: Bucket, missing: int) -> UsageError:
+    def unreached(bucket: Bucket, missing: int) -> UsageError:
+        """Local. An error that says that so many parameters of the bucket have no gradient."""
         return UsageError(
             f"the loss did not reach {missing} of {len(bucket.params)} parameters from {bucket.params[0].name} to "
             f"{bucket.params[-1].name}; every step must use the parameters of the first one"
@@ -184,14 +183,14 @@ class GradientCounter(ABC):
         try:
             if self._looks and not self._calling:
                 for bucket in self.layout.buckets[len(self._started) :]:
-                    for grad in bucket.grads:  # and not the padding, which stays zero
+                    for grad in bucket.grads:  # the padding stays zero
                         grad.fill(np.nan)
                 self._missing = [0] * len(self._missing)
                 self._start_full()
                 verdict = self._end()
                 if isinstance(verdict, BadGradient):
                     self._refuse(reason)
-                if not isinstance(verdict, Doubt):  # which the other ranks do not read now
+                if not isinstance(verdict, Doubt):  # the other ranks would not read one now
                     return
         except GradientError:  # another rank has left, too
             return
@@ -230,7 +229,11 @@ class GradientCounter(ABC):
 
 
 class Step(GradientCounter):
-    """A step in which gradients are averaged over the ranks."""
+    """A step in which gradients are averaged over the ranks.
+
+    Attributes:
+        states: of the codec, for each bucket.
+    """
 
     def __init__(
         self,
@@ -242,6 +245,7 @@ class Step(GradientCounter):
         *,
         clip: float | None,
         weight: float,
+        ended: Callable[[Verdict], object] | None = None,
     ) -> None:
         """Local.
 
@@ -253,29 +257,17 @@ class Step(GradientCounter):
             states: its state for each bucket.
             clip: see `Engine.begin`.
             weight: a factor on the means.
+            ended: collective; called with the verdict at the end of the step.
         """
         super().__init__(layout, agreement, statistics, codec.lossy or states[0].check_finite)
-        self._codec, self._states, self._clip, self._weight = codec, states, clip, weight
+        self.states, self._codec, self._clip, self._weight, self._after = states, codec, clip, weight, ended
 
-    def fold(self, shard: int, grads: Mapping[int, Array], unused: Literal["raise", "zero"] = "raise") -> None:
-        """Local. Take in the gradients of one of this rank's shards, but for the last, which are declared `final`.
-
-        Args:
-            shard: its number.
-            grads: by id of the parameter.
-            unused: see `finish`.
-
-        Raises:
-            UsageError: a parameter has no place; or see `unused`.
-        """
-        assert isinstance(self._codec, Tree)
-        if grads.keys() - self.layout.places.keys():
-            raise UsageError("a parameter was not part of the loss of the first shard; every shard uses the same")
-        for bucket, state in zip(self.layout.buckets, self._states, strict=True):
-            leaf = [grads.get(id(param)) for param in bucket.params]
-            if unused == "raise" and (missing := sum(grad is None for grad in leaf)):
-                raise self._unreached(bucket, missing)
-            self._codec.fold(state, shard, leaf)
+    def finish_deferred(self, unused: Literal["raise", "zero"] = "raise") -> Verdict:
+        """Collective. See `GradientCounter.finish_deferred`."""
+        verdict = super().finish_deferred(unused)
+        if self._after is not None:
+            self._after(verdict)
+        return verdict
 
     def _start_full(self) -> None:
         """Start full buckets in the order of their indices, which is the same on all ranks."""
@@ -284,7 +276,7 @@ class Step(GradientCounter):
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
             self._calling = True
-            self._started.append(self._codec.start(self._states[index]))
+            self._started.append(self._codec.start(self.states[index]))
             self._calling = False
 
     def _end(self) -> Verdict:
@@ -304,7 +296,7 @@ class Step(GradientCounter):
         """One verdict for all buckets: the first bad one."""
 
         def read() -> BadGradient | None:
-            found = [(bucket, doubt.read()) for bucket, doubt in doubts]  # all, for the sake of the statistics
+            found = [(bucket, doubt.read()) for bucket, doubt in doubts]  # all: reading updates statistics
             return next((self._named(bucket, bad.rank, bad.element) for bucket, bad in found if bad), None)
 
         return Doubt(doubts[0][1].flag, read)

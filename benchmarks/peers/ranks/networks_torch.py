@@ -47,6 +47,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if (inputs, stride) == (outputs, 1) else nn.Sequential(*widening)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The sum of both branches, [N, C, H, W]."""
         return nn.functional.relu(self.main(x) + self.shortcut(x))
 
 

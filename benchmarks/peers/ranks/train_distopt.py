@@ -31,6 +31,7 @@ class _TimedDistOpt(opt.DistOpt):
         super().__call__(loss)
 
     def step_by(self, dist_option: str, loss: Tensor, **options: Any) -> None:
+        """Collective. As that of `opt.DistOpt`."""
         self._begin()
         super().step_by(dist_option, loss, **options)
 
@@ -38,6 +39,7 @@ class _TimedDistOpt(opt.DistOpt):
         self.called, self.update_seconds = perf_counter(), 0.0
 
     def time(self, update: Callable[[Tensor, Tensor], None], param: Tensor, grad: Tensor) -> None:
+        """Local. Update a parameter by `update`, and add the time that this takes."""
         start = perf_counter()
         update(param, grad)
         self.update_seconds += perf_counter() - start

@@ -86,7 +86,7 @@ class MpiCommunicator(NativeCommunicator):
         self._waits.core = self.core
         self._messages = MpiMessages(mpi, job.comm.Dup(), self._waits)
         self._waits.help = self._messages.advance
-        self._farewell: Callable[[], None] = lambda: None  # of a subgroup; closes its own job
+        self._farewell: Callable[[], None] = lambda: None  # a subgroup closes its own job
         close_at_exit(self)
 
     def progress(self) -> None:

@@ -121,7 +121,7 @@ class MpiMessages:
     def advance(self) -> None:
         """Local. Move messages forward without waiting.
 
-        None after one was refused: the next receive from its sender would get its data.
+        After a message was refused, none moves: the next receive from its sender would get its data.
         """
         if self._has_refused:
             return
@@ -173,7 +173,7 @@ class MpiMessages:
         message.requests = [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(message.data)]
 
     def _fits(self, message: MpiMessage, source: int, header: Array) -> bool:
-        """Whether it is the message that `message` awaits; an error if it is, but of another type or length."""
+        """Whether `message` awaits the one with this header. If type or length differ, the communicator fails."""
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False
         if not np.array_equal(message.header, header):

@@ -107,6 +107,7 @@ class _Agent:
         self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`
 
     def run(self) -> int:
+        """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
         self._meet()
         while self._code is None:
             seconds = BEAT_SECONDS if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
@@ -123,6 +124,7 @@ class _Agent:
         return self._code
 
     def close(self) -> None:
+        """Local. Kill ranks that still run, and write the output that waits for a reader."""
         if self._ranks is not None:
             self._ranks.close()
         if self._server is not None:

@@ -89,6 +89,7 @@ class _Wait:
         self._look_at = 0.0
 
     def step(self, absent: Sequence[int]) -> None:
+        """Local. Sleep a moment, if ranks are absent; raise a LaunchError if they have ended or are too late."""
         if not absent:
             return
         waited = self._clock.seconds()

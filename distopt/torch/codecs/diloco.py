@@ -250,12 +250,14 @@ class _Fragment:
 
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
+        """Local. See `DiLoCo.state_dict`; while an average is under way, the changes that were sent, too."""
         engine = self._before if self._sent else tensors_of(self.engine.get_states())
         averages = {average.name: average.tensor.detach().clone() for _, average in self._pairs}
         return {"engine": engine, "averages": averages, "sent": list(self._sent)}
 
     @on_current_stream
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Local. See `DiLoCo.load_state_dict`; the next step sends changes that were under way again."""
         engine, averages = arrays_in(states), states["averages"]
         if averages.keys() != {average.name for _, average in self._pairs}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")

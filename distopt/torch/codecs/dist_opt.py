@@ -339,9 +339,7 @@ class DistOpt(torch.optim.Optimizer):
             self._step.final(param)
 
     def _begun(self) -> GradientCounter:
-        """Collective. A new step, or the one that awaits the next shard."""
-        if self._shards is not None and (step := self._shards.resumed()) is not None:
-            return step
+        """Collective. See `Engine.begin`."""
         self._check_parameters()
         if self._layout is None:
             self._check_no_ddp()
@@ -402,8 +400,6 @@ class DistOpt(torch.optim.Optimizer):
             with step:
                 unused = self._take_unused(step)
                 verdict = step.finish(self._unused)
-                if self._shards is not None:
-                    self._shards.end_last(self._engine.communicator, verdict)
         except UsageError as error:
             raise UsageError(f"{error}, or pass find_unused_parameters=True") from None
         if verdict is not None:

@@ -74,17 +74,13 @@ class CodecHook:
         return future
 
     def _begun(self) -> GradientCounter:
-        """Collective. A new step, or the one that awaits the next shard."""
-        if self._shards is not None and (step := self._shards.resumed()) is not None:
-            return step
+        """Collective. See `Engine.begin`."""
         params = [*self._params.values()][::-1]
         return self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
 
     def _finish(self, step: GradientCounter) -> None:
         taken, self._taken = self._taken, []
         verdict = step.finish()
-        if self._shards is not None:
-            self._shards.end_last(self._engine.communicator, verdict)
         if verdict is not None:
             # After DDP's own callback, which it queues behind the last bucket: else it takes no further backward pass.
             call_after_backward(lambda: call_after_backward(lambda: self._engine.refuse(verdict)))

@@ -66,7 +66,7 @@ class ModelShards(Shards):
             done: see `walk`.
             params: of the model.
             begin: begins a step, or gives the one that awaits the next shard.
-            unused: see `Step.fold`, which takes the gradients of each shard but the last.
+            unused: see `Shards.fold`, which takes the gradients of each shard but the last.
         """
 
         @contextlib.contextmanager

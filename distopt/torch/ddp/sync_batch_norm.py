@@ -95,6 +95,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
+        """Collective. Normalize x [N, C, ...] by mean and variance of all ranks, and update the running ones."""
         axes = [axis for axis in range(x.dim()) if axis != 1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         own = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
@@ -120,6 +121,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Collective. The gradients of x, weight and bias."""
         x, weight, mean, var = ctx.saved_tensors
         count, eps, group = ctx.of_all
         scale = torch.ones_like(mean) if weight is None else weight
