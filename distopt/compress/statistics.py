@@ -60,11 +60,6 @@ class CommunicationStatistics:
     buckets: dict[tuple[str, str], Statistics] = field(default_factory=lambda: defaultdict(Statistics))
 
     @property
-    def updates(self) -> int:
-        """The steps that were not skipped."""
-        return self.steps - self.skipped
-
-    @property
     def total(self) -> Statistics:
         """The sum over buckets."""
         total = Statistics()

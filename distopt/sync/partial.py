@@ -75,7 +75,9 @@ class PartialUpdates:
         elif layout is not None and layout.bucket_elements == elements:
             layout.version = version
             return layout
-        self._agreement.reach(params, rule.constants(), self._statistics.updates, equal=not self.pending)
+        self._agreement.reach(
+            params, rule.constants(), self._statistics.steps - self._statistics.skipped, equal=not self.pending
+        )
         return self._new_layout(elements, params, version)
 
     def _new_layout(self, elements: int, params: Sequence[Parameter], version: int) -> Layout:

@@ -6,7 +6,6 @@ in a fixed tree (`compress.Tree`); running statistics take in the shards in thei
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -155,8 +154,7 @@ class Shards:
         for statistics in self._statistics.values():
             statistics.noted.clear()
         if step is not None:
-            with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
-                raise UsageError("not all shards of the step were computed")
+            step.abandon("not all shards of the step were computed")
         number = done.steps
         for place, shard in enumerate(self.mine):
             self._begin(shard)

@@ -178,6 +178,11 @@ class GradientCounter(ABC):
         )
 
     # -- exceptions --------------------------------------------------------------------------------------------------
+    def abandon(self, reason: str) -> None:
+        """Collective. End the step without gradients of this rank; the others get an error with the reason."""
+        if not self._ended:
+            self._leave(UsageError(reason))
+
     def _leave(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         try:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ... import compress
+from ...checks import check_number
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
@@ -101,10 +102,8 @@ class DistOpt(torch.optim.Optimizer):
             raise UsageError(f"DistOpt wraps an optimizer, such as torch.optim.SGD(parameters), not {optimizer!r}")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS computes several gradients in a step; use it with DDP, or choose another optimizer")
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise UsageError(
-                f"clip_grad_norm={clip_grad_norm} would turn gradients round; pass a positive number, or None"
-            )
+        if clip_grad_norm is not None:
+            check_number("clip_grad_norm", clip_grad_norm, "(0, inf]")
         Engine.check_options(non_finite, check_every)
         self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
@@ -383,8 +382,7 @@ class DistOpt(torch.optim.Optimizer):
         for param in self._params:
             if param is not but:
                 param.tensor.grad = None
-        with contextlib.suppress(UsageError), step:  # the other ranks get an error that names this one
-            raise UsageError("the backward pass was not completed")
+        step.abandon("the backward pass was not completed")
 
     @on_current_stream
     def _finish(self) -> None:

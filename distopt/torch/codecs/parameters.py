@@ -286,7 +286,7 @@ class Rule:
 
     def constants(self) -> dict[str, Any]:
         """Return the number of updates, and of all groups of parameters the size and the options, numbers and texts."""
-        constants: dict[str, Any] = {"step_counter": self._statistics.updates}
+        constants: dict[str, Any] = {"step_counter": self._statistics.steps - self._statistics.skipped}
         if self._optimizer is not None:
             constants["optimizer"] = type(self._optimizer).__name__
             for place, group in enumerate(self._optimizer.param_groups):
