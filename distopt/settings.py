@@ -69,7 +69,7 @@ class Settings:
 
 
 # The variables above, and others that are read where they are used; all begin with DISTOPT_.
-_NAMES = [each.name.upper() for each in fields(Settings)] + ["ISA", "DATA_DIR", "AGENT", "RUN_ID", "SANITIZE"]
+_NAMES = [each.name.upper() for each in fields(Settings)] + ["DATA_DIR", "AGENT", "RUN_ID", "SANITIZE"]
 
 
 def _check_names(env: Mapping[str, str]) -> None:
