@@ -94,7 +94,8 @@ class Agreement:
         mine = {
             "number": self.number,
             "params": [
-                [str(p.name), list(p.array.shape), p.array.dtype.name, _order(p), id(p) in self.attached] for p in params
+                [str(p.name), list(p.array.shape), p.array.dtype.name, _order(p), id(p) in self.attached]
+                for p in params
             ],
             "constants": {name: repr(value) for name, value in (constants or {}).items()},
         }
