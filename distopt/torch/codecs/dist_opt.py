@@ -23,13 +23,13 @@ from ..private import call_after_backward, current_backward_pass, is_nested_back
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
+    GradientHook,
     HeldParameters,
     Rule,
     TrainedParameter,
     arrays_in,
     check_plain,
     device_of,
-    hooked,
     is_in_ddp,
     send_first,
     tensors_of,
@@ -137,7 +137,7 @@ class DistOpt(torch.optim.Optimizer):
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
         self._warned = False  # of a step without gradients
         self._skips = False  # whether the next `step` leaves the parameters alone
-        self._hooks = [hooked(param, weakref.WeakMethod(self.take)) for param in self._params]
+        self._hooks = [GradientHook(param, weakref.WeakMethod(self.take)) for param in self._params]
         _open.add(self)
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
@@ -294,9 +294,8 @@ class DistOpt(torch.optim.Optimizer):
     def close(self) -> None:
         """Local. Leave gradients alone from now on, for example before another DistOpt wraps the same parameters."""
         _open.discard(self)
-        for handles in self._hooks:
-            for handle in handles:
-                handle.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._shards is not None:
             self._shards.close()
 

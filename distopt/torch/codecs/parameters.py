@@ -104,30 +104,44 @@ class TrainedParameter:
         return row.permute([self._dims.index(dim) for dim in range(len(self._dims))])
 
 
-def hooked(
-    param: TrainedParameter, taker: weakref.WeakMethod[Callable[[TrainedParameter, torch.Tensor], None]]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Local. Have a method take the gradients of a parameter, after all hooks of the tensor, which may change them.
+class GradientHook:
+    """Has a method take the gradients of a parameter, after all hooks of the tensor, which may change them.
 
-    Returns:
-        The handles of the hooks.
+    Args:
+        param: the parameter.
+        taker: the method; it is not kept alive.
     """
-    tensor, trains = param.tensor, param.tensor.requires_grad
-    node = torch.autograd.graph.get_gradient_edge(tensor.requires_grad_()).node  # a frozen one has none, and no hooks
 
-    def take(_: object, grads: tuple[torch.Tensor | None, ...]) -> None:
-        if grads[0] is not None and (method := taker()) is not None:
-            method(param, tensor)
+    def __init__(
+        self, param: TrainedParameter, taker: weakref.WeakMethod[Callable[[TrainedParameter, torch.Tensor], None]]
+    ) -> None:
+        tensor, trains, this = param.tensor, param.tensor.requires_grad, weakref.ref(self)
 
-    def follow(_: torch.Tensor) -> None:
-        nonlocal node
-        current = current_autograd_node()
-        if current is not None and current is not node:  # a tensor that was converted, and back, has another one
-            node, handles[0] = current, current.register_hook(take)
+        def take(_: object, grads: tuple[torch.Tensor | None, ...]) -> None:
+            if grads[0] is not None and (method := taker()) is not None:
+                method(param, tensor)
 
-    handles = [node.register_hook(take), tensor.register_hook(follow)]  # the second keeps the node
-    tensor.requires_grad_(trains)
-    return handles
+        # The tensor keeps this, and the node keeps the tensor: with the node in it, gc could free none of them.
+        def follow(_: torch.Tensor) -> None:
+            if (hook := this()) is not None:
+                hook._follow()
+
+        self._take = take
+        tensor.requires_grad_()  # a frozen one has no node, and no hooks
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        self._node, self._handles = node, [node.register_hook(take), tensor.register_hook(follow)]
+        tensor.requires_grad_(trains)
+
+    def _follow(self) -> None:
+        """Local, in a backward pass, before the gradient is added to `.grad`."""
+        node = current_autograd_node()
+        if node is not None and node is not self._node:  # a tensor that was converted, and back, has another one
+            self._node, self._handles[0] = node, node.register_hook(self._take)
+
+    def remove(self) -> None:
+        """Local. Leave the gradients alone."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def check_plain(grad: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
 
+import distopt.torch
 from distopt.torch.ddp.shared_buckets import SharedBuckets
 
 from ..forked import group_with_gloo
@@ -295,3 +297,19 @@ def check_discarded_models(r: Ranks) -> None:
         cycle()
     # How many models have memory at a time depends on where they end between two agreements.
     assert all(now <= then + 2 for now, then in zip(used(), before, strict=True)), (used(), before)
+
+
+def check_discarded_dist_opts(r: Ranks) -> None:
+    """Models whose DistOpt was not closed are freed, whether they were converted or not."""
+    for converted in (False, True):
+        model = torch.nn.Linear(30, 20)
+        optimizer = distopt.torch.DistOpt(torch.optim.SGD(model.parameters(), 0.1), model=model)
+        for _ in range(2):
+            model(torch.ones(2, 30)).sum().backward()
+            optimizer.step()
+            if converted:
+                model.double().float()
+        params = [weakref.ref(param) for param in model.parameters()]
+        del model, optimizer
+        gc.collect()
+        assert [param() for param in params] == [None, None], converted
