@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,15 @@ from .errors import StateError, UsageError
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
 # Names of types in safetensors files, by NumPy's kind and size.
+_CURES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or raise your quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: "allow this user to write there",
+    errno.EPERM: "allow this user to write there",
+    errno.EROFS: "mount it for writing",
+}
+
 _TYPES = {"b1": "BOOL", **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}}
 _TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
 
@@ -216,3 +226,11 @@ def _remove_orphans(target: Path) -> None:
         with contextlib.suppress(OSError), entry.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             entry.unlink()
+
+
+def described(error: Exception, path: Path) -> str:
+    """Local. The error that a file or folder at `path` has met, with its place and the cure."""
+    if not isinstance(error, OSError):
+        return f"{path}: {error!r}"
+    cure = _CURES.get(error.errno or 0, "check the disk")
+    return f"{error.filename or path}: {error.strerror or error}; {cure}, or choose another folder"

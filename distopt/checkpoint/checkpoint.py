@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
-from ..files import file_lock, type_of
+from ..files import described, file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from ..timeline import timeline
@@ -35,15 +35,6 @@ if TYPE_CHECKING:
     from .load import Resumed
 
 _log = logging.getLogger("distopt")
-
-_CURES = {
-    errno.ENOSPC: "free space there",
-    errno.EDQUOT: "free space there, or raise your quota",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-    errno.EACCES: "allow this user to write there",
-    errno.EPERM: "allow this user to write there",
-    errno.EROFS: "mount it for writing",
-}
 
 
 class Checkpoint:
@@ -176,7 +167,7 @@ class Checkpoint:
             except BlockingIOError:
                 reason = _occupied(lock)
             except OSError as error:
-                reason = _described(error, root)
+                reason = described(error, root)
         _raise(first_reason(self._communicator, reason))
         run, names = json.loads(
             self._communicator.all_gather_bytes(json.dumps([run, sorted(self._objects)]).encode())[0]
@@ -189,7 +180,7 @@ class Checkpoint:
             elif not os.access(root, os.W_OK):
                 reason = f"{root} cannot be written; allow this user to write there"
         except OSError as error:
-            reason = f"{_described(error, root)}, on a file system that all hosts share"
+            reason = f"{described(error, root)}, on a file system that all hosts share"
         _raise(first_reason(self._communicator, reason))
         self._run = run.partition(" ")[0]
 
@@ -302,7 +293,7 @@ class Checkpoint:
             self._failure, self._first = "", False
             self._refused.discard(folder.name)
         except Exception as error:
-            self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
+            self._failure = f"step {manifest.step} could not be saved: {described(error, folder)}"
             host = self._communicator.topology.host
             _log.error("rank %d (%s): %s; training continues, older checkpoints stay", self._rank, host, self._failure)
         self._prune(folder.parent, before=self._names[0])
@@ -313,7 +304,7 @@ class Checkpoint:
                 prune(root, self._keep, self._known, self._refused, before)
             except OSError as error:
                 if not self._failure:  # which has the same cause
-                    _log.warning("old checkpoints stay: %s", _described(error, root))
+                    _log.warning("old checkpoints stay: %s", described(error, root))
 
     def _wait(self) -> None:
         if self._writer is not None:
@@ -370,14 +361,6 @@ class Checkpoint:
         else:  # other ranks may have left
             self._wait()
             self._abandon()
-
-
-def _described(error: Exception, path: Path) -> str:
-    """The error, its place, and the cure."""
-    if not isinstance(error, OSError):
-        return f"{path}: {error!r}"
-    cure = _CURES.get(error.errno or 0, "check the disk")
-    return f"{error.filename or path}: {error.strerror or error}; {cure}, or choose another folder"
 
 
 def _occupied(lock: Path) -> str:

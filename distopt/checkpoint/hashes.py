@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from .. import _core
-from ..errors import UsageError
+from ..errors import CheckpointError, StateError, UsageError
+from ..files import described
 from ..kernels import array_module
 from ..kernels.digest import digests
 from .adapters import look_at
@@ -58,7 +60,7 @@ class HashLog:
 
     Raises:
         UsageError: the file is to be beside checkpoints, and these have no folder.
-        OSError: from the file system.
+        CheckpointError: the log cannot be written, here and in `add`.
     """
 
     def __init__(self, where: str, root: Path | None, ranks: Ranks, settings: Mapping[str, str], resumes: bool) -> None:
@@ -69,9 +71,9 @@ class HashLog:
         self._names: list[str] = []
         self._file = None
         if ranks.topology.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOG).open("a" if resumes else "w", buffering=1)
-            self._file.write("\n")  # the last line may be cut
+            with self._writing(folder / LOG):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = (folder / LOG).open("ab" if resumes else "wb", buffering=0)
 
     def add(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
         """Local, on all ranks. Add the hashes of the states after a step, but for random generators of ranks."""
@@ -79,11 +81,25 @@ class HashLog:
         if self._file is None:
             return
         arrays = {**states.shared, **states.own}
-        if list(arrays) != self._names:
-            self._names = list(arrays)
-            self._file.write(json.dumps({"names": self._names, "settings": self._settings}) + "\n")
         hashes = [f"{digests([array_module(a).ascontiguousarray(a)])[0]:016x}" for a in arrays.values()]
-        self._file.write(json.dumps({"step": step, "epoch": epoch, "arrays": hashes}) + "\n")
+        with self._writing(Path(self._file.name)):
+            if list(arrays) != self._names:
+                self._names = list(arrays)
+                self._file.write(b"\n")  # the last line may be cut
+                self._add_line({"names": self._names, "settings": self._settings})
+            self._add_line({"step": step, "epoch": epoch, "arrays": hashes})
+
+    def _add_line(self, content: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(content).encode() + b"\n")
+
+    @contextmanager
+    def _writing(self, log: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"the hashes of DISTOPT_HASH cannot be written: {described(error, log)}") from None
 
     def close(self) -> None:
         """Local. Close the file, and add no more; idempotent."""
@@ -93,16 +109,24 @@ class HashLog:
 
 
 def read_log(path: Path) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
-    """Local. The hashes of arrays in a log, by step and name, and the settings of the last part of the run."""
+    """Local. The hashes of arrays in a log, by step and name, and the settings of the last part of the run.
+
+    Raises:
+        StateError: the file is no such log.
+    """
     names: list[str] = []
     settings: dict[str, str] = {}
     hashes = {}
-    for line in path.read_text().splitlines():
-        if not line.endswith("}"):  # empty, or cut by the end of the process
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            content: dict[str, Any] = json.loads(line)
+        except ValueError:  # empty, or cut by the end of the process
             continue
-        content: dict[str, Any] = json.loads(line)
-        if "names" in content:
-            names, settings = content["names"], content["settings"]
-        else:
-            hashes[int(content["step"])] = dict(zip(names, content["arrays"], strict=True))
+        try:
+            if "names" in content:
+                names, settings = content["names"], content["settings"]
+            else:
+                hashes[int(content["step"])] = dict(zip(names, content["arrays"], strict=True))
+        except (LookupError, TypeError, ValueError):
+            raise StateError(f"{path} is no log of DISTOPT_HASH; remove it, or give another folder") from None
     return hashes, settings

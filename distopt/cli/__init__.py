@@ -55,6 +55,9 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader, e.g. `head`, has exited; Python flushes stdout again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a folder that cannot be read, a full disk behind stdout
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 1
     return code
 
 

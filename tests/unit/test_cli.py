@@ -37,6 +37,7 @@ def test_help(argv, capsys):
         (UsageError("size '1X' is not a number"), 2, "size '1X'"),
         (DistoptError("no room"), 1, "no room"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (IsADirectoryError(21, "Is a directory", "/runs/rank-0-1.json"), 1, "Is a directory: '/runs/rank-0-1.json'"),
     ],
 )
 def test_errors_of_a_command(monkeypatch, capsys, error, code, text):

@@ -9,7 +9,7 @@ from distopt import cli
 from distopt.checkpoint import Checkpoint, checkpoint
 from distopt.checkpoint.hashes import LOG, read_log
 from distopt.cli.diff import how_much
-from distopt.errors import UsageError
+from distopt.errors import CheckpointError, UsageError
 
 NAMES = ["model/w", "model/b", "numbers/"]
 
@@ -110,6 +110,44 @@ def test_a_log_goes_on_when_the_run_resumes_and_begins_anew_with_it(tmp_path, mo
         folder.rmdir()
     train(tmp_path / "b", steps=2)
     assert sorted(read_log(log)[0]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"names": ["a"], "settings": {"numpy": "2"}\n', b"\x87\xff}\n", b"[1]}\n", b'{"step": 3, "arrays": ["12'],
+    ids=repr,
+)
+def test_a_cut_line_of_a_log_is_left_out(tmp_path, monkeypatch, line):
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    train(tmp_path, steps=2)
+    log = tmp_path / LOG
+    whole = read_log(log)
+    log.write_bytes(log.read_bytes() + line)
+    assert read_log(log) == whole
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1}', '[1, "names"]', "7", '{"names": 3, "settings": 1}\n{"step": 1, "arrays": [1]}']
+)
+def test_a_file_that_is_no_log_is_named(tmp_path, capsys, line):
+    (tmp_path / LOG).write_text(line)
+    code, text = diff(capsys, tmp_path, tmp_path)
+    assert (code, "is no log of DISTOPT_HASH" in text) == (1, True)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_log_that_cannot_be_written_is_named_with_the_cure(tmp_path, monkeypatch, steps):
+    place = tmp_path / "place"
+    monkeypatch.setenv("DISTOPT_HASH", str(place))
+    if steps:
+        place.mkdir()
+        (place / LOG).symlink_to("/dev/full")
+    else:
+        place.write_text("a file")
+    with pytest.raises(
+        CheckpointError, match=r"the hashes of DISTOPT_HASH cannot be written: .*, or choose another folder"
+    ):
+        train(tmp_path / "a", steps)
 
 
 def test_an_incomplete_checkpoint_is_left_out(tmp_path, capsys):
