@@ -9,6 +9,7 @@ import contextlib
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -16,6 +17,7 @@ from typing import TypeVar
 from .stopwatch import SLICE_SECONDS, Deadline
 
 _LOOK_SECONDS = 0.2  # a supervisor looks for ended processes and timeouts at least that often
+_LISTEN_SECONDS, _LISTEN_LOOKS = 1.0, 100  # then a process that has taken an address is not about to listen there
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # A host that is switched off or unplugged does not end its connections. That is noticed 5 to 7 s later.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
@@ -58,14 +60,17 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def listener_of(name: str) -> int | None:
-    """Local. The user id that listens at an abstract Unix address; None if no process does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
+    """Local. The user id that listens at an abstract Unix address that is taken; None if no process does.
+
+    A process that has just taken the address may be about to listen, so this waits for it.
+    """
+    for _ in range(_LISTEN_LOOKS):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.setblocking(False)
             probe.connect(name)
-        except OSError:
-            return None
-        return peer_of(probe)[1]
+            return peer_of(probe)[1]
+        time.sleep(_LISTEN_SECONDS / _LISTEN_LOOKS)
+    return None
 
 
 def peer_of(link: socket.socket) -> tuple[int, int]:
