@@ -64,6 +64,7 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(
     ("script", "asked"),
     [
@@ -111,6 +112,7 @@ def test_numbers_for_tensorboard(script, digits, tmp_path):
     assert list(shown["test set/accuracy"]) == [steps]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
 def test_tensorboard_without_its_package(script, tmp_path):
     if "pytorch" in script:
