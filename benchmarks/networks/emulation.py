@@ -157,7 +157,7 @@ def _connect(first: Host, second: Host) -> None:
 def _wait_for_link(hosts: Sequence[Host]) -> None:
     """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
     for host in hosts:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while " state UP " not in _ip("-n", host.namespace, "-oneline", "link", "show", "dev", LINK):
             if time.monotonic() > deadline:
                 raise HostsUnavailableError("the link between the namespaces does not come up")

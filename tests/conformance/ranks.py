@@ -22,7 +22,7 @@ from distopt.launch.job.base import Job
 from distopt.launch.job.topology import Topology
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.settings import Settings
-from tests.processes import patience
+from tests.processes import LIMIT_SECONDS
 
 # A clean server that has imported everything heavy forks the ranks: as fast as fork, without pytest's threads.
 _context = multiprocessing.get_context("forkserver")
@@ -32,9 +32,9 @@ _context.set_forkserver_preload(["numpy", "distopt.comm.shm", "tests.conformance
 class LocalJob(Job):
     """A job on this host, from a ticket."""
 
-    def __init__(self, ticket: bytes, rank: int, world_size: int, timeout: float = 20.0) -> None:
+    def __init__(self, ticket: bytes, rank: int, world_size: int) -> None:
         self.topology = Topology.of_one_host(rank, world_size, socket.gethostname())
-        self._group = HostGroup(ticket, rank, world_size, patience(timeout))
+        self._group = HostGroup(ticket, rank, world_size, PATIENT.timeout)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._group.all_gather(payload)
@@ -95,7 +95,7 @@ class Outcome:
     ended: float = 0.0  # time.monotonic() when the body returned or raised
 
 
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
     """Call `body(job, *args)` in `world_size` processes; what each returned or raised, in rank order.
 
     `body` must be importable by name. A rank that ends without an answer has an exit code and nothing else.
@@ -111,14 +111,16 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: fl
         sender.close()
         processes.append(process)
         ends.append(receiver)
-    deadline = time.monotonic() + min(patience(timeout), max(timeout, 240.0))
+    deadline = time.monotonic() + LIMIT_SECONDS
     outcomes = []
     try:
         for process, end in zip(processes, ends, strict=True):
             outcome = Outcome(pid=process.pid or 0)
             try:
                 if not end.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {len(outcomes)} (pid {process.pid}) gave no answer in {timeout} s")
+                    raise TimeoutError(
+                        f"rank {len(outcomes)} (pid {process.pid}) gave no answer in {LIMIT_SECONDS:.0f} s"
+                    )
                 outcome = end.recv()
             except EOFError:
                 pass
@@ -133,9 +135,9 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: fl
     return outcomes
 
 
-def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """As `run_ranks`, for ranks that must all succeed: what they returned."""
-    outcomes = run_ranks(body, world_size, *args, timeout=timeout)
+    outcomes = run_ranks(body, world_size, *args)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
@@ -178,7 +180,7 @@ def _rank_main(
     sender.close()
 
 
-PATIENT = Settings(timeout=30.0, stall_warning=20.0)
+PATIENT = Settings(timeout=120.0, stall_warning=60.0)  # nothing lasts so long on a busy machine
 
 
 def connect(job: LocalJob, settings: Settings = PATIENT) -> ShmCommunicator:

@@ -36,7 +36,7 @@ def disagree(job: LocalJob, connect: Connect, which: str) -> None:
         "root": lambda: comm.broadcast(small, root=int(odd)),
         "wire memory": lambda: comm.empty(10 + job.topology.rank, "int64"),  # raises by itself
     }
-    calls[which]().wait(20.0)
+    calls[which]().wait(100.0)
 
 
 def lose_last_rank(job: LocalJob, connect: Connect, how: str, waiting_in: str) -> None:
@@ -60,7 +60,7 @@ def lose_last_rank(job: LocalJob, connect: Connect, how: str, waiting_in: str) -
             time.sleep(0.01)
 
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: comm.all_reduce(array, label="bucket 7").wait(20.0),
+        "all_reduce": lambda: comm.all_reduce(array, label="bucket 7").wait(100.0),
         "barrier": comm.barrier,
         "empty": lambda: comm.empty(100),
         "all_gather_ragged": lambda: comm.all_gather_ragged(array).wait(),
@@ -108,6 +108,12 @@ def wait_briefly(job: LocalJob, connect: Connect) -> str:
     return str(info.value)
 
 
+def signalled(signum: int, wait: Callable[[], object]) -> None:
+    """Wait, while a signal comes; on a busy machine it may come before the wait, but not before this call."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signum)).start()
+    wait()
+
+
 def interrupt(job: LocalJob, connect: Connect) -> None:
     # `job.all_gather(b"")` is where a rank waits for what another one does in its communicator.
     comm = connect(job)
@@ -117,9 +123,8 @@ def interrupt(job: LocalJob, connect: Connect) -> None:
         comm.all_reduce(array).wait()
         return
     work = comm.all_reduce(array)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        work.wait(20.0)
+        signalled(signal.SIGINT, lambda: work.wait(100.0))
     job.all_gather(b"")
-    work.wait(20.0)  # an interrupted wait can be taken up again
+    work.wait(100.0)  # an interrupted wait can be taken up again
     assert (host(array) == 3).all()

@@ -32,7 +32,6 @@ TOLERANCE |= {codec: 1e-5 for codec in CODECS if getattr(getattr(codec, "codec",
 
 @pytest.mark.slow
 @pytest.mark.sweep(rest=1)
-@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_emulated_gpus_agree_with_the_oracle(world_size):
     build.build()

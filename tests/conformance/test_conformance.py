@@ -30,7 +30,7 @@ JOBS = [
 
 def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
     """One start of the ranks serves all checks."""
-    return run_ranks(run_checks, world_size, backend, checks, timeout=100)
+    return run_ranks(run_checks, world_size, backend, checks)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -15,7 +15,7 @@ from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
 from .ranks import LocalJob, connect, run_ranks, run_ranks_ok, with_ranks
-from .scenes import interrupt
+from .scenes import interrupt, signalled
 
 
 # -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------
@@ -50,9 +50,8 @@ def test_an_interrupted_ragged_gather_can_be_taken_up_again(job: LocalJob) -> No
     if rank == 0:
         with pytest.raises(UsageError, match="wait"):
             _ = work.parts
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            work.wait()
+            signalled(signal.SIGINT, work.wait)
         job.all_gather(b"")
     work.wait()
     assert [part.tolist() for part in work.parts] == [[0] * 3, [1] * 4]
@@ -76,9 +75,8 @@ def test_ragged_parts_outlive_the_communicator(job: LocalJob) -> None:
 def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job(job: LocalJob) -> None:
     comm = connect(job)
     if job.topology.rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            comm.empty(3)
+            signalled(signal.SIGINT, lambda: comm.empty(3))
     job.all_gather(b"")
     with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* left empty"):
         comm.barrier()
@@ -94,9 +92,9 @@ def test_a_signal_handler_may_close(job: LocalJob) -> None:
             comm.barrier()
         return
     signal.signal(signal.SIGUSR1, lambda *_: comm.close())
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    work = comm.all_reduce(np.zeros(3))
     with pytest.raises(CommunicatorClosedError, match="has closed"):
-        comm.all_reduce(np.zeros(3)).wait()
+        signalled(signal.SIGUSR1, work.wait)
     job.all_gather(b"")
 
 

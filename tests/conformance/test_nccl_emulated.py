@@ -25,7 +25,7 @@ def built() -> None:
 
 
 def outcomes(world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
-    return run_ranks(emulated_checks, world_size, checks, timeout=110)
+    return run_ranks(emulated_checks, world_size, checks)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -188,7 +188,7 @@ def count_beside(job: LocalJob, function: str) -> int:
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        comm = connect(job, SLEEP=f"{function}:1.0")
+        comm = connect(job, SLEEP=f"{function}:2.0")
         before = ticks
         comm.all_reduce(comm.xp.zeros(3)).wait()
         comm.close()

@@ -34,11 +34,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.networks.emulation import LINK, TwoHosts, two_hosts
-from tests.processes import ROOT, patience
+from tests.processes import LIMIT_SECONDS, ROOT
 
 RUN = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node", "2"]
 JOB = ["-m", "tests.ranks.healed"]
-SECONDS = 120.0
 FIRST = 10  # the first step that a job prints
 PORT = 29_484
 
@@ -81,7 +80,7 @@ class Job:
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
         """All lines that the pattern matches, once there are so many."""
-        end = time.monotonic() + patience(SECONDS)
+        end = time.monotonic() + LIMIT_SECONDS
         while len(found := [m for m in (re.search(pattern, line) for line in list(self.lines)) if m]) < count:
             assert time.monotonic() < end, self.lines
             assert any(agent.poll() is None for agent in self.agents), self.lines
@@ -97,7 +96,7 @@ class Job:
 
     def children(self, agent: int, kind: str = "", *, without: Sequence[int] = ()) -> list[int]:
         """Wait for the ranks of an agent, the process that "forks" them, or each "spare"; without those given."""
-        pid, end = self.agents[agent].pid, time.monotonic() + patience(SECONDS)
+        pid, end = self.agents[agent].pid, time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < end:
             found = []
             for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
@@ -133,7 +132,7 @@ class Job:
 
     def end(self) -> list[str]:
         """The ranks' final digests."""
-        codes = [agent.wait(patience(SECONDS)) for agent in self.agents]
+        codes = [agent.wait(LIMIT_SECONDS) for agent in self.agents]
         for reader in self._readers:
             reader.join()
         assert not any(codes), self.lines

@@ -27,7 +27,7 @@ def check(job: LocalJob, share: bool) -> dict[str, str | None]:
 
 @functools.cache
 def outcomes(world_size: int, share: bool) -> list[Outcome]:
-    return run_ranks(check, world_size, share, timeout=550)
+    return run_ranks(check, world_size, share)
 
 
 @pytest.fixture(params=["one", "all", "two on one"])

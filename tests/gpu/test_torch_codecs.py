@@ -88,6 +88,6 @@ def test_codecs_on_a_gpu(stack: GpuStack, ranks: int) -> None:
         pytest.skip("this PyTorch has no CUDA")
     if ranks > 1 and stack.nccl_version < SHARING_VERSION:
         pytest.skip(f"two ranks on one GPU need NCCL 2.30; this is {stack.nccl_version}")
-    first, *others = run_ranks_ok(train, ranks, ranks > 1, timeout=300)
+    first, *others = run_ranks_ok(train, ranks, ranks > 1)
     for other in others:
         assert all((a == b).all() for a, b in zip(first, other, strict=True))

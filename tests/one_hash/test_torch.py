@@ -193,7 +193,7 @@ def hashes(place: str, body, front: str, backend: str = "distopt") -> set[str]:
     with place_of(place) as made:
         answers = CONTEXT.Queue()
         ranks = made.start(main, body, front, backend, made.method(), made.size, answers)
-        found = {answers.get(timeout=200) for _ in ranks}
+        found = {answers.get(timeout=500) for _ in ranks}
         for process in ranks:
             process.join(60)
     return found

@@ -2,11 +2,14 @@
 
     python -m tests.ranks.checkpoint_job WORLD_SIZE FOLDER STRATEGY EPOCHS RESULTS
 
-prints a line per epoch, and writes all states of each rank to RESULTS/RANK.npz at the end.
+prints a line per epoch, pauses for EPOCH_PAUSE seconds, if the environment has that variable, and writes all states of
+each rank to RESULTS/RANK.npz at the end.
 """
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +135,7 @@ def main(rank: int, world_size: int, ticket, folder: str, strategy: str, epochs:
         losses = job.train(epoch + 1)
         job.checkpoint.epoch = epoch + 1
         print(f"epoch {epoch}: {losses}", flush=True)
+        time.sleep(float(os.environ.get("EPOCH_PAUSE", "0")))
     job.checkpoint.close()
     np.savez(Path(results) / f"{rank}.npz", **job.results())
 

@@ -1,4 +1,6 @@
-"""A script whose last rank ends with code 0, in the way and at the place that the arguments say."""
+"""A script whose last rank ends with code 0, in the way and at the place that the arguments say.
+
+The others go on for as many seconds as the last one says."""
 
 import ctypes
 import os
@@ -15,7 +17,7 @@ WAYS = {
     "_exit of C": lambda: ctypes.CDLL(None)._exit(0),
     "return": lambda: sys.exit(0),
 }
-how, where = sys.argv[1:]
+how, where, seconds = sys.argv[1:]
 world = distopt.init()
 leaves = world.rank == world.world_size - 1
 if leaves:
@@ -31,5 +33,5 @@ if "finalized" in where:
     sys.modules["mpi4py.MPI"].Finalize()
 if leaves:
     WAYS[how]()
-time.sleep(0.5)
+time.sleep(float(seconds))
 os.write(1, b"done\n")

@@ -5,6 +5,7 @@ The first argument says what they do.
 
 import hashlib
 import logging
+import os
 import sys
 import time
 
@@ -95,7 +96,7 @@ def main() -> None:
             elif how == "close":
                 comm.close()
             elif how == "late":
-                time.sleep(3.0)
+                time.sleep(2 * float(os.environ["DISTOPT_TIMEOUT"]))
         except CommunicatorError as error:
             said = f"{type(error).__name__} {error}"
         job.comm.Barrier()

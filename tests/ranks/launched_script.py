@@ -30,9 +30,9 @@ def main(how: str) -> None:
     if how == "SIGKILL" or (how == "SIGKILL once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         if last:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(1000)
     elif how == "stay":
-        time.sleep(60)
+        time.sleep(1000)
     elif how == "raise":
         if last:
             raise ValueError("the cause")

@@ -80,7 +80,7 @@ def saved(signum: int, _: object) -> None:
 
 def stay() -> None:
     print(f"{os.getpid()} stays", flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 
 
 if __name__ == "__main__":

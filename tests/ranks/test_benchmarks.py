@@ -88,7 +88,7 @@ def run_short(words: str, files: dict[str, Path]) -> Ended:
         pytest.importorskip("matplotlib")
     words = words.replace("2xN", "2x1")
     own = SHORT[f"{name} --front torch" if "--front torch" in words else name].format(**files)
-    return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end(250)
+    return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end()
 
 
 def require_hosts() -> None:

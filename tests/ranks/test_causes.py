@@ -29,7 +29,7 @@ def wait(count):
 def linger():
     if rank < size - 1:
         (folder / str(rank)).touch()  # its traceback has been printed
-        time.sleep(60)
+        time.sleep(1000)
 
 def main():
     if rank == size - 1:
@@ -59,7 +59,7 @@ ready = Path(sys.argv[1], "ready")
 if os.environ["RANK"] == "1":
     signal.signal(signal.SIGTERM, end)
     ready.touch()
-    time.sleep(60)
+    time.sleep(1000)
 while not ready.exists():
     time.sleep(0.01)
 if sys.argv[3] == "SIGTERM":
@@ -127,7 +127,7 @@ def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(t
     text = (
         "import signal, time\n"
         "def fail(*_):\n    raise RuntimeError('interrupted')\n"
-        f"signal.signal({int(signum)}, fail)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+        f"signal.signal({int(signum)}, fail)\nprint('ready', flush=True)\ntime.sleep(1000)\n"
     )
     run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
     program = Program([*run, script])
@@ -141,7 +141,7 @@ def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(t
 
 def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
     """Of each kind that agents pass on, dozens, to the agent and to its ranks."""
-    text = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    text = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
     run, (script, _) = command(tmp_path, text, "--nproc-per-node", "3")
     program = Program([*run, script])
     program.read_lines(3)

@@ -1,5 +1,6 @@
 """Stopped and killed jobs resume from their checkpoints: with as many ranks, bit for bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -134,7 +135,8 @@ def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
                 program.kill()
             else:  # one rank; the others end because of it
                 ranks = [pid for pid, command in program.pids().items() if "spawn_main" in command]
-                os.kill(rng.choice(ranks), signal.SIGKILL)
+                with contextlib.suppress(IndexError, ProcessLookupError):  # on a busy machine, the job may have ended
+                    os.kill(rng.choice(ranks), signal.SIGKILL)
             lines += program.end().stdout.splitlines()
         ended = start(folder, strategy, epochs).end()
         assert ended.code == 0, ended.stderr

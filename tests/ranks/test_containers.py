@@ -27,7 +27,7 @@ CONTAINERS = {
     "process namespaces": ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, INIT),
     "a filter of system calls": (sys.executable, str(ROOT / "tests" / "ranks" / "without_process_vm.py")),
 }
-WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK, "DISTOPT_TIMEOUT": "20"}
+WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK, "DISTOPT_TIMEOUT": "60"}
 
 each_container = pytest.mark.parametrize("container", CONTAINERS)
 
@@ -78,7 +78,7 @@ def assert_said(ended: list[Ended]) -> None:
 @each_container
 def test_large_sums_by_mpi_on_one_host(container, memory):
     command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
-    ended = [Program(memory + command, {"DISTOPT_BACKEND": "mpi", "DISTOPT_TIMEOUT": "20"}).end()]
+    ended = [Program(memory + command, {"DISTOPT_BACKEND": "mpi", "DISTOPT_TIMEOUT": "60"}).end()]
     assert_sums(ended, 2, "mpi")
     assert_said(ended)
 
@@ -86,7 +86,7 @@ def test_large_sums_by_mpi_on_one_host(container, memory):
 @each_container
 def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, memory):
     command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
-    ended = [Program(memory + command, {"DISTOPT_TIMEOUT": "20"}).end()]
+    ended = [Program(memory + command, {"DISTOPT_TIMEOUT": "60"}).end()]
     assert_sums(ended, 2, "hierarchical" if container == "process namespaces" else "shm")
 
 
@@ -125,6 +125,6 @@ def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
 @each_container
 def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
     command = memory + net.mpiexec(2, [*CONTAINERS[container], sys.executable, SCRIPT])
-    ended = [Program(command, {"DISTOPT_TIMEOUT": "20"}).end()]
+    ended = [Program(command, {"DISTOPT_TIMEOUT": "60"}).end()]
     assert_sums(ended, 4, "hierarchical")
     assert_said(ended)

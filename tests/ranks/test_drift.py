@@ -369,7 +369,6 @@ GPU = {"change/lr/fp32": "now lr = 0.01; ", "spoil/all signs/fp32": "before step
 
 @pytest.mark.slow
 @pytest.mark.sweep(rest=1)
-@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @two_and_three
 @pytest.mark.parametrize("case", GPU)
 def test_on_emulated_gpus(ends, monkeypatch, case, world_size):

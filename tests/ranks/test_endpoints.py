@@ -119,7 +119,7 @@ class SlowWay:
 def test_a_node_far_away_joins(port, seconds):
     way = SlowWay(port, seconds)
     try:
-        meet = ["--nnodes", "2", "--rdzv-timeout", "15", "--rdzv-endpoint"]
+        meet = ["--nnodes", "2", "--rdzv-timeout", "100", "--rdzv-endpoint"]
         programs = [
             Program([*RUN, *meet, f"127.0.0.1:{each}", VARIABLES, "variables"], {"DISTOPT_JOB_SECRET": "s"})
             for each in (port, way.port)

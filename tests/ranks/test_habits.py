@@ -22,7 +22,7 @@ def start(
         "run": lambda: [*PYTHON, *distopt, "run", "--nproc-per-node", str(ranks)],
         "main": lambda: PYTHON,
     }[launcher]()
-    return Program([*start, str(script), *args], {"DISTOPT_TIMEOUT": "40"})
+    return Program([*start, str(script), *args], {"DISTOPT_TIMEOUT": "400"})
 
 
 def script(folder: Path, text: str) -> Path:

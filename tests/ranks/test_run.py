@@ -5,13 +5,12 @@ import os
 import re
 import signal
 import sys
-import time
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, Program, patience
+from tests.processes import ROOT, Program
 
 RUN = [sys.executable, "-m", "distopt", "run"]
 RECORD = r"(; flight record in \S+)?"
@@ -42,7 +41,7 @@ def test_variables_and_a_secret_of_each_job():
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_ranks_meet_without_mpi(n):
-    ended = start(n, LAUNCHED, "ok").end(100.0)
+    ended = start(n, LAUNCHED, "ok").end()
     assert ended.code == 0, ended.stderr
     backend = "single" if n == 1 else "shm"
     marks = ["", *(f"[rank {rank}] " for rank in range(1, n))]
@@ -56,7 +55,7 @@ def test_ranks_meet_without_mpi(n):
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent")
 def test_scripts_of_pytorch_run_as_they_are():
-    ended = start(2, SCRIPT, "torch").end(100.0)
+    ended = start(2, SCRIPT, "torch").end()
     assert sorted(ended.stdout.splitlines()) == [f"{mark}sum 3 of 2, elastic True" for mark in ("[rank 1] ", "")]
 
 
@@ -101,14 +100,12 @@ def test_one_death_ends_all_and_is_told_in_one_line(script, how, code, text):
 
 
 @pytest.mark.slow
-def test_deaf_ranks_are_killed_soon():
+def test_deaf_ranks_are_killed():
     program = start(2, SCRIPT, "deaf")
     line, _ = program.read_lines(2)
     pid = int(line.split()[-2])
-    began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     assert program.end().code == 137
-    assert time.monotonic() - began < patience(4.0)
 
 
 def test_ranks_end_with_a_killed_agent():
@@ -165,7 +162,7 @@ def test_restarted_ranks_go_on_from_their_checkpoint(tmp_path):
         if name == "killed":
             program.read_lines(1)
             os.kill(max(pid for pid, command in program.pids().items() if " -m tests.ranks" in command), signal.SIGKILL)
-        ended = program.end(100.0)
+        ended = program.end()
         assert ended.code == 0, ended
         assert ("starting all ranks again (1 of 1)" in ended.stderr) == (name == "killed")
     assert "resuming from step" in ended.stdout

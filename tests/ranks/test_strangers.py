@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Program, patience
+from tests.processes import ROOT, Program
 from tests.ranks.test_launchers import said, slurm
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
@@ -28,7 +28,7 @@ for name in sys.argv[2:]:
     listeners[-1].bind(chr(0) + name)
     listeners[-1].listen(8)
 print("listening", flush=True)
-time.sleep(60)
+time.sleep(1000)
 """
 
 
@@ -52,9 +52,8 @@ def names_of_job(env: dict[str, str], *, listening: bool) -> list[str]:
     """The names of a job whose rank 0 waits for the others: what another user sees who knows when to look."""
     program = Program([sys.executable, SCRIPT, "ok"], env)
     try:
-        deadline = time.monotonic() + patience(20.0)
         while not names_of(program, listening=True):
-            assert time.monotonic() < deadline, "rank 0 listens nowhere"
+            assert program.process.poll() is None, "rank 0 listens nowhere"
             time.sleep(0.02)
         return names_of(program, listening=listening)
     finally:
@@ -113,14 +112,13 @@ def test_a_flood_of_silent_connections_does_not_keep_nodes_from_meeting(port):
     """More of them than a gate hears side by side."""
     run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     owner = Program([*run, SCRIPT, "ok"])
-    deadline = time.monotonic() + patience(20.0)
     links: list[socket.socket] = []
     try:
         while len(links) < 100:
             link = socket.socket()
             links.append(link)
             while link.connect_ex(("127.0.0.1", port)) != 0:
-                assert time.monotonic() < deadline, "nobody listens"
+                assert owner.process.poll() is None, "nobody listens"
                 time.sleep(0.02)
         other = Program([*run, SCRIPT, "ok"])
         ended = [program.end() for program in (owner, other)]

@@ -40,12 +40,16 @@ def front_of(name: str) -> str:
     return name
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("front", ["nn", "torch"])
 def test_a_slow_rank_is_named_and_its_steps_are_counted(tmp_path, front):
     program = Program([*RUN, "--nproc-per-node", "2", SCRIPT, front_of(front), str(tmp_path / "end"), "slow", "1"])
-    waited_for = "the others wait for it"
-    row = rows_until(program, lambda row: row["state"].endswith(waited_for) and row["samples_per_s"] is not None)[-1]
-    assert (row["rank"], row["state"]) == (1, "running; the others wait for it")
+
+    def named(row: dict) -> bool:  # on a busy machine, the other rank may be the slower one for a while
+        slow = (row["rank"], row["state"]) == (1, "running; the others wait for it")
+        return slow and row["samples_per_s"] is not None
+
+    row = rows_until(program, named)[-1]
     assert row["host"] == os.uname().nodename
     assert row["memory_bytes"] > 10_000_000
     assert row["samples_per_s"] == pytest.approx(BATCH[front] * row["steps_per_s"], rel=0.5, abs=BATCH[front])
@@ -58,12 +62,18 @@ def test_a_slow_rank_is_named_and_its_steps_are_counted(tmp_path, front):
     assert last[0]["steps"] == last[1]["steps"] > row["steps"] - 2
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("front", ["nn", "torch"])
 def test_a_late_rank_is_named_by_those_that_wait_for_it(tmp_path, front):
     program = Program([*RUN, "--nproc-per-node", "3", SCRIPT, front_of(front), str(tmp_path / "end"), "late", "2"])
     waits = re.compile(r"waiting for rank 2 in (all_reduce|broadcast) #\d+")
     rows = rows_until(program, lambda row: row["rank"] == 1 and waits.fullmatch(row["state"]))
-    assert not [row for row in rows if row["rank"] == 2 and row["state"].startswith("waiting")]
+    late = [row for row in rows if row["rank"] == 2]  # before it is, it may have waited for others
+    assert not [
+        row
+        for row in late
+        if (row["steps"] or 0) == (late[-1]["steps"] or 0) > 10 and row["state"].startswith("waiting")
+    ]
     (tmp_path / "end").touch()
     assert program.end().code == 0
 
@@ -116,6 +126,7 @@ def test_a_terminal_keeps_the_table_below_the_output(tmp_path):
     assert [line for line in terminal.lines if line.lstrip().startswith("rank  ")] == [head]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("term", ["dumb", ""])
 def test_a_terminal_without_sequences_gets_lines(tmp_path, term):
     command = ["-m", "distopt", "run", "--watch", SCRIPT, "nn", str(tmp_path / "end")]

@@ -37,7 +37,7 @@ def test_a_step_of_every_network(name, half):
 
 
 def trained(words: str, *more: str) -> Ended:
-    return Program([sys.executable, TRAIN, *words.split(), *more], {"OMP_NUM_THREADS": "1"}).end(250)
+    return Program([sys.executable, TRAIN, *words.split(), *more], {"OMP_NUM_THREADS": "1"}).end()
 
 
 def losses(ended: Ended) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 STEPS = 12
-SLOW_SECONDS = 0.02
+SLOW_SECONDS = 0.2  # far from what another program on the machine can make a rank wait
 
 
 def train_nn(slow: int) -> None:
@@ -74,7 +74,7 @@ def fail(how: str) -> None:
         elif how == "type":
             values = values.astype(np.float64)
         elif how == "stall":
-            time.sleep(100)
+            time.sleep(1000)
         elif how == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raise":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-SLOW_SECONDS = 0.005
-MOST_SECONDS = float(os.environ.get("WATCH_SECONDS", "60"))
+SLOW_SECONDS = 0.02
+MOST_SECONDS = float(os.environ.get("WATCH_SECONDS", "500"))
 
 
 def steps_of_nn():

@@ -31,7 +31,7 @@ from tests.ranks.small_net import SMALL, build, train
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("distopt run", "torchrun", "spawn")
-LIMIT_SECONDS = 300.0  # for one run under load
+LIMIT_SECONDS = 500.0  # for one run under load
 place: list[Any] = []  # of a rank without a launcher: its ticket, rank and size, as `DistOpt` takes them
 
 

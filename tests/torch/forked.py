@@ -68,7 +68,7 @@ class Place:
         if self.net:
             ready = CONTEXT.Event()
             CONTEXT.Process(target=_serve, args=(self.net.hosts[0], method, ready), daemon=True).start()
-            assert ready.wait(60), "no store"
+            assert ready.wait(200), "no store"
 
     def host_of(self, rank: int) -> Host | None:
         return self._hosts[rank] if self._hosts else None

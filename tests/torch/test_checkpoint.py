@@ -43,7 +43,7 @@ def command(ranks: int, folder: Path, *options: str) -> list[str]:
 
 
 def run(ranks: int, folder: Path, *options: str) -> Ended:
-    return Program(command(ranks, folder, *options), THREADS).end(250)
+    return Program(command(ranks, folder, *options), THREADS).end()
 
 
 def ends_of(*ended: Ended) -> list[str]:
@@ -98,15 +98,16 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
 @pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
 @pytest.mark.parametrize("by", ["hook", "dist-opt", "diloco", "sparse-diloco"])
-def test_a_job_with_codecs_heals_with_the_undisturbed_bits(backend, by):
+def test_a_job_with_codecs_heals_with_the_undisturbed_bits(tmp_path, backend, by):
     """From memory: nothing is saved in files."""
     command = [*RUN, "--heal", "-m", "tests.torch.resumed", "--backend", backend, "--by", by]
     want = Job(*without_heal([command])).end()
-    job = Job(command)
+    job = Job([*command, "--pause", "0.2", "--until", str(tmp_path / "end")])
     try:
         for _ in range(2):
             job.more_steps()
             kill(job, None, "SIGKILL", random.Random(SEED))
+        (tmp_path / "end").touch()
         assert job.end() == want
     finally:
         job.kill()

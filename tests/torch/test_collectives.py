@@ -32,7 +32,6 @@ def expect_no_error(found: dict[str, dict[str, str]], name: str, ranks: str) -> 
         assert not error, f"rank {rank}\n{error}"
 
 
-@pytest.mark.timeout(600)  # the first one runs them all
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 def test_check(request, once, name: str, ranks: str) -> None:

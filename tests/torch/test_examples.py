@@ -53,7 +53,7 @@ def run(commands: list[list[str]], env: dict[str, str]) -> str:
     """The commands beside each other, as on several nodes; what they say."""
     with ExitStack() as stack:
         programs = [stack.enter_context(started(command, env)) for command in commands]
-        ended = [program.end(100) for program in programs]
+        ended = [program.end() for program in programs]
     said = "".join(each.stdout + each.stderr for each in ended)
     assert not any(each.code for each in ended), said
     return said

@@ -37,9 +37,7 @@ def test_ranks_meet(launcher: str, method: str, port: int, tmp_path: Path) -> No
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     if launcher == "distopt run":
         del variables["MASTER_ADDR"], variables["MASTER_PORT"]
-    ended = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for rank in range(2):
         assert f"rank {rank} of 2 is done" in ended.stdout
@@ -48,17 +46,17 @@ def test_ranks_meet(launcher: str, method: str, port: int, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_import_of_torch_alone_loads_nothing_of_distopt() -> None:
     code = "import sys, torch; assert 'distopt' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_distopt_alone_does_not_import_torch() -> None:
     code = "import sys, distopt, distopt.opt, distopt.comm, distopt.cli; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_pytorch_the_cure_is_told() -> None:
     code = "import sys; sys.modules['torch'] = None; import distopt.torch"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.stderr.splitlines()[-1].endswith("; pip install torch")
 
 
@@ -83,7 +81,6 @@ def test_failures_are_named(trials: str) -> None:
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

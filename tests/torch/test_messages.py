@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
+from tests.processes import LIMIT_SECONDS
 
 from .forked import CONTEXT, Place, place_of
 
@@ -74,9 +75,9 @@ def run(ranks: str, way: str, seconds: float) -> tuple[list[str], list[int | Non
         out: Queue[list[str]] = CONTEXT.Queue()
         processes = place.start(rank_main, place, place.method(), way, seconds, out)
         try:
-            processes[1].join(60)
-            said = out.get(timeout=10) if processes[1].exitcode == 0 else []
-            processes[0].join(10)
+            processes[1].join(LIMIT_SECONDS)
+            said = out.get(timeout=60) if processes[1].exitcode == 0 else []
+            processes[0].join(60)
         finally:
             for process in processes:
                 process.kill()
@@ -86,7 +87,7 @@ def run(ranks: str, way: str, seconds: float) -> tuple[list[str], list[int | Non
 @pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_wait_raises_the_mismatch(way: str) -> None:
-    said, codes = run("2", way, 60.0)
+    said, codes = run("2", way, 120.0)
     assert codes[1] == 0
     assert len(said) >= 4
     for text in said:
@@ -103,11 +104,11 @@ APART = [
 
 
 def rank_of_a_host(rank: int, place: Place, method: str, out: Queue[list[str]]) -> None:
-    dist.init_process_group("distopt", init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    dist.init_process_group("distopt", init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=8))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         sent = [dist.isend(tensor, 1, tag=tag) for tag, (tensor, _) in enumerate(APART)]
-        store.wait(["said"], timedelta(seconds=60))
+        store.wait(["said"], timedelta(seconds=LIMIT_SECONDS))
         del sent
         return
     works = [dist.irecv(tensor, 0, tag=tag) for tag, (_, tensor) in enumerate(APART)]
@@ -126,11 +127,11 @@ def test_between_hosts_messages_that_differ_do_not_meet() -> None:
     with place_of("1+1") as place:
         out: Queue[list[str]] = CONTEXT.Queue()
         ranks = place.start(rank_of_a_host, place, place.method(), out)
-        ranks[1].join(60)
+        ranks[1].join(LIMIT_SECONDS)
         for process in ranks:
             process.kill()
         assert ranks[1].exitcode == 0
-        said = out.get(timeout=10)
+        said = out.get(timeout=60)
     assert len(said) == len(APART)
     for text in said:
         assert "rank 0 (host distopt-a" in text, said

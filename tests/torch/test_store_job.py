@@ -29,7 +29,7 @@ def store_of(job: LocalJob) -> dist.Store:
 @with_ranks(3)
 def test_ranks_exchange_bytes_and_share_memory(job: LocalJob) -> None:
     rank, store = job.topology.rank, store_of(job)
-    own = StoreJob(store, rank, range(3), 20.0)
+    own = StoreJob(store, rank, range(3), 120.0)
     assert own.topology == job.topology
     for length in (0, 7):
         payloads = [bytes([q, 255, 0]) * length * q for q in range(3)]

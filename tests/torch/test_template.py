@@ -161,7 +161,7 @@ def started(command: str, out: Path, template: Path = TEMPLATE) -> Iterator[Prog
 
 def run(command: str, out: Path, template: Path = TEMPLATE) -> Ended:
     with started(command, out, template) as program:
-        return program.end(100)
+        return program.end()
 
 
 def digits_of(output: str) -> list[str]:
@@ -214,7 +214,7 @@ def test_by_hand_as_on_this_machine(tmp_path, port):
     place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{port} -nnodes 2 -node_rank"
     with started(f"{OPTIONS} {place} 1", tmp_path / "by hand") as other:
         ended = run(f"{OPTIONS} {place} 0", tmp_path / "by hand")
-        assert other.end(100).stdout == ""
+        assert other.end().stdout == ""
     assert whole.code == ended.code == 0, whole.stderr + ended.stderr
     assert digits_of(ended.stdout) == digits_of(whole.stdout)
     assert len(digits_of(whole.stdout)) == 2 * (STEPS // 3 + 2) + 1
@@ -226,7 +226,6 @@ def test_by_hand_as_on_this_machine(tmp_path, port):
 
 @pytest.mark.slow
 @pytest.mark.sweep  # tests/torch/test_checkpoint.py kills and preempts jobs in continuous integration
-@pytest.mark.timeout(600)  # four jobs
 def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path, port):
     """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""
     options = f"-cpus 2 {OPTIONS} -epochs 3 -fp16 -arch convnet -optimizer adamw -lr 0.01 -workers 1 -tb"
@@ -241,7 +240,7 @@ def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path,
     with started(f"{options} -save_every 100", out) as preempted:
         said += read_until(preempted, "Train Epoch")  # the ranks agree after so few steps that it is not too late
         os.kill(preempted.process.pid, signal.SIGTERM)
-        left = preempted.end(100)
+        left = preempted.end()
     assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
     last = run(options, out)
     assert "Resuming from" in last.stdout

@@ -245,7 +245,7 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
 
     def slow(folder, *args):
         begun.append(folder.name)
-        assert may_write.wait(60)
+        assert may_write.wait(200)
         write_rank(folder, *args)
 
     monkeypatch.setattr(checkpoint, "write_rank", slow)

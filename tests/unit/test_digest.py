@@ -75,7 +75,6 @@ def on_emulated_gpu(job: Job) -> tuple[str, list[int]]:
     return cupy.__file__, digests([cupy.asarray(data(size)) for size in SIZES]).tolist()
 
 
-@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 def test_they_are_the_same_on_a_gpu():
     build.build()
     ((where, found),) = run_ranks_ok(on_emulated_gpu, 1)

@@ -130,7 +130,6 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow(kept=4)
-@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script(name):
     done = ended(SCRIPTS[name])

@@ -3,16 +3,13 @@
 import os
 import re
 import sys
-import time
 import zipapp
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Ended, Program, patience
-
-SECONDS = 15.0  # on a quiet machine 0.3 to 3; far from DISTOPT_TIMEOUT
+from tests.processes import Ended, Program
 
 PYTHON = sys.executable
 COMMANDS = {
@@ -37,10 +34,8 @@ def run(folder: Path, text: str, how: str = "script") -> Ended:
         path.write_text(content)
     places = {"{script}": str(script), "{other}": str(other), "{text}": text}
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    began = time.monotonic()
-    ended = Program([places.get(word, word) for word in COMMANDS[how]], {"PYTHONPATH": path}).end()
-    assert time.monotonic() - began < patience(SECONDS)
-    return ended
+    env = {"PYTHONPATH": path, "DISTOPT_TIMEOUT": "1000"}  # longer than a test waits
+    return Program([places.get(word, word) for word in COMMANDS[how]], env).end()
 
 
 def guarded(*lines: str) -> str:
@@ -106,7 +101,7 @@ MISTAKES = {
     "no guard in a module that only the function needs": ("import unguarded", NO_GUARD, "-c"),
     "no guard, and a thread that would go on": (
         "import threading, time\n"
-        "if __name__ != '__main__': threading.Thread(target=time.sleep, args=(99,)).start()\n" + UNGUARDED,
+        "if __name__ != '__main__': threading.Thread(target=time.sleep, args=(1000,)).start()\n" + UNGUARDED,
         NO_GUARD,
     ),
     "an argument that cannot be sent": (

@@ -209,9 +209,9 @@ class Exchange:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self._payloads[self.topology.rank] = payload
-        self._barrier.wait(20.0)
+        self._barrier.wait(200.0)
         gathered = list(self._payloads)
-        self._barrier.wait(20.0)
+        self._barrier.wait(200.0)
         return gathered
 
 

@@ -113,7 +113,7 @@ import sys
 from distopt import _core
 from distopt.launch.end_together.siblings import ends_of_siblings
 with ends_of_siblings() as ends:
-    watchdog = _core.Watchdog(60.0, "late", 7, [(fd, f"{pid} has ended") for pid, fd in ends.items()])
+    watchdog = _core.Watchdog(600.0, "late", 7, [(fd, f"{pid} has ended") for pid, fd in ends.items()])
     print(len(ends), flush=True)
     sys.stdin.read()
     watchdog.stop()
@@ -132,7 +132,7 @@ def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
         second.stdin.close()
     else:
         first.kill()
-    code, stderr = second.wait(60.0), second.stderr.read()
+    code, stderr = second.wait(200.0), second.stderr.read()
     assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
     first.kill()
     first.communicate()
@@ -146,7 +146,7 @@ from distopt.launch.end_together.siblings import end_with_parent
 def child(launched=False):
     end_with_parent(launched=launched)
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 if __name__ == "__main__":
     if sys.argv[1] == "child":
         child(launched=True)

@@ -14,10 +14,11 @@ from distopt.launch.sockets import handle_events
 from distopt.launch.supervise.output import Output
 from distopt.launch.supervise.program import Program
 from distopt.launch.supervise.ranks import Failure, LocalRanks, Rank, first_of
+from tests.processes import LIMIT_SECONDS
 
 RAISES = "import distopt.launch, distopt.errors as e; raise "
 FOREIGN = "raise ValueError('foreign')"
-LATE = "import atexit, time; atexit.register(time.sleep, 60); " + RAISES
+LATE = "import atexit, pathlib, time; atexit.register(lambda: (pathlib.Path({!r}).touch(), time.sleep(60))); " + RAISES
 
 
 class Node:
@@ -31,7 +32,7 @@ class Node:
             self.ranks.add(Program(rank, [sys.executable, "-c", code], dict(os.environ), None, self._outputs))
 
     def wait(self, done) -> None:
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + LIMIT_SECONDS
         while not done():
             assert time.monotonic() < until
             handle_events(self._selector, 0.1)
@@ -81,9 +82,11 @@ def test_one_end(node, capfd, code, exit_code, error, is_consequence):
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, capfd):
+def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, capfd, tmp_path):
     """Its process ends by SIGTERM; its error and exit code are still those that it has reported."""
-    one = node(LATE + "ValueError('late')", "import time; time.sleep(3); " + FOREIGN)
+    failing = str(tmp_path / "failing")
+    waits = f"import pathlib, time\nwhile not pathlib.Path({failing!r}).exists(): time.sleep(0.01)\n"
+    one = node(LATE.format(failing) + "ValueError('late')", waits + FOREIGN)
     one.wait(lambda: one.ranks.failures)
     one.ranks.end(5.0)
     assert first_of(one.ranks.failures).rank == 1  # the first that has ended

@@ -41,11 +41,11 @@ def suspend(program: Program, seconds: float) -> None:
 
 @pytest.mark.slow
 def test_server_of_a_job_that_is_suspended_while_ranks_join():
-    program = Program([sys.executable, "-c", MEETS, "0", "2.5"])
+    program = Program([sys.executable, "-c", MEETS, "0", "6"])
     port, connected = program.read_lines(2)
     assert connected == "connected"
     assert len(program.pids()) == 2
-    suspend(program, 3.5)
+    suspend(program, 7.0)
     time.sleep(0.5)  # in which a server that counts the suspension would end the job
     watch = Watch(1, 2, bytes(32), [("localhost", int(port))], 5.0)
     assert program.read_lines(1) == ["go"]
@@ -56,10 +56,10 @@ def test_server_of_a_job_that_is_suspended_while_ranks_join():
 
 @pytest.mark.slow
 def test_rank_that_is_suspended_while_it_looks_for_the_server(port):
-    program = Program([sys.executable, "-c", MEETS, str(port), "3"])
+    program = Program([sys.executable, "-c", MEETS, str(port), "6"])
     program.read_lines(1)
     time.sleep(0.3)
-    suspend(program, 4.0)
+    suspend(program, 7.0)
     time.sleep(0.5)  # in which one that counts the suspension would give up
     with listen(port, 8) as listener:
         server = start_server(listener, bytes(32), 2, 5.0, speaks=False)
@@ -75,11 +75,11 @@ def test_nodes_that_are_suspended_while_they_meet(tmp_path, port):
     script = tmp_path / "script.py"
     script.write_text("import os; print('rank', os.environ['RANK'])")
     command = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
-    command += ["--rdzv-timeout", "3", str(script)]
+    command += ["--rdzv-timeout", "12", str(script)]
     first = Program(command)
     time.sleep(1.5)
     assert first.process.poll() is None
-    suspend(first, 4.0)
+    suspend(first, 13.0)
     time.sleep(0.3)
     second = Program(command)
     ended = [first.end(), second.end()]
@@ -99,13 +99,13 @@ watchdog.stop()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "code"), [("2.5", 0), ("0.6", 7)])
+@pytest.mark.parametrize(("seconds", "code"), [("5", 0), ("0.6", 7)])
 def test_watchdog_does_not_bark_at_a_suspension(seconds, code):
     program = Program([sys.executable, "-c", WATCHED, seconds])
     assert program.read_lines(1) == ["watched"]
     time.sleep(0.2)
     program.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.5 if code == 0 else 0.1)
+    time.sleep(6.0 if code == 0 else 0.1)
     program.process.send_signal(signal.SIGCONT)
     ended = program.end()
     assert (ended.code, ended.stderr) == (code, "late" if code else "")

@@ -20,7 +20,6 @@ from multiprocessing.queues import Queue
 import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
-from tests.processes import patience
 
 from ..forked import CONTEXT, join, place_of
 from . import CHECKS
@@ -28,7 +27,7 @@ from .ranks import TIMEOUT_SECONDS, Ranks
 
 
 def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:
-    faulthandler.dump_traceback_later(min(patience(200.0), 500.0), exit=True)
+    faulthandler.dump_traceback_later(500.0, exit=True)
     join(rank, sum(counts), method, TIMEOUT_SECONDS)
     for name in names:
         error = ""

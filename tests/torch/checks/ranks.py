@@ -9,7 +9,7 @@ from distopt.errors import DistoptError
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -121,7 +121,7 @@ def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
     for _ in range(3):
         tensors = [torch.ones(200_000) for _ in range(3)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < deadline
             torch.randn(50, 50) @ torch.randn(50, 50)
