@@ -166,22 +166,7 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
         raise ValueError(f"k is {k}, outside of 1 ... {x.size}")
     lists.reserve(k)
     strata, rank, capacity = _core.selection_estimate(x.size, k)
-    source, vectors = _source(x, accumulation)
-    selected, workspace = accumulation.source(x), lists.workspace(x.size, capacity)
-    tiles = blocks(x.size, _TILE)
-    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, strata, rank, _NO_KEY, workspace[0], findings)
-    if strata or accumulation.residual is not None:
-        launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
-    searched = workspace, selected, x.size, k
-    # Few blocks, for the candidates: each adds its counts to those of all, which soon takes longer than the search.
-    items = blocks(capacity if strata else x.size, 32)
-    for digit in range(3):
-        launch_strided(f"digit<{digit}>", items, *searched)
-    launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
-    launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, True, findings)
-    outputs = tiles, lists.indices, lists.values, findings
-    launch("write_top_k", (blocks(tiles, _WARPS),), (THREADS,), *searched, *outputs)
-    launch_strided("find_first", blocks(x.size, 16), selected, x.size, findings)
+    _select(x, k, (strata, rank, _NO_KEY), capacity, accumulation, lists, findings)
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
@@ -192,17 +177,34 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
     assert isinstance(lists, _DeviceLists)
     if not bound >= 0:
         raise ValueError(f"the bound is {bound}, not a number from 0 up")
-    workspace = lists.workspace(x.size, min(lists.values.size, x.size))
+    floor = (int(np.float32(bound).view(np.int32)) & _NO_KEY) - 1
+    _select(x, 0, (0, 0, floor), min(lists.values.size, x.size), accumulation, lists, findings)
+
+
+def _select(
+    x: Array,
+    k: int,
+    sample: tuple[int, int, int],
+    capacity: int,
+    accumulation: Accumulation,
+    lists: _DeviceLists,
+    findings: Array,
+) -> None:
+    """The k largest, or with a k of 0 all above the floor: `sample` is strata and rank, and the floor without strata."""
     source, vectors = _source(x, accumulation)
-    key = int(np.float32(bound).view(np.int32)) & _NO_KEY
-    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, 0, 0, 0, key - 1, workspace[0], findings)
-    if x.size:
-        tiles = blocks(x.size, _TILE)
-        launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
-        launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, False, findings)
-        outputs = lists.indices, lists.values, findings
-        launch("write_all", (blocks(tiles, _WARPS),), (THREADS,), workspace, x.size, tiles, *outputs)
-        launch_strided("find_first", blocks(x.size, 16), accumulation.source(x), x.size, findings)
+    workspace, tiles = lists.workspace(x.size, capacity), blocks(x.size, _TILE)
+    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, *sample, workspace[0], findings)
+    if not x.size:
+        return
+    launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
+    searched = workspace, accumulation.source(x), x.size, k
+    # Few blocks, for the candidates: each adds its counts to those of all, which soon takes longer than the search.
+    items = blocks(capacity if sample[0] else x.size, 32)
+    for digit in range(3 if k else 0):
+        launch_strided(f"digit<{digit}>", items, *searched)
+    launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
+    launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, findings)
+    launch("write_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles, lists.indices, lists.values)
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:

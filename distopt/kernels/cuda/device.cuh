@@ -7,7 +7,7 @@ using namespace distopt;
 
 constexpr unsigned block_threads = 256;
 constexpr unsigned all_lanes = 0xffffffff;
-constexpr int warp_count = block_threads / 32;
+constexpr unsigned warp_count = block_threads / 32;
 
 __device__ inline double infinity() { return __longlong_as_double(0x7ff0000000000000); }
 __device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }

@@ -67,7 +67,7 @@ __global__ void column_sums(const T* matrix, size_t rows, int columns, T* out) {
   parts[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || column >= columns) return;
-  for (int i = 1; i < warp_count; ++i) sum += parts[i][threadIdx.x];
+  for (unsigned i = 1; i < warp_count; ++i) sum += parts[i][threadIdx.x];
   out[column] = T(sum);
 }
 

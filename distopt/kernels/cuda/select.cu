@@ -3,20 +3,17 @@
 // gives the place of each tile's share. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
-//
-// All passes note in findings->from_bad where the first element is that is not finite.
 #include "source.cuh"
 
-constexpr unsigned warps = block_threads / 32;
 constexpr unsigned rows = 8, row = 32 * 4;     // a warp collects from rows of one Four per lane, side by side
-constexpr unsigned tile = warps * rows * row;  // elements that a block collects from, see gpu.py
+constexpr unsigned tile = warp_count * rows * row;  // elements that a block collects from, see gpu.py
 constexpr unsigned bins = 1 << 11;
 
 // In device memory.
 struct SelectState {
   int floor;              // keys above it are candidates
   unsigned candidates;    // how many there are, also of those that found no room
-  int prefix;             // leading bits of the k-th largest key; all of them after the last pass
+  int prefix;             // leading bits of the k-th largest key; all of them after the last pass: the boundary
   unsigned remaining;     // its rank among the keys that begin so; in the end, how many keys equal to it are kept
   unsigned finished;      // blocks that have finished a pass
   unsigned counts[bins];  // keys by the digit that is looked for
@@ -72,7 +69,8 @@ __device__ void find_digit(unsigned* counts, int width, int& prefix, unsigned& k
 
 constexpr unsigned sampling_threads = 1024;
 
-// One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given.
+// One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given. A k of 0
+// selects all keys above it, so that the floor is the boundary.
 __global__ void __launch_bounds__(sampling_threads)
     prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor, SelectState* state,
             Findings* findings) {
@@ -85,9 +83,9 @@ __global__ void __launch_bounds__(sampling_threads)
   if (threadIdx.x == 0) {
     prefix = 0;
     remaining = rank;
-    *findings = {k, 0, 0, 0};
+    *findings = {};
     state->candidates = state->finished = 0;
-    state->prefix = 0;
+    state->prefix = k ? 0 : floor;
     state->remaining = k;
   }
   __syncthreads();
@@ -165,11 +163,11 @@ __global__ void __launch_bounds__(block_threads) digit(Workspace w, const float*
 }
 
 // -- collecting -------------------------------------------------------------------------------------------------------
-// One block per tile: accumulates it and appends its candidates to the list. 32 values per thread, and registers for
-// 1024 threads on a processor, keep memory busy.
+// One block per tile: accumulates it, appends its candidates to the list, and notes elements that are not finite. 32
+// values per thread, and registers for 1024 threads on a processor, keep memory busy.
 __global__ void __launch_bounds__(block_threads, 4)
     collect_candidates(Source from, unsigned n, bool vectors, Workspace w, Findings* findings) {
-  __shared__ unsigned of_warp[warps], list_begin;
+  __shared__ unsigned of_warp[warp_count], list_begin;
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const unsigned begin = blockIdx.x * tile + warp * (rows * row) + lane * 4;
   const float scale = scale_of(from);
@@ -197,7 +195,7 @@ __global__ void __launch_bounds__(block_threads, 4)
   __syncthreads();
   unsigned out = 0, total = 0;
 #pragma unroll 1  // of 64 registers there is none to spare for sm_80
-  for (unsigned i = 0; i < warps; ++i) {
+  for (unsigned i = 0; i < warp_count; ++i) {
     if (i == warp) out = total;
     total += of_warp[i];
   }
@@ -231,7 +229,7 @@ __device__ Share share_of(const Workspace& w, const View& view, unsigned t) {
 // One warp per tile: how many of its keys are above the boundary, and how many equal to it.
 __global__ void __launch_bounds__(block_threads)
     count_kept(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
-  const unsigned t = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned t = blockIdx.x * warp_count + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= tiles) return;
   const View view = view_of(w, x, n, k);
   const Share share = share_of(w, view, t);
@@ -250,11 +248,9 @@ __global__ void __launch_bounds__(block_threads)
 
 constexpr unsigned scan_threads = 1024;
 
-// One block: sums over the tiles before each tile. Without a boundary all candidates count as above it, and their
-// number is reported.
-__global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
+// One block: sums over the tiles before each tile; the number of selected elements.
+__global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, Findings* findings) {
   constexpr unsigned each = 4;  // tiles of a thread at a time: 32 bytes, side by side
-  const auto share_at = [&](unsigned t) { return boundary ? w.kept[t] : Share{w.tiles[t].count, 0}; };
   unsigned long long before = 0;  // both counts in one sum
   for (unsigned first = 0; first < tiles; first += scan_threads * each) {
     const unsigned begin = first + threadIdx.x * each;
@@ -262,7 +258,7 @@ __global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles
 #pragma unroll
     for (unsigned j = 0; j < each; ++j) {
       if (begin + j >= tiles) continue;
-      const Share share = share_at(begin + j);
+      const Share share = w.kept[begin + j];
       own[j] = static_cast<unsigned long long>(share.first) << 32 | share.count;
       sum += own[j];
     }
@@ -275,58 +271,33 @@ __global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles
     }
     before += total;
   }
-  if (!boundary && threadIdx.x == 0) findings->selected = before >> 32;
+  if (threadIdx.x == 0) findings->selected = (before >> 32) + w.state->remaining;
 }
 
-// One warp per tile: writes its share of the lists.
-__device__ void write_tile(const View& view, Share share, int boundary, unsigned out, unsigned ties, unsigned n,
-                           int* indices, float* values, Findings* findings) {
+// One warp per tile: writes its share of the lists; nothing where they have no room for all of a selection by a bound.
+__global__ void __launch_bounds__(block_threads)
+    write_kept(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, int* indices, float* values) {
+  const unsigned t = blockIdx.x * warp_count + threadIdx.x / 32;
+  if (t >= tiles || (!k && w.state->candidates > w.capacity)) return;
+  const View view = view_of(w, x, n, k);
+  const Share share = share_of(w, view, t), before = w.kept[t];
+  const int boundary = w.state->prefix;
+  const unsigned ties_before = min(before.count, w.state->remaining);
+  unsigned out = before.first + ties_before, ties = w.state->remaining - ties_before;
   const unsigned lane = threadIdx.x % 32, lower = (1u << lane) - 1;
   for (unsigned base = 0; base < share.count; base += 32) {
     const bool present = base + lane < share.count;
     const unsigned at = share.first + base + lane;
-    const float x = present ? view.x[at] : 0;
-    const int key = present ? key_of(x) : -1;
+    const float value = present ? view.x[at] : 0;
+    const int key = present ? key_of(value) : -1;
     const unsigned equal = __ballot_sync(all_lanes, present && key == boundary);
     const bool tie = (equal >> lane & 1) && static_cast<unsigned>(__popc(equal & lower)) < ties;
     ties -= min(ties, static_cast<unsigned>(__popc(equal)));
     const unsigned chosen = __ballot_sync(all_lanes, (present && key > boundary) || tie);
     if (chosen >> lane & 1) {
-      const int index = view.indices ? view.indices[at] : static_cast<int>(at);
-      indices[out + __popc(chosen & lower)] = index;
-      values[out + __popc(chosen & lower)] = x;
-      if (key >= nonfinite_key)
-        atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - static_cast<unsigned>(index)));
+      indices[out + __popc(chosen & lower)] = view.indices ? view.indices[at] : static_cast<int>(at);
+      values[out + __popc(chosen & lower)] = value;
     }
     out += __popc(chosen);
   }
-}
-
-__global__ void __launch_bounds__(block_threads)
-    write_top_k(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, int* indices, float* values,
-                Findings* findings) {
-  const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
-  if (t >= tiles) return;
-  const View view = view_of(w, x, n, k);
-  const unsigned ties = w.state->remaining;
-  const Share before = w.kept[t];
-  const unsigned ties_before = min(before.count, ties);
-  write_tile(view, share_of(w, view, t), w.state->prefix, before.first + ties_before, ties - ties_before, n, indices,
-             values, findings);
-}
-
-__global__ void __launch_bounds__(block_threads)
-    write_all(Workspace w, unsigned n, unsigned tiles, int* indices, float* values, Findings* findings) {
-  const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
-  if (t >= tiles || w.state->candidates > w.capacity) return;
-  const View view = {w.values, w.indices, w.state->candidates};
-  write_tile(view, w.tiles[t], -1, w.kept[t].first, 0, n, indices, values, findings);
-}
-
-// -- elements that are not finite -------------------------------------------------------------------------------------
-// Does nothing unless one was listed. Then it looks for the first one, which may not have been.
-__global__ void __launch_bounds__(block_threads) find_first(const float* x, size_t n, Findings* findings) {
-  if (!findings->from_bad) return;
-  for (size_t i = thread_index(); i < n; i += thread_stride())
-    if (key_of(x[i]) >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
 }
