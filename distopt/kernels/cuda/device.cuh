@@ -64,7 +64,7 @@ __device__ void for_planes(size_t planes, F f) {
   for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);
 }
 
-// Images in memory: [images, channels, pixels], or, for products of matrices, `rows` [channels, images, pixels].
+// Images in memory: [images, channels, pixels].
 struct Batch {
   int images, channels;
 };

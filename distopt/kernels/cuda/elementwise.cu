@@ -1,4 +1,4 @@
-// Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax. Sums run in an order
+// Kernels on whole arrays, rows and channels: activations, sums, batch normalization, losses. Sums run in an order
 // that shapes alone determine, without atomics; element by element the arithmetic is that of csrc/cpu/elementwise.cpp.
 #include "device.cuh"
 
@@ -20,16 +20,6 @@ __global__ void relu_backward(const T* dy, const T* y, T* dx, size_t count, bool
     for (int i = 0; i < width; ++i) values.e[i] = rectify_gradient(values.e[i], results.e[i]);
     unit_at<width>(dx + first) = values;
   });
-}
-
-template <class T>
-__global__ void sigmoid(const T* x, T* y, size_t count) {
-  for_each(count, [&](size_t i) { y[i] = T(1) / (T(1) + exp(-x[i])); });
-}
-
-template <class T>
-__global__ void sigmoid_backward(const T* dy, const T* y, T* dx, size_t count) {
-  for_each(count, [&](size_t i) { dx[i] = dy[i] * y[i] * (T(1) - y[i]); });
 }
 
 // y [count / columns, columns] += bias [columns] (or null), with ReLU if asked, in place. A unit lies within a row.
@@ -78,9 +68,8 @@ struct Channels {
   size_t per_image, per_channel;  // from one to the next
 };
 
-__device__ inline Channels channels_of(Batch batch, int pixels, bool rows = false) {
+__device__ inline Channels channels_of(Batch batch, int pixels) {
   const size_t plane = size_t(pixels), count = batch.images * plane;
-  if (rows) return {count, unsigned(pixels), plane, count};
   return {count, unsigned(pixels), batch.channels * plane, plane};
 }
 
@@ -119,30 +108,24 @@ __device__ inline void store_part(double* sums, double value) {
   if (threadIdx.x == 0) sums[blockIdx.x * gridDim.y + blockIdx.y] = sum;
 }
 
-template <class T, class Combine>
-__device__ T over_warp(T value, Combine combine) {
-  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(all_lanes, value, offset));
+// The sum over a warp, in all lanes, always in the same order. All lanes must call it.
+template <class T>
+__device__ T warp_sum(T value) {
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(all_lanes, value, offset);
   return value;
 }
 
-struct Plus {
-  template <class T>
-  __device__ T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-
-// The sum over a channel, in all lanes of a warp, always in the same order. All of them must call it.
+// The sum over a channel, as `warp_sum`.
 __device__ inline double whole_sum(const double* sums, unsigned parts, size_t channel) {
   double sum = 0;
   for (unsigned i = threadIdx.x % 32; i < parts; i += 32) sum += sums[channel * parts + i];
-  return over_warp(sum, Plus());
+  return warp_sum(sum);
 }
 
 template <class T>
-__global__ void channel_parts(Batch batch, int pixels, const T* x, bool rows, double* sums) {
+__global__ void channel_parts(Batch batch, int pixels, const T* x, double* sums) {
   double sum = 0;
-  for_part(channels_of(batch, pixels, rows), [&](size_t at) { sum += double(x[at]); });
+  for_part(channels_of(batch, pixels), [&](size_t at) { sum += double(x[at]); });
   store_part(sums, sum);
 }
 
@@ -156,14 +139,19 @@ __global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bo
 }
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
-// Sums of squared distances from the mean.
+// Sums over a channel of a, and of its products with b, normalized where a mean is given. A float's square is exact in
+// float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
 template <class T>
-__global__ void square_parts(Batch batch, int pixels, const T* x, const double* sums, double* squares) {
-  const Channels channels = channels_of(batch, pixels);
-  const T mean = T(whole_sum(sums, gridDim.y, blockIdx.x) / double(channels.count));
-  double sum = 0;
-  for_part(channels, [&](size_t at) { sum += double((x[at] - mean) * (x[at] - mean)); });
-  store_part(squares, sum);
+__global__ void product_parts(Batch batch, int pixels, const T* a, const T* b, const T* mean,
+                              const T* inverse_deviation, double* sums, double* products) {
+  const T center = mean ? mean[blockIdx.x] : T(0), inverse = mean ? inverse_deviation[blockIdx.x] : T(1);
+  double sum = 0, product = 0;
+  for_part(channels_of(batch, pixels), [&](size_t at) {
+    sum += double(a[at]);
+    product += double(a[at]) * double((b[at] - center) * inverse);
+  });
+  store_part(sums, sum);
+  store_part(products, product);
 }
 
 // Mean and inverse deviation of every channel; the running statistics are updated.
@@ -172,9 +160,9 @@ __global__ void channel_moments(Batch batch, int pixels, const double* sums, con
                                 T* mean, T* inverse_deviation, T* running_mean, T* running_var, T momentum, T epsilon) {
   const double count = double(channels_of(batch, pixels).count);
   for_rows(size_t(batch.channels), [&](size_t channel) {
-    const T center = T(whole_sum(sums, parts, channel) / count),
-            variance = T(whole_sum(squares, parts, channel) / count);
+    const double average = whole_sum(sums, parts, channel) / count, square = whole_sum(squares, parts, channel) / count;
     if (threadIdx.x != 0) return;
+    const T center = T(average), variance = T(rectify(square - average * average));  // rounding may leave less than 0
     mean[channel] = center;
     inverse_deviation[channel] = T(1) / sqrt(variance + epsilon);
     running_mean[channel] += momentum * (center - running_mean[channel]);
@@ -195,20 +183,6 @@ __global__ void normalize(Batch batch, int pixels, const T* x, const T* mean, co
   });
 }
 
-// Sums of dy, and of its products with the normalized x.
-template <class T>
-__global__ void normalize_parts(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
-                                const T* inverse_deviation, double* sums, double* projections) {
-  const T center = mean[blockIdx.x], inverse = inverse_deviation[blockIdx.x];
-  double sum = 0, projection = 0;
-  for_part(channels_of(batch, pixels), [&](size_t at) {
-    sum += double(dy[at]);
-    projection += double(dy[at] * ((x[at] - center) * inverse));
-  });
-  store_part(sums, sum);
-  store_part(projections, projection);
-}
-
 template <class T>
 __global__ void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
                                    const T* inverse_deviation, const T* gamma, bool training, const T* dgamma,
@@ -225,31 +199,8 @@ __global__ void normalize_backward(Batch batch, int pixels, const T* dy, const T
   });
 }
 
-// -- softmax, one warp per row ----------------------------------------------------------------------------------------
-template <class T>
-struct RowScale {
-  T maximum, sum;  // of a row, and of exp(row - maximum)
-};
-
-template <class T>
-__device__ RowScale<T> row_scale(const T* row, int columns) {
-  T maximum = T(-infinity()), sum = T(0);
-  for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
-  maximum = over_warp(maximum, [](T a, T b) { return a > b ? a : b; });
-  for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
-  return {maximum, over_warp(sum, Plus())};
-}
-
+// -- cross entropy, one warp per row ----------------------------------------------------------------------------------
 __device__ inline bool is_class(long long label, int columns) { return label >= 0 && label < columns; }
-
-template <class T>
-__global__ void softmax(const T* x, T* y, size_t rows, int columns) {
-  for_rows(rows, [&](size_t r) {
-    const RowScale<T> scale = row_scale(x + r * columns, columns);
-    for (int c = int(threadIdx.x); c < columns; c += 32)
-      y[r * columns + c] = exp(x[r * columns + c] - scale.maximum) / scale.sum;
-  });
-}
 
 // Labels are class indices, or `target`, one distribution per row; the other is null.
 template <class T>
@@ -257,14 +208,21 @@ __global__ void cross_entropy(const T* logits, const long long* labels, const T*
                               T* probability, double* row_loss) {
   for_rows(rows, [&](size_t r) {
     const T* row = logits + r * columns;
-    const RowScale<T> scale = row_scale(row, columns);
-    const T log_sum = scale.maximum + log(scale.sum);
+    T maximum = T(-infinity()), sum = T(0);
+    for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
+    for (int offset = 16; offset; offset /= 2) {
+      const T other = __shfl_xor_sync(all_lanes, maximum, offset);
+      maximum = other > maximum ? other : maximum;
+    }
+    for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
+    sum = warp_sum(sum);
+    const T log_sum = maximum + log(sum);
     double loss = 0;
     for (int c = int(threadIdx.x); c < columns; c += 32) {
-      probability[r * columns + c] = exp(row[c] - scale.maximum) / scale.sum;
+      probability[r * columns + c] = exp(row[c] - maximum) / sum;
       if (target) loss += double(target[r * columns + c] * (log_sum - row[c]));
     }
-    loss = over_warp(loss, Plus());
+    loss = warp_sum(loss);
     if (!target) loss = is_class(labels[r], columns) ? double(log_sum - row[labels[r]]) : not_a_number();
     if (threadIdx.x == 0) row_loss[r] = loss;
   });
@@ -302,7 +260,7 @@ __global__ void cross_entropy_backward(const T* probability, const long long* la
     if (target) {
       share = T(0);
       for (int c = int(threadIdx.x); c < columns; c += 32) share += target[r * columns + c];
-      share = over_warp(share, Plus());
+      share = warp_sum(share);
     } else if (!is_class(labels[r], columns)) {
       share = T(not_a_number());  // nothing may be learnt from it
     }

@@ -1,7 +1,7 @@
 // Kernels that move windows over images: lowering of convolutions, and pooling. cuBLAS computes the products.
 //
-// Arrays are dense images; `rows`, or an array with `rows` set, is a product [channels, images * pixels]. Sums run in
-// an order that shapes alone determine, without atomics.
+// Arrays are dense images; `rows` is a product [channels, images * pixels]. Sums run in an order that shapes alone
+// determine, without atomics.
 #include "device.cuh"
 
 // A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
@@ -9,22 +9,9 @@ struct Window {
   int h, w, kh, kw, sh, sw, ph, pw, oh, ow;
 };
 
-// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
-template <class T>
-struct Planes {
-  T* data;
-  size_t per_image, per_channel;
-  int channels;
-
-  __device__ T* operator[](unsigned plane) const {
-    return data + int(plane) / channels * per_image + int(plane) % channels * per_channel;
-  }
-};
-
-template <class T>
-__device__ Planes<T> planes_at(T* data, Batch batch, size_t pixels, bool rows) {
-  if (rows) return {data, pixels, batch.images * pixels, batch.channels};
-  return {data, batch.channels * pixels, pixels, batch.channels};
+// Where a plane (image, channel) of `pixels` begins in a product.
+__device__ inline size_t row_of(Batch batch, unsigned plane, size_t pixels) {
+  return (size_t(plane) % batch.channels * batch.images + plane / batch.channels) * pixels;
 }
 
 // Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
@@ -79,9 +66,8 @@ __global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
 // to = rows + bias[channel] (or null), with ReLU if asked; planes of `pixels`.
 template <class T>
 __global__ void spread(Batch batch, int pixels, const T* rows, const T* bias, bool relu, T* to) {
-  const auto planes = planes_at(rows, batch, size_t(pixels), true);
   for_planes(planes_of(batch), [&](unsigned plane) {
-    const T* source = planes[plane];
+    const T* source = rows + row_of(batch, plane, size_t(pixels));
     const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
     for_each(size_t(pixels), [&](size_t i) {
       const T value = bias ? source[i] + shift : source[i];
@@ -93,9 +79,8 @@ __global__ void spread(Batch batch, int pixels, const T* rows, const T* bias, bo
 // rows = dy, 0 where y (or null) is not positive.
 template <class T>
 __global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* rows) {
-  const auto planes = planes_at(rows, batch, size_t(pixels), true);
   for_planes(planes_of(batch), [&](unsigned plane) {
-    T* target = planes[plane];
+    T* target = rows + row_of(batch, plane, size_t(pixels));
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
       target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
@@ -103,15 +88,12 @@ __global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* row
   });
 }
 
-// As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
+// The maximum of each window; `taken` is the tap that it came from. A NaN always wins.
 template <class T>
-__global__ void max_pool(Batch batch, Window s, const T* x, bool rows, const T* bias, bool relu, T* y,
-                         unsigned char* taken) {
-  const auto planes = planes_at(x, batch, pixels_of(s), rows);
+__global__ void max_pool(Batch batch, Window s, const T* x, T* y, unsigned char* taken) {
   const size_t places = places_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
-    const T* source = planes[plane];
-    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
+    const T* source = x + plane * pixels_of(s);
     for_each(places, [&](size_t place) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
       T best = T(-infinity());
@@ -120,9 +102,7 @@ __global__ void max_pool(Batch batch, Window s, const T* x, bool rows, const T* 
         for (int kx = 0; kx < s.kw; ++kx) {
           const int iy = top + ky, ix = left + kx;
           if (iy < 0 || iy >= s.h || ix < 0 || ix >= s.w) continue;
-          T value = source[size_t(iy) * s.w + ix];
-          if (bias) value += shift;
-          if (relu) value = rectify(value);
+          const T value = source[size_t(iy) * s.w + ix];
           if (value > best || value != value) {
             best = value;
             tap = ky * s.kw + kx;
@@ -135,22 +115,18 @@ __global__ void max_pool(Batch batch, Window s, const T* x, bool rows, const T* 
   });
 }
 
-// dx = for each pixel the sum of dy over the windows that took it, 0 where y (or null) is not positive.
+// dx = for each pixel the sum of dy over the windows that took it.
 template <class T>
-__global__ void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const unsigned char* taken, T* dx,
-                                  bool rows) {
-  const auto planes = planes_at(dx, batch, pixels_of(s), rows);
-  const size_t places = places_of(s);
+__global__ void max_pool_backward(Batch batch, Window s, const T* dy, const unsigned char* taken, T* dx) {
+  const size_t places = places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
-    T* target = planes[plane];
     const size_t base = plane * places;
-    for_each(pixels_of(s), [&](size_t pixel) {
+    for_each(pixels, [&](size_t pixel) {
       T sum = T(0);
       for_windows(s, int(pixel), [&](size_t place, int tap) {
-        if (taken[base + place] != tap) return;
-        sum += y ? rectify_gradient(dy[base + place], y[base + place]) : dy[base + place];
+        if (taken[base + place] == tap) sum += dy[base + place];
       });
-      target[pixel] = sum;
+      dx[plane * pixels + pixel] = sum;
     });
   });
 }

@@ -5,7 +5,7 @@
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
 #include "source.cuh"
 
-constexpr unsigned rows = 8, row = 32 * 4;     // a warp collects from rows of one Four per lane, side by side
+constexpr unsigned rows = 8, row = 32 * 4;          // a warp collects from rows of one Four per lane, side by side
 constexpr unsigned tile = warp_count * rows * row;  // elements that a block collects from, see gpu.py
 constexpr unsigned bins = 1 << 11;
 
@@ -250,7 +250,7 @@ constexpr unsigned scan_threads = 1024;
 
 // One block: sums over the tiles before each tile; the number of selected elements.
 __global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, Findings* findings) {
-  constexpr unsigned each = 4;  // tiles of a thread at a time: 32 bytes, side by side
+  constexpr unsigned each = 4;    // tiles of a thread at a time: 32 bytes, side by side
   unsigned long long before = 0;  // both counts in one sum
   for (unsigned first = 0; first < tiles; first += scan_threads * each) {
     const unsigned begin = first + threadIdx.x * each;

@@ -97,16 +97,12 @@ def relu_backward(dy: Array, y: Array) -> Array:
 
 def sigmoid(x: Array) -> Array:
     """See `cpu.sigmoid`."""
-    y = _like(x)
-    launch_each(f"sigmoid<{c_type(x)}>", y.size, x, y, y.size)
-    return y
+    return 1 / (1 + cupy.exp(-x))
 
 
 def sigmoid_backward(dy: Array, y: Array) -> Array:
     """See `cpu.sigmoid_backward`."""
-    dx = _like(dy, y)
-    launch_each(f"sigmoid_backward<{c_type(dy)}>", dx.size, dy, y, dx, dx.size)
-    return dx
+    return dy * y * (1 - y)
 
 
 def _like(*xs: Array) -> Array:
@@ -130,10 +126,9 @@ def _matrix(x: Array) -> tuple[int, int]:
 
 def softmax(x: Array) -> Array:
     """See `cpu.softmax`."""
-    rows, columns = _matrix(x)
-    y = _like(x)
-    launch_rows(f"softmax<{c_type(x)}>", rows, x, y, rows, columns)
-    return y
+    _matrix(x)
+    y = cupy.exp(x - x.max(axis=1, keepdims=True))
+    return y / y.sum(axis=1, keepdims=True)
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
@@ -190,8 +185,7 @@ def batch_norm2d(
         mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
         given, parts = ((n, c), h * w), gpu_images.parts_of((n, c), h * w)
         sums, squares = cupy.empty((2, c, parts), cupy.float64)
-        launch(f"channel_parts<{kind}>", (c, parts), (THREADS,), *given, x, False, sums)
-        launch(f"square_parts<{kind}>", (c, parts), (THREADS,), *given, x, sums, squares)
+        launch(f"product_parts<{kind}>", (c, parts), (THREADS,), *given, x, x, None, None, sums, squares)
         results = mean, inverse, running_mean, running_var, momentum, eps
         launch_rows(f"channel_moments<{kind}>", c, *given, sums, squares, parts, *results)
     else:
@@ -210,7 +204,7 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     given = (n, c), h * w, dy, x, mean, inverse
     sums, projections = cupy.empty((2, c, parts), cupy.float64)
     if c:
-        launch(f"normalize_parts<{kind}>", (c, parts), (THREADS,), *given, sums, projections)
+        launch(f"product_parts<{kind}>", (c, parts), (THREADS,), *given, sums, projections)
     for parts_of_sum, result in ((sums, dbeta), (projections, dgamma)):
         launch_rows(f"channel_sums<{kind}>", c, (n, c), parts_of_sum, parts, False, result)
     results = gamma, training, dgamma, dbeta, dx

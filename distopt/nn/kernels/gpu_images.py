@@ -21,18 +21,18 @@ SCRATCH_BYTES = 1 << 28  # for the lowered images of a chunk; one image may take
 CHANNEL_BLOCKS = 1024  # most blocks of a sum over channels: about as many as an H100 holds
 
 
-class _Conv(NamedTuple):
-    x: Array
-    w: Array
-    window: Sizes
-    y: Array | None  # with ReLU, and pooled
-    pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
-
-
 class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     window: Sizes
     taken: Array | None  # of max pooling
+
+
+class _Conv(NamedTuple):
+    x: Array
+    w: Array
+    window: Sizes
+    y: Array | None  # with ReLU
+    pooling: _SavedPool | None
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
@@ -88,32 +88,26 @@ def conv2d(
     relu: bool = False,
     pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
-    """See `cpu.conv2d`; bias, ReLU and pooling are one pass over the product."""
+    """See `cpu.conv2d`; bias and ReLU are one pass over the product, and pooling is another."""
     window = _convolution(x, w, b, stride, padding)
-    m, places, shape = len(w), window[8] * window[9], (len(x), len(w), *window[8:])
-    pooling = None
-    if pool is not None:
-        kernel, step, border = pool
-        shape = pool_out(shape, kernel, step, border)
-        pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
-    y = cupy.empty(shape, x.dtype)
+    m, places = len(w), window[8] * window[9]
+    y = cupy.empty((len(x), m, *window[8:]), x.dtype)
     for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows, some = cupy.empty((m, images * places), x.dtype), slice(first, first + images)
+        rows = cupy.empty((m, images * places), x.dtype)
         _products(_groups(x, w), w.reshape(m, -1), _lowered(x, window, first, images), rows)
-        if pooling is not None:
-            _max_pool((images, m), pooling[1], (rows, True, b, relu), y[some], pooling[0][some])
-        else:
-            launch_planes(f"spread<{c_type(x)}>", images * m, places, (images, m), places, rows, b, relu, y[some])
-    return y, _Conv(x, w, window, y if relu else None, pooling)
+        given = (images, m), places, rows, b, relu, y[first : first + images]
+        launch_planes(f"spread<{c_type(x)}>", images * m, places, *given)
+    pooled, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
+    return pooled, _Conv(x, w, window, y if relu else None, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """See `cpu.conv2d_backward`."""
     x, w, window, y, pooling = saved
+    if pooling is not None:
+        dy = max_pool2d_backward(dy, pooling)
     m, groups, places = len(w), _groups(x, w), window[8] * window[9]
-    shape = (len(x), m, *window[8:]) if pooling is None else pooling[0].shape
-    checked(dy, shape, x.dtype)
-    checked_or_none(y, shape, x.dtype)
+    checked(dy, (len(x), m, *window[8:]), x.dtype)
     checked_or_none(dw, w.shape, x.dtype)
     checked_or_none(db, (m,), x.dtype)
     dx = cupy.empty(x.shape, x.dtype) if need_dx else None
@@ -122,41 +116,31 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
             if sums is not None:
                 sums.fill(0)
     for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows, some = _collected(saved, dy, first, images), slice(first, first + images)
+        rows, some = cupy.empty((m, images * places), x.dtype), slice(first, first + images)
+        given = (images, m), places, dy[some], None if y is None else y[some], rows
+        launch_planes(f"collect<{c_type(x)}>", images * m, places, *given)
         if dw is not None:
             columns = _lowered(x, window, first, images)
             _products(groups, rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
         else:
             columns = cupy.empty((_column(x, window), images * places), x.dtype)
         if db is not None:
-            _channel_sums(rows, (images, m), places, first > 0, db)
+            _channel_sums(rows, first > 0, db)
         if dx is not None:
             _products(groups, w.reshape(m, -1), rows, columns, a_transposed=True)
-            given = (images, x.shape[1]), window, columns, dx[some]
-            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *given)
+            pieces = (images, x.shape[1]), window, columns, dx[some]
+            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *pieces)
     return dx
 
 
-def _collected(saved: _Conv, dy: Array, first: int, images: int) -> Array:
-    """The gradient of some images before bias, ReLU and pooling, as rows [M, images * places]."""
-    some, batch, places = slice(first, first + images), (images, len(saved.w)), saved.window[8] * saved.window[9]
-    given = dy[some], None if saved.y is None else saved.y[some]
-    rows = cupy.empty((batch[1], images * places), dy.dtype)
-    if saved.pooling is None:
-        launch_planes(f"collect<{c_type(dy)}>", images * batch[1], places, batch, places, *given, rows)
-    else:
-        taken, window = saved.pooling
-        _max_pool_backward(batch, window, *given, taken[some], rows, True)
-    return rows
-
-
-def _channel_sums(rows: Array, batch: Pair, pixels: int, add: bool, sums: Array) -> None:
-    """The gradient of a bias, in `sums`."""
-    parts = parts_of(batch, pixels)
-    workspace, kind = cupy.empty((batch[1], parts), cupy.float64), c_type(rows)
-    if batch[1]:
-        launch(f"channel_parts<{kind}>", (batch[1], parts), (THREADS,), batch, pixels, rows, True, workspace)
-    launch_rows(f"channel_sums<{kind}>", batch[1], batch, workspace, parts, add, sums)
+def _channel_sums(rows: Array, add: bool, sums: Array) -> None:
+    """The gradient of a bias, in `sums`: a row is a channel of a single image."""
+    channels, pixels = rows.shape
+    parts = parts_of((1, channels), pixels)
+    workspace, given, kind = cupy.empty((channels, parts), cupy.float64), (1, channels), c_type(rows)
+    if channels:
+        launch(f"channel_parts<{kind}>", (channels, parts), (THREADS,), given, pixels, rows, workspace)
+    launch_rows(f"channel_sums<{kind}>", channels, given, workspace, parts, add, sums)
 
 
 def parts_of(batch: Pair, pixels: int) -> int:
@@ -173,33 +157,21 @@ def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[tuple
     return shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
 
 
-def _max_pool(batch: Pair, window: Sizes, given: tuple[Any, ...], y: Array, taken: Array) -> None:
-    """The kernel; `given` are images or rows of a product, which of both, a bias or None, and whether to rectify."""
-    places = window[8] * window[9]
-    launch_planes(f"max_pool<{c_type(y)}>", batch[0] * batch[1], places, batch, window, *given, y, taken)
-
-
-def _max_pool_backward(
-    batch: Pair, window: Sizes, dy: Array, y: Array | None, taken: Array, dx: Array, rows: bool
-) -> None:
-    pixels = window[0] * window[1]
-    given = batch, window, dy, y, taken, dx, rows
-    launch_planes(f"max_pool_backward<{c_type(dy)}>", batch[0] * batch[1], pixels, *given)
-
-
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     """See `cpu.max_pool2d`."""
     shape, window = _pooling(x, kernel, stride, padding)
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
-    _max_pool((shape[0], shape[1]), window, (x, False, None, False), y, taken)
+    given = shape[:2], window, x, y, taken
+    launch_planes(f"max_pool<{c_type(x)}>", shape[0] * shape[1], shape[2] * shape[3], *given)
     return y, _SavedPool(x.shape, window, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
     """See `cpu.max_pool2d_backward`."""
-    checked(dy, saved.taken.shape, dy.dtype)
+    (n, c, h, w), window, taken = saved
+    checked(dy, taken.shape, dy.dtype)
     dx = cupy.empty(saved.x_shape, dy.dtype)
-    _max_pool_backward(saved.x_shape[:2], saved.window, dy, None, saved.taken, dx, False)
+    launch_planes(f"max_pool_backward<{c_type(dy)}>", n * c, h * w, (n, c), window, dy, taken, dx)
     return dx
 
 
