@@ -99,7 +99,7 @@ def encode16(
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     """See `Kernels.decode16`."""
     aligned = are_aligned(x) and are_aligned(wire, n_bytes=8)
-    launch_units(f"decode<{_type_16(dtype)}>", 4, x.size, aligned, wire, x, x.size, scale)
+    launch_units(f"decode<{_type_16(dtype)}>", x.size, aligned, wire, x, x.size, scale)
 
 
 def squared_norm(x: Array) -> Any:
@@ -190,7 +190,7 @@ def _select(
     lists: _DeviceLists,
     findings: Array,
 ) -> None:
-    """The k largest, or with a k of 0 all above the floor: `sample` is strata and rank, and the floor without strata."""
+    """The k largest; with a k of 0 all above the floor. `sample` has strata and rank, and the floor for no strata."""
     source, vectors = _source(x, accumulation)
     workspace, tiles = lists.workspace(x.size, capacity), blocks(x.size, _TILE)
     launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, *sample, workspace[0], findings)

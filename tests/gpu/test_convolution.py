@@ -18,7 +18,7 @@ from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
-from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
+from tests.unit.test_ops import array, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,12 @@ def on_the_gpu(monkeypatch):
 @pytest.fixture
 def isa():
     """The tests of the CPU ask for one."""
+
+
+@pytest.fixture
+def dtype():
+    """The only one of the GPU."""
+    return "float32"
 
 
 def parts(case):
@@ -55,7 +61,7 @@ def check(x, weight, bias, dy, stride=(1, 1), padding=(0, 0)):
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", [2, 3])
-def test_chunks(monkeypatch, dtype, case):  # noqa: F811
+def test_chunks(monkeypatch, dtype, case):
     monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
     on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
     on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)

@@ -16,22 +16,21 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
 
 
 @pytest.mark.parametrize(
-    ("file", "options"),
+    "file",
     [
-        # In float64 the large cases only take longer.
-        slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
-        sweep("test_convolution.py", []),
-        slow("test_codec_kernels.py", []),
-        slow("test_functions.py", []),
-        ("test_kernels.py", []),
-        ("test_staging.py", []),
-        ("test_tensor.py", []),
+        slow("test_ops.py"),
+        sweep("test_convolution.py"),
+        slow("test_codec_kernels.py"),
+        slow("test_functions.py"),
+        "test_kernels.py",
+        "test_staging.py",
+        "test_tensor.py",
     ],
 )
-def test_on_the_emulated_gpu(file, options):
+def test_on_the_emulated_gpu(file):
     build.build()
     environment = {"CUDA_VISIBLE_DEVICES": "0", "DISTOPT_DEVICE": "cuda"}
-    command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}", *options]
+    command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}"]
     ended = Program(command, {**environment, "PATH": os.environ["PATH"]}).end()
     assert ended.code == 0, ended.stdout + ended.stderr
     assert "skipped" not in ended.stdout

@@ -82,7 +82,7 @@ def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments:
     """Local. Enqueue a kernel on CuPy's current stream.
 
     Args:
-        name: with its template arguments, as in "relu<float>".
+        name: with its template arguments, as in "digit<0>".
         grid: in blocks.
         block: in threads.
         arguments: of the kernel; for a pointer an array, an address, or None, and for a struct a tuple of its fields,
@@ -101,9 +101,9 @@ def launch_each(name: str, count: int, *arguments: Any) -> None:
         launch(name, (min(blocks(count), 1 << 24),), (THREADS,), *arguments)
 
 
-def launch_units(name: str, unit: int, count: int, aligned: bool, *arguments: Any) -> None:
-    """Local. Launch a thread for each unit of elements if they are `aligned`, the last argument; else for each one."""
-    launch_each(name, count // unit + count % unit if aligned else count, *arguments, aligned)
+def launch_units(name: str, count: int, aligned: bool, *arguments: Any) -> None:
+    """Local. Launch a thread for four elements if they are `aligned`, the last argument; else for each one."""
+    launch_each(name, count // 4 + count % 4 if aligned else count, *arguments, aligned)
 
 
 def launch_strided(name: str, items: int, *arguments: Any) -> None:
@@ -163,13 +163,12 @@ def _type_of(declared: str) -> str:
     return "*" if "*" in declared else declared.split()[-2]
 
 
-def instances(source: str, kind: str = "") -> list[str]:
-    """Local. The names of all kernels of a source, or those for elements of a kind, "float" or "double"."""
-    values = {**_VALUES, "T": (kind,)} if kind else _VALUES
+def instances(source: str) -> list[str]:
+    """Local. The names of all kernels of a source."""
     names = []
     for name, kernel in kernels().items():
         if kernel.source == source:
-            chosen = product(*(values[key] for key in kernel.template))
+            chosen = product(*(_VALUES[key] for key in kernel.template))
             names += [f"{name}<{', '.join(each)}>" if each else name for each in chosen]
     return names
 
@@ -215,7 +214,7 @@ def _pointer(value: Any) -> Any:
 def load(name: str) -> Function:
     """Local. The kernel of that name on the current device; those that are compiled with it are made ready, too."""
     device, source = cupy.cuda.runtime.getDevice(), kernels()[name.partition("<")[0]].source
-    names = instances(source, "double" if "<double>" in name else "float")
+    names = instances(source)
     mangled, cubin = _compiled(source, names, f"sm_{cupy.cuda.Device(device).compute_capability}")
     module = cupy.cuda.Module()
     module.load(cubin)

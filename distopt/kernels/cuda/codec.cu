@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(block_threads)
 // csrc/cpu/codec.h: decode16. Per element 2 bytes read, 4 written.
 template <class Type>
 __global__ void decode(const unsigned short* in, float* out, size_t n, float scale, bool aligned) {
-  for_units<4>(n, aligned, [&](auto width, size_t first) {
+  for_units(n, aligned, [&](auto width, size_t first) {
     const Unit<unsigned short, width> encoded = unit_at<width>(in + first);
     Unit<float, width> x;
 #pragma unroll

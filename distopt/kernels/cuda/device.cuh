@@ -44,14 +44,14 @@ struct Width {
   __device__ constexpr operator int() const { return number; }
 };
 
-// Calls f(width, first) for elements first ... first + width - 1, until it has had all: `unit` of them at a time if the
-// arrays are `aligned` for that, and one where fewer are left.
-template <int unit, class F>
+// Calls f(width, first) for elements first ... first + width - 1, until it has had all: four at a time if the arrays
+// are `aligned` for that, and one where fewer are left.
+template <class F>
 __device__ void for_units(size_t count, bool aligned, F f) {
-  const size_t units = aligned ? count / unit : 0, rest = units * unit;
+  const size_t units = aligned ? count / 4 : 0, rest = units * 4;
   for_each(units + (count - rest), [&](size_t i) {
     if (i < units)
-      f(Width<unit>(), i * unit);
+      f(Width<4>(), i * 4);
     else
       f(Width<1>(), rest + (i - units));
   });

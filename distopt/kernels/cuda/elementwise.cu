@@ -3,33 +3,30 @@
 #include "device.cuh"
 
 // -- elements ---------------------------------------------------------------------------------------------------------
-template <class T>
-__global__ void relu(const T* x, T* y, size_t count, bool aligned) {
-  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
-    Unit<T, width> values = unit_at<width>(x + first);
-    for (T& value : values.e) value = rectify(value);
+__global__ void relu(const float* x, float* y, size_t count, bool aligned) {
+  for_units(count, aligned, [&](auto width, size_t first) {
+    Unit<float, width> values = unit_at<width>(x + first);
+    for (float& value : values.e) value = rectify(value);
     unit_at<width>(y + first) = values;
   });
 }
 
-template <class T>
-__global__ void relu_backward(const T* dy, const T* y, T* dx, size_t count, bool aligned) {
-  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
-    Unit<T, width> values = unit_at<width>(dy + first);
-    const Unit<T, width> results = unit_at<width>(y + first);
+__global__ void relu_backward(const float* dy, const float* y, float* dx, size_t count, bool aligned) {
+  for_units(count, aligned, [&](auto width, size_t first) {
+    Unit<float, width> values = unit_at<width>(dy + first);
+    const Unit<float, width> results = unit_at<width>(y + first);
     for (int i = 0; i < width; ++i) values.e[i] = rectify_gradient(values.e[i], results.e[i]);
     unit_at<width>(dx + first) = values;
   });
 }
 
 // y [count / columns, columns] += bias [columns] (or null), with ReLU if asked, in place. A unit lies within a row.
-template <class T>
-__global__ void add_bias(T* y, const T* bias, size_t count, int columns, bool relu, bool aligned) {
-  for_units<16 / sizeof(T)>(count, aligned, [&](auto width, size_t first) {
-    Unit<T, width> values = unit_at<width>(y + first);
+__global__ void add_bias(float* y, const float* bias, size_t count, int columns, bool relu, bool aligned) {
+  for_units(count, aligned, [&](auto width, size_t first) {
+    Unit<float, width> values = unit_at<width>(y + first);
     const size_t column = first % size_t(columns);
     for (int i = 0; i < width; ++i) {
-      const T value = bias ? values.e[i] + bias[column + i] : values.e[i];
+      const float value = bias ? values.e[i] + bias[column + i] : values.e[i];
       values.e[i] = relu ? rectify(value) : value;
     }
     unit_at<width>(y + first) = values;
@@ -46,8 +43,7 @@ __device__ void for_rows(size_t rows, F f) {
 
 // out[column] = the sum of a column of a matrix [rows, columns]. A block has 32 columns; warp_count rows are read at a
 // time.
-template <class T>
-__global__ void column_sums(const T* matrix, size_t rows, int columns, T* out) {
+__global__ void column_sums(const float* matrix, size_t rows, int columns, float* out) {
   constexpr int tile = 32;
   __shared__ double parts[warp_count][tile];
   const int column = int(blockIdx.x) * tile + int(threadIdx.x);
@@ -58,7 +54,7 @@ __global__ void column_sums(const T* matrix, size_t rows, int columns, T* out) {
   __syncthreads();
   if (threadIdx.y != 0 || column >= columns) return;
   for (unsigned i = 1; i < warp_count; ++i) sum += parts[i][threadIdx.x];
-  out[column] = T(sum);
+  out[column] = float(sum);
 }
 
 // Where the elements of a channel lie: `pixels` side by side for each image.
@@ -122,18 +118,16 @@ __device__ inline double whole_sum(const double* sums, unsigned parts, size_t ch
   return warp_sum(sum);
 }
 
-template <class T>
-__global__ void channel_parts(Batch batch, int pixels, const T* x, double* sums) {
+__global__ void channel_parts(Batch batch, int pixels, const float* x, double* sums) {
   double sum = 0;
   for_part(channels_of(batch, pixels), [&](size_t at) { sum += double(x[at]); });
   store_part(sums, sum);
 }
 
 // out[channel] = the sum of its planes over all images, added to the existing values if asked.
-template <class T>
-__global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bool add, T* out) {
+__global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bool add, float* out) {
   for_rows(size_t(batch.channels), [&](size_t channel) {
-    const T sum = T(whole_sum(sums, parts, channel));
+    const float sum = float(whole_sum(sums, parts, channel));
     if (threadIdx.x == 0) out[channel] = add ? out[channel] + sum : sum;
   });
 }
@@ -141,10 +135,9 @@ __global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bo
 // -- batch normalization ----------------------------------------------------------------------------------------------
 // Sums over a channel of a, and of its products with b, normalized where a mean is given. A float's square is exact in
 // float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
-template <class T>
-__global__ void product_parts(Batch batch, int pixels, const T* a, const T* b, const T* mean,
-                              const T* inverse_deviation, double* sums, double* products) {
-  const T center = mean ? mean[blockIdx.x] : T(0), inverse = mean ? inverse_deviation[blockIdx.x] : T(1);
+__global__ void product_parts(Batch batch, int pixels, const float* a, const float* b, const float* mean,
+                              const float* inverse_deviation, double* sums, double* products) {
+  const float center = mean ? mean[blockIdx.x] : 0.0f, inverse = mean ? inverse_deviation[blockIdx.x] : 1.0f;
   double sum = 0, product = 0;
   for_part(channels_of(batch, pixels), [&](size_t at) {
     sum += double(a[at]);
@@ -155,27 +148,27 @@ __global__ void product_parts(Batch batch, int pixels, const T* a, const T* b, c
 }
 
 // Mean and inverse deviation of every channel; the running statistics are updated.
-template <class T>
 __global__ void channel_moments(Batch batch, int pixels, const double* sums, const double* squares, unsigned parts,
-                                T* mean, T* inverse_deviation, T* running_mean, T* running_var, T momentum, T epsilon) {
+                                float* mean, float* inverse_deviation, float* running_mean, float* running_var,
+                                float momentum, float epsilon) {
   const double count = double(channels_of(batch, pixels).count);
   for_rows(size_t(batch.channels), [&](size_t channel) {
     const double average = whole_sum(sums, parts, channel) / count, square = whole_sum(squares, parts, channel) / count;
     if (threadIdx.x != 0) return;
-    const T center = T(average), variance = T(rectify(square - average * average));  // rounding may leave less than 0
+    const float center = float(average),
+                variance = float(rectify(square - average * average));  // rounding may leave less than 0
     mean[channel] = center;
-    inverse_deviation[channel] = T(1) / sqrt(variance + epsilon);
+    inverse_deviation[channel] = 1.0f / sqrt(variance + epsilon);
     running_mean[channel] += momentum * (center - running_mean[channel]);
-    running_var[channel] += momentum * (variance * T(count / (count - 1)) - running_var[channel]);
+    running_var[channel] += momentum * (variance * float(count / (count - 1)) - running_var[channel]);
   });
 }
 
-template <class T>
-__global__ void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation,
-                          const T* gamma, const T* beta, T* y) {
+__global__ void normalize(Batch batch, int pixels, const float* x, const float* mean, const float* inverse_deviation,
+                          const float* gamma, const float* beta, float* y) {
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int channel = int(plane) % batch.channels;
-    const T center = mean[channel], shift = beta[channel], scale = inverse_deviation[channel] * gamma[channel];
+    const float center = mean[channel], shift = beta[channel], scale = inverse_deviation[channel] * gamma[channel];
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
       y[at] = (x[at] - center) * scale + shift;
@@ -183,15 +176,14 @@ __global__ void normalize(Batch batch, int pixels, const T* x, const T* mean, co
   });
 }
 
-template <class T>
-__global__ void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
-                                   const T* inverse_deviation, const T* gamma, bool training, const T* dgamma,
-                                   const T* dbeta, T* dx) {
-  const T count = T(double(batch.images) * pixels);
+__global__ void normalize_backward(Batch batch, int pixels, const float* dy, const float* x, const float* mean,
+                                   const float* inverse_deviation, const float* gamma, bool training,
+                                   const float* dgamma, const float* dbeta, float* dx) {
+  const float count = float(double(batch.images) * pixels);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int channel = int(plane) % batch.channels;
-    const T center = mean[channel], inverse = inverse_deviation[channel], scale = gamma[channel] * inverse;
-    const T offset = training ? dbeta[channel] / count : T(0), slope = training ? dgamma[channel] / count : T(0);
+    const float center = mean[channel], inverse = inverse_deviation[channel], scale = gamma[channel] * inverse;
+    const float offset = training ? dbeta[channel] / count : 0.0f, slope = training ? dgamma[channel] / count : 0.0f;
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
       dx[at] = (dy[at] - offset - (x[at] - center) * inverse * slope) * scale;
@@ -203,20 +195,19 @@ __global__ void normalize_backward(Batch batch, int pixels, const T* dy, const T
 __device__ inline bool is_class(long long label, int columns) { return label >= 0 && label < columns; }
 
 // Labels are class indices, or `target`, one distribution per row; the other is null.
-template <class T>
-__global__ void cross_entropy(const T* logits, const long long* labels, const T* target, size_t rows, int columns,
-                              T* probability, double* row_loss) {
+__global__ void cross_entropy(const float* logits, const long long* labels, const float* target, size_t rows,
+                              int columns, float* probability, double* row_loss) {
   for_rows(rows, [&](size_t r) {
-    const T* row = logits + r * columns;
-    T maximum = T(-infinity()), sum = T(0);
+    const float* row = logits + r * columns;
+    float maximum = float(-infinity()), sum = 0.0f;
     for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
     for (int offset = 16; offset; offset /= 2) {
-      const T other = __shfl_xor_sync(all_lanes, maximum, offset);
+      const float other = __shfl_xor_sync(all_lanes, maximum, offset);
       maximum = other > maximum ? other : maximum;
     }
     for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
     sum = warp_sum(sum);
-    const T log_sum = maximum + log(sum);
+    const float log_sum = maximum + log(sum);
     double loss = 0;
     for (int c = int(threadIdx.x); c < columns; c += 32) {
       probability[r * columns + c] = exp(row[c] - maximum) / sum;
@@ -230,14 +221,13 @@ __global__ void cross_entropy(const T* logits, const long long* labels, const T*
 
 // One block. An invalid label makes the loss NaN, and error = {1, row, label, columns} (host memory that the device
 // reaches) if error[0] was 0.
-template <class T>
-__global__ void mean_loss(const double* row_loss, const long long* labels, size_t rows, int columns, T* loss,
+__global__ void mean_loss(const double* row_loss, const long long* labels, size_t rows, int columns, float* loss,
                           long long* error) {
   double sum = 0;
   for (size_t r = threadIdx.x; r < rows; r += blockDim.x) sum += row_loss[r];
   sum = block_sum<block_threads>(sum);
   if (threadIdx.x != 0) return;
-  *loss = rows ? T(sum / double(rows)) : T(0);
+  *loss = rows ? float(sum / double(rows)) : 0.0f;
   if (!labels || sum == sum || error[0]) return;
   for (size_t r = 0; r < rows; ++r) {
     if (is_class(labels[r], columns)) continue;
@@ -251,22 +241,21 @@ __global__ void mean_loss(const double* row_loss, const long long* labels, size_
 }
 
 // dlogits = the gradient times `factor` and, unless null, times *scale.
-template <class T>
-__global__ void cross_entropy_backward(const T* probability, const long long* labels, const T* target, const T* scale,
-                                       T factor, size_t rows, int columns, T* dlogits) {
+__global__ void cross_entropy_backward(const float* probability, const long long* labels, const float* target,
+                                       const float* scale, float factor, size_t rows, int columns, float* dlogits) {
   for_rows(rows, [&](size_t r) {
-    const T slope = scale ? factor * *scale : factor;
-    T share = T(1);
+    const float slope = scale ? factor * *scale : factor;
+    float share = 1.0f;
     if (target) {
-      share = T(0);
+      share = 0.0f;
       for (int c = int(threadIdx.x); c < columns; c += 32) share += target[r * columns + c];
       share = warp_sum(share);
     } else if (!is_class(labels[r], columns)) {
-      share = T(not_a_number());  // nothing may be learnt from it
+      share = float(not_a_number());  // nothing may be learnt from it
     }
     for (int c = int(threadIdx.x); c < columns; c += 32) {
       const size_t at = r * columns + c;
-      const T wanted = target ? target[at] : T(labels[r] == c);
+      const float wanted = target ? target[at] : float(labels[r] == c);
       dlogits[at] = (probability[at] * share - wanted) * slope;
     }
   });

@@ -31,8 +31,7 @@ __device__ inline size_t pixels_of(const Window& s) { return size_t(s.h) * s.w; 
 __device__ inline size_t places_of(const Window& s) { return size_t(s.oh) * s.ow; }
 
 // columns [channels * kh * kw, images * oh * ow] = the pixel under each tap of each channel at each place.
-template <class T>
-__global__ void lower(Batch batch, Window s, const T* x, T* columns) {
+__global__ void lower(Batch batch, Window s, const float* x, float* columns) {
   const int taps = s.kh * s.kw, places = s.oh * s.ow;
   const size_t width = size_t(batch.images) * places;
   for_planes(size_t(batch.channels) * taps, [&](unsigned row) {
@@ -43,20 +42,19 @@ __global__ void lower(Batch batch, Window s, const T* x, T* columns) {
       const int iy = int(place) / s.ow * s.sh + dy, ix = int(place) % s.ow * s.sw + dx;
       const bool inside = iy >= 0 && iy < s.h && ix >= 0 && ix < s.w;
       const size_t plane = size_t(image) * batch.channels + channel;
-      columns[row * width + at] = inside ? x[plane * s.h * s.w + size_t(iy) * s.w + ix] : T(0);
+      columns[row * width + at] = inside ? x[plane * s.h * s.w + size_t(iy) * s.w + ix] : 0.0f;
     });
   });
 }
 
 // The reverse: dx = for each pixel the sum of its entries in the columns.
-template <class T>
-__global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
+__global__ void gather_columns(Batch batch, Window s, const float* columns, float* dx) {
   const size_t width = batch.images * places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
-    const T* from = columns + channel * s.kh * s.kw * width + image * places_of(s);
+    const float* from = columns + channel * s.kh * s.kw * width + image * places_of(s);
     for_each(pixels, [&](size_t pixel) {
-      T sum = T(0);
+      float sum = 0.0f;
       for_windows(s, int(pixel), [&](size_t place, int tap) { sum += from[tap * width + place]; });
       dx[plane * pixels + pixel] = sum;
     });
@@ -64,23 +62,21 @@ __global__ void gather_columns(Batch batch, Window s, const T* columns, T* dx) {
 }
 
 // to = rows + bias[channel] (or null), with ReLU if asked; planes of `pixels`.
-template <class T>
-__global__ void spread(Batch batch, int pixels, const T* rows, const T* bias, bool relu, T* to) {
+__global__ void spread(Batch batch, int pixels, const float* rows, const float* bias, bool relu, float* to) {
   for_planes(planes_of(batch), [&](unsigned plane) {
-    const T* source = rows + row_of(batch, plane, size_t(pixels));
-    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
+    const float* source = rows + row_of(batch, plane, size_t(pixels));
+    const float shift = bias ? bias[int(plane) % batch.channels] : 0.0f;
     for_each(size_t(pixels), [&](size_t i) {
-      const T value = bias ? source[i] + shift : source[i];
+      const float value = bias ? source[i] + shift : source[i];
       to[size_t(plane) * pixels + i] = relu ? rectify(value) : value;
     });
   });
 }
 
 // rows = dy, 0 where y (or null) is not positive.
-template <class T>
-__global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* rows) {
+__global__ void collect(Batch batch, int pixels, const float* dy, const float* y, float* rows) {
   for_planes(planes_of(batch), [&](unsigned plane) {
-    T* target = rows + row_of(batch, plane, size_t(pixels));
+    float* target = rows + row_of(batch, plane, size_t(pixels));
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
       target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
@@ -89,20 +85,19 @@ __global__ void collect(Batch batch, int pixels, const T* dy, const T* y, T* row
 }
 
 // The maximum of each window; `taken` is the tap that it came from. A NaN always wins.
-template <class T>
-__global__ void max_pool(Batch batch, Window s, const T* x, T* y, unsigned char* taken) {
+__global__ void max_pool(Batch batch, Window s, const float* x, float* y, unsigned char* taken) {
   const size_t places = places_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
-    const T* source = x + plane * pixels_of(s);
+    const float* source = x + plane * pixels_of(s);
     for_each(places, [&](size_t place) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
-      T best = T(-infinity());
+      float best = float(-infinity());
       int tap = (top < 0 ? -top : 0) * s.kw + (left < 0 ? -left : 0);  // the first that is inside
       for (int ky = 0; ky < s.kh; ++ky) {
         for (int kx = 0; kx < s.kw; ++kx) {
           const int iy = top + ky, ix = left + kx;
           if (iy < 0 || iy >= s.h || ix < 0 || ix >= s.w) continue;
-          const T value = source[size_t(iy) * s.w + ix];
+          const float value = source[size_t(iy) * s.w + ix];
           if (value > best || value != value) {
             best = value;
             tap = ky * s.kw + kx;
@@ -116,13 +111,12 @@ __global__ void max_pool(Batch batch, Window s, const T* x, T* y, unsigned char*
 }
 
 // dx = for each pixel the sum of dy over the windows that took it.
-template <class T>
-__global__ void max_pool_backward(Batch batch, Window s, const T* dy, const unsigned char* taken, T* dx) {
+__global__ void max_pool_backward(Batch batch, Window s, const float* dy, const unsigned char* taken, float* dx) {
   const size_t places = places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const size_t base = plane * places;
     for_each(pixels, [&](size_t pixel) {
-      T sum = T(0);
+      float sum = 0.0f;
       for_windows(s, int(pixel), [&](size_t place, int tap) {
         if (taken[base + place] == tap) sum += dy[base + place];
       });
@@ -131,14 +125,13 @@ __global__ void max_pool_backward(Batch batch, Window s, const T* dy, const unsi
   });
 }
 
-template <class T>
-__global__ void avg_pool(Batch batch, Window s, const T* x, T* y) {
+__global__ void avg_pool(Batch batch, Window s, const float* x, float* y) {
   const size_t places = places_of(s), pixels = pixels_of(s);
-  const T share = T(1) / T(s.kh * s.kw);
+  const float share = 1.0f / float(s.kh * s.kw);
   for_planes(planes_of(batch), [&](unsigned plane) {
     for_each(places, [&](size_t place) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
-      T sum = T(0);
+      float sum = 0.0f;
       for (int iy = max(top, 0); iy < min(top + s.kh, s.h); ++iy)
         for (int ix = max(left, 0); ix < min(left + s.kw, s.w); ++ix)
           sum += x[plane * pixels + size_t(iy) * s.w + ix] * share;
@@ -147,13 +140,12 @@ __global__ void avg_pool(Batch batch, Window s, const T* x, T* y) {
   });
 }
 
-template <class T>
-__global__ void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx) {
+__global__ void avg_pool_backward(Batch batch, Window s, const float* dy, float* dx) {
   const size_t places = places_of(s), pixels = pixels_of(s);
-  const T share = T(1) / T(s.kh * s.kw);
+  const float share = 1.0f / float(s.kh * s.kw);
   for_planes(planes_of(batch), [&](unsigned plane) {
     for_each(pixels, [&](size_t pixel) {
-      T sum = T(0);
+      float sum = 0.0f;
       for_windows(s, int(pixel), [&](size_t place, int) { sum += dy[plane * places + place] * share; });
       dx[plane * pixels + pixel] = sum;
     });

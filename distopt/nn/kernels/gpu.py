@@ -1,4 +1,4 @@
-"""Kernels for CuPy arrays: from `distopt.kernels.cuda`, and cuBLAS for products, on the current stream of CuPy.
+"""Kernels for CuPy arrays of float32: from `distopt.kernels.cuda`, and cuBLAS for products, on CuPy's current stream.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. Nothing
 waits for the device, so an invalid label is found late: the loss and its gradients are then NaN, and
@@ -20,7 +20,6 @@ from ...kernels.cuda import (
     THREADS,
     are_aligned,
     blocks,
-    c_type,
     launch,
     launch_each,
     launch_planes,
@@ -54,44 +53,44 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     """See `cpu.linear`; a product by cuBLAS, then one pass for bias and ReLU."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
-    checked(x, x.shape, x.dtype)
-    checked(w, (x.shape[1], w.shape[1]), x.dtype)
-    checked_or_none(b, (w.shape[1],), x.dtype)
+    checked(x, x.shape)
+    checked(w, (x.shape[1], w.shape[1]))
+    checked_or_none(b, (w.shape[1],))
     y = product(x, w)
     if b is not None or relu:
         aligned = are_aligned(y) and w.shape[1] * y.itemsize % 16 == 0
-        _launch_units("add_bias", y, aligned, y, b, y.size, w.shape[1], relu)
+        launch_units("add_bias", y.size, aligned, y, b, y.size, w.shape[1], relu)
     return y, SavedLinear(x, w, y if relu else None)
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """See `cpu.linear_backward`."""
     x, w, y = saved
-    checked(dy, (len(x), w.shape[1]), x.dtype)
-    checked_or_none(dw, w.shape, x.dtype)
+    checked(dy, (len(x), w.shape[1]))
+    checked_or_none(dw, w.shape)
     if y is not None:
         dy = relu_backward(dy, y)
     if dw is not None:
         product(x, dy, dw, a_transposed=True)
     if db is not None:
-        checked(db, (w.shape[1],), x.dtype)
+        checked(db, (w.shape[1],))
         if db.size:
             grid, block = (blocks(db.size, 32),), (32, THREADS // 32)
-            launch(f"column_sums<{c_type(x)}>", grid, block, dy, len(x), db.size, db)
+            launch("column_sums", grid, block, dy, len(x), db.size, db)
     return product(dy, w, b_transposed=True) if need_dx else None
 
 
 def relu(x: Array) -> Array:
     """See `cpu.relu`."""
     y = _like(x)
-    _launch_units("relu", y, are_aligned(x, y), x, y, y.size)
+    launch_units("relu", y.size, are_aligned(x, y), x, y, y.size)
     return y
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
     """See `cpu.relu_backward`."""
     dx = _like(dy, y)
-    _launch_units("relu_backward", dx, are_aligned(dy, y, dx), dy, y, dx, dx.size)
+    launch_units("relu_backward", dx.size, are_aligned(dy, y, dx), dy, y, dx, dx.size)
     return dx
 
 
@@ -108,13 +107,8 @@ def sigmoid_backward(dy: Array, y: Array) -> Array:
 def _like(*xs: Array) -> Array:
     """A new array of the shape and type that all of `xs` must have."""
     for x in xs:
-        checked(x, xs[0].shape, xs[0].dtype)
-    return cupy.empty(xs[0].shape, xs[0].dtype)
-
-
-def _launch_units(name: str, result: Array, aligned: bool, *arguments: Any) -> None:
-    """Launch a kernel that takes the elements of `result` in units of 16 bytes, if all arrays are aligned for that."""
-    launch_units(f"{name}<{c_type(result)}>", 16 // result.itemsize, result.size, aligned, *arguments)
+        checked(x, xs[0].shape)
+    return cupy.empty(xs[0].shape, np.float32)
 
 
 def _matrix(x: Array) -> tuple[int, int]:
@@ -136,18 +130,18 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     rows, columns = _matrix(logits)
     index = target = None
     if labels.ndim == 2:
-        target = cupy.ascontiguousarray(labels, logits.dtype)
+        target = cupy.ascontiguousarray(labels, np.float32)
     elif labels.dtype.kind in "iu":
         index = cupy.ascontiguousarray(labels, cupy.int64)
     else:
         raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
     checked_or_none(index, (rows,), np.int64)
-    checked_or_none(target, logits.shape, logits.dtype)
-    probability, loss = _like(logits), cupy.empty((), logits.dtype)
-    row_loss, kind = cupy.empty((rows,), cupy.float64), c_type(logits)
-    launch_rows(f"cross_entropy<{kind}>", rows, logits, index, target, rows, columns, probability, row_loss)
+    checked_or_none(target, logits.shape)
+    probability, loss = _like(logits), cupy.empty((), np.float32)
+    row_loss = cupy.empty((rows,), cupy.float64)
+    launch_rows("cross_entropy", rows, logits, index, target, rows, columns, probability, row_loss)
     flag = label_flag(logits.device.id).address
-    launch(f"mean_loss<{kind}>", (1,), (THREADS,), row_loss, index, rows, columns, loss, flag)
+    launch("mean_loss", (1,), (THREADS,), row_loss, index, rows, columns, loss, flag)
     return loss, SavedLoss(probability, index, target)
 
 
@@ -158,8 +152,8 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
     dlogits = _like(probability)
     on_device = isinstance(scale, cupy.ndarray)
     factor = (1.0 if on_device else float(scale)) / max(rows, 1)
-    given = probability, index, target, checked(scale.reshape(()), (), probability.dtype) if on_device else None  # type: ignore[union-attr]
-    launch_rows(f"cross_entropy_backward<{c_type(dlogits)}>", rows, *given, factor, rows, columns, dlogits)
+    given = probability, index, target, checked(scale.reshape(()), ()) if on_device else None  # type: ignore[union-attr]
+    launch_rows("cross_entropy_backward", rows, *given, factor, rows, columns, dlogits)
     return dlogits
 
 
@@ -179,18 +173,18 @@ def batch_norm2d(
     if training and n * h * w == 1:
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
     for array in (gamma, beta, running_mean, running_var):
-        checked(array, (c,), x.dtype)
-    y, kind = _like(x), c_type(x)
+        checked(array, (c,))
+    y = _like(x)
     if training and x.size:
-        mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
+        mean, inverse = cupy.empty((c,), np.float32), cupy.empty((c,), np.float32)
         given, parts = ((n, c), h * w), gpu_images.parts_of((n, c), h * w)
         sums, squares = cupy.empty((2, c, parts), cupy.float64)
-        launch(f"product_parts<{kind}>", (c, parts), (THREADS,), *given, x, x, None, None, sums, squares)
+        launch("product_parts", (c, parts), (THREADS,), *given, x, x, None, None, sums, squares)
         results = mean, inverse, running_mean, running_var, momentum, eps
-        launch_rows(f"channel_moments<{kind}>", c, *given, sums, squares, parts, *results)
+        launch_rows("channel_moments", c, *given, sums, squares, parts, *results)
     else:
         mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
-    launch_planes(f"normalize<{kind}>", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
+    launch_planes("normalize", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
     return y, SavedNorm(x, gamma, mean, inverse, training)
 
 
@@ -198,17 +192,17 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
-    checked(dgamma, (c,), x.dtype)
-    checked(dbeta, (c,), x.dtype)
-    dx, kind, parts = _like(x, dy), c_type(x), gpu_images.parts_of((n, c), h * w)
+    checked(dgamma, (c,))
+    checked(dbeta, (c,))
+    dx, parts = _like(x, dy), gpu_images.parts_of((n, c), h * w)
     given = (n, c), h * w, dy, x, mean, inverse
     sums, projections = cupy.empty((2, c, parts), cupy.float64)
     if c:
-        launch(f"product_parts<{kind}>", (c, parts), (THREADS,), *given, sums, projections)
+        launch("product_parts", (c, parts), (THREADS,), *given, sums, projections)
     for parts_of_sum, result in ((sums, dbeta), (projections, dgamma)):
-        launch_rows(f"channel_sums<{kind}>", c, (n, c), parts_of_sum, parts, False, result)
+        launch_rows("channel_sums", c, (n, c), parts_of_sum, parts, False, result)
     results = gamma, training, dgamma, dbeta, dx
-    launch_planes(f"normalize_backward<{kind}>", n * c, h * w, *given, *results)
+    launch_planes("normalize_backward", n * c, h * w, *given, *results)
     return dx
 
 
@@ -225,9 +219,9 @@ def update(
     rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float, gate: Array | None = None
 ) -> None:
     """See `cpu.update`; the gate is read on the device."""
-    arrays = [checked_or_none(array, param.shape, param.dtype) for array in (param, grad, *slots)]
+    arrays = [checked_or_none(array, param.shape) for array in (param, grad, *slots)]
     gate = checked_or_none(gate, (), np.bool_)
-    launch_each(f"{rule}<{c_type(param)}>", param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
+    launch_each(rule, param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
 
 
 def _adam_coefficients(

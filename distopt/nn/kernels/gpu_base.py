@@ -12,9 +12,9 @@ import threading
 from typing import Any, TypeAlias
 
 import cupy
+import numpy as np
 
 from ...errors import MissingDependencyError, pip_install
-from ...kernels.cuda import c_type
 
 Array: TypeAlias = Any  # cupy.ndarray
 
@@ -24,18 +24,21 @@ _WORKSPACE_BYTES = 32 << 20
 _workspaces: dict[tuple[int, int], Array] = {}  # by device and stream: products of one stream run one by one
 
 
-def checked(array: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def checked(array: Array, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
     """Local. `array`, which must be dense and of this shape and type: kernels get no more than its address."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(f"kernels of a GPU take CuPy arrays, not {type(array).__name__}; copy it with Tensor.to_device")
     if array.dtype != dtype or not array.flags.c_contiguous:
-        raise TypeError(f"expected a C-contiguous array of {dtype}, got {array.dtype} with strides {array.strides}")
+        raise TypeError(
+            f"expected a C-contiguous array of {np.dtype(dtype)}, got {array.dtype} with strides {array.strides}; "
+            "convert it with Tensor.as_type, or compute in float64 on the CPU"
+        )
     if array.shape != shape:
         raise ValueError(f"expected an array of shape {shape}, got {array.shape}")
     return array
 
 
-def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any) -> Array | None:
+def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any = np.float32) -> Array | None:
     """Local. As `checked`, also of None."""
     return None if array is None else checked(array, shape, dtype)
 
@@ -56,7 +59,7 @@ def product(
     b_transposed: bool = False,
     accumulate: bool = False,
 ) -> Array:
-    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of one type, or of as many pairs of them.
+    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of float32, or of as many pairs of them.
 
     Args:
         a: if `a_transposed`, [inner, rows].
@@ -75,10 +78,10 @@ def product(
     *pairs, inner, rows = a.shape if a_transposed else (*a.shape[:-2], a.shape[-1], a.shape[-2])
     columns = b.shape[-2] if b_transposed else b.shape[-1]
     if out is None:
-        out = cupy.empty((*pairs, rows, columns), a.dtype)
-    checked(a, a.shape, a.dtype)
-    checked(b, (*pairs, columns, inner) if b_transposed else (*pairs, inner, columns), a.dtype)
-    checked(out, (*pairs, rows, columns), a.dtype)
+        out = cupy.empty((*pairs, rows, columns), np.float32)
+    checked(a, a.shape)
+    checked(b, (*pairs, columns, inner) if b_transposed else (*pairs, inner, columns))
+    checked(out, (*pairs, rows, columns))
     if not out.size:
         return out
     if not inner:
@@ -93,7 +96,7 @@ def product(
     # cuBLAS counts by columns: a row-major matrix is its transpose to it, and out' = b' a'.
     given = int(b_transposed), int(a_transposed), columns, rows, inner
     matrices = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
-    cublas.multiply(c_type(a), stream, workspace, given, matrices, accumulate)
+    cublas.multiply(stream, workspace, given, matrices, accumulate)
     return out
 
 
@@ -119,11 +122,8 @@ _FUNCTIONS = {
     "cublasSetStream_v2": (_POINTER, _POINTER),
     "cublasSetWorkspace_v2": (_POINTER, _POINTER, ctypes.c_size_t),
     "cublasSgemm_v2": _GEMM,
-    "cublasDgemm_v2": _GEMM,
     "cublasSgemmStridedBatched": _GEMMS,
-    "cublasDgemmStridedBatched": _GEMMS,
 }
-_KINDS = {"float": ("S", ctypes.c_float), "double": ("D", ctypes.c_double)}
 _STANDARD, _TF32 = 0, 3  # math modes
 
 
@@ -148,7 +148,6 @@ class _Cublas:
 
     def multiply(
         self,
-        kind: str,
         stream: int,
         workspace: Array,
         given: tuple[int, ...],
@@ -156,13 +155,12 @@ class _Cublas:
         accumulate: bool,
     ) -> None:
         """The product by gemm: `given` are its integers; matrices a, b and c come with their leading dimensions."""
-        letter, number = _KINDS[kind]
-        one, beta = number(1), number(accumulate)
+        one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
         given_matrices: list[tuple[int, ...]] = [(array.data.ptr, width) for array, width in matrices]
-        gemm, pairs = f"cublas{letter}gemm_v2", matrices[0][0].shape[:-2]
+        gemm, pairs = "cublasSgemm_v2", matrices[0][0].shape[:-2]
         if pairs:
             given_matrices = [(array.data.ptr, width, array[0].size) for array, width in matrices]
-            gemm = f"cublas{letter}gemmStridedBatched"
+            gemm = "cublasSgemmStridedBatched"
         a, b, c = given_matrices
         place = stream, workspace.data.ptr
         with self._lock:

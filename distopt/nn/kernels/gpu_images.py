@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import cupy
+import numpy as np
 
-from ...kernels.cuda import THREADS, blocks, c_type, launch, launch_planes, launch_rows
+from ...kernels.cuda import THREADS, blocks, launch, launch_planes, launch_rows
 from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, checked, checked_or_none, product
 
@@ -50,9 +51,9 @@ def _column(x: Array, window: Sizes) -> int:
 
 
 def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
-    columns = cupy.empty((_column(x, window), images * window[8] * window[9]), x.dtype)
+    columns = cupy.empty((_column(x, window), images * window[8] * window[9]), np.float32)
     shape = (images, x.shape[1]), window, x[first : first + images], columns
-    launch_planes(f"lower<{c_type(x)}>", len(columns), columns.shape[1], *shape)
+    launch_planes("lower", len(columns), columns.shape[1], *shape)
     return columns
 
 
@@ -72,10 +73,10 @@ def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pai
     """Window of a convolution of arrays that fit."""
     kernel = (w.shape[2], w.shape[3])
     size = out_size(x.shape, kernel, stride, padding)
-    checked(x, x.shape, x.dtype)
+    checked(x, x.shape)
     groups = _groups(x, w)
-    checked(w, (len(w) // groups * groups, x.shape[1] // groups, *kernel), x.dtype)
-    checked_or_none(b, (len(w),), x.dtype)
+    checked(w, (len(w) // groups * groups, x.shape[1] // groups, *kernel))
+    checked_or_none(b, (len(w),))
     return (*x.shape[2:], *kernel, *stride, *padding, *size)
 
 
@@ -91,12 +92,12 @@ def conv2d(
     """See `cpu.conv2d`; bias and ReLU are one pass over the product, and pooling is another."""
     window = _convolution(x, w, b, stride, padding)
     m, places = len(w), window[8] * window[9]
-    y = cupy.empty((len(x), m, *window[8:]), x.dtype)
+    y = cupy.empty((len(x), m, *window[8:]), np.float32)
     for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows = cupy.empty((m, images * places), x.dtype)
+        rows = cupy.empty((m, images * places), np.float32)
         _products(_groups(x, w), w.reshape(m, -1), _lowered(x, window, first, images), rows)
         given = (images, m), places, rows, b, relu, y[first : first + images]
-        launch_planes(f"spread<{c_type(x)}>", images * m, places, *given)
+        launch_planes("spread", images * m, places, *given)
     pooled, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
     return pooled, _Conv(x, w, window, y if relu else None, pooling)
 
@@ -107,29 +108,29 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     if pooling is not None:
         dy = max_pool2d_backward(dy, pooling)
     m, groups, places = len(w), _groups(x, w), window[8] * window[9]
-    checked(dy, (len(x), m, *window[8:]), x.dtype)
-    checked_or_none(dw, w.shape, x.dtype)
-    checked_or_none(db, (m,), x.dtype)
-    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
+    checked(dy, (len(x), m, *window[8:]))
+    checked_or_none(dw, w.shape)
+    checked_or_none(db, (m,))
+    dx = cupy.empty(x.shape, np.float32) if need_dx else None
     if not len(x):
         for sums in (dw, db):
             if sums is not None:
                 sums.fill(0)
     for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows, some = cupy.empty((m, images * places), x.dtype), slice(first, first + images)
+        rows, some = cupy.empty((m, images * places), np.float32), slice(first, first + images)
         given = (images, m), places, dy[some], None if y is None else y[some], rows
-        launch_planes(f"collect<{c_type(x)}>", images * m, places, *given)
+        launch_planes("collect", images * m, places, *given)
         if dw is not None:
             columns = _lowered(x, window, first, images)
             _products(groups, rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
         else:
-            columns = cupy.empty((_column(x, window), images * places), x.dtype)
+            columns = cupy.empty((_column(x, window), images * places), np.float32)
         if db is not None:
             _channel_sums(rows, first > 0, db)
         if dx is not None:
             _products(groups, w.reshape(m, -1), rows, columns, a_transposed=True)
             pieces = (images, x.shape[1]), window, columns, dx[some]
-            launch_planes(f"gather_columns<{c_type(x)}>", images * x.shape[1], window[0] * window[1], *pieces)
+            launch_planes("gather_columns", images * x.shape[1], window[0] * window[1], *pieces)
     return dx
 
 
@@ -137,10 +138,10 @@ def _channel_sums(rows: Array, add: bool, sums: Array) -> None:
     """The gradient of a bias, in `sums`: a row is a channel of a single image."""
     channels, pixels = rows.shape
     parts = parts_of((1, channels), pixels)
-    workspace, given, kind = cupy.empty((channels, parts), cupy.float64), (1, channels), c_type(rows)
+    workspace, given = cupy.empty((channels, parts), cupy.float64), (1, channels)
     if channels:
-        launch(f"channel_parts<{kind}>", (channels, parts), (THREADS,), given, pixels, rows, workspace)
-    launch_rows(f"channel_sums<{kind}>", channels, given, workspace, parts, add, sums)
+        launch("channel_parts", (channels, parts), (THREADS,), given, pixels, rows, workspace)
+    launch_rows("channel_sums", channels, given, workspace, parts, add, sums)
 
 
 def parts_of(batch: Pair, pixels: int) -> int:
@@ -153,40 +154,40 @@ def parts_of(batch: Pair, pixels: int) -> int:
 def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[tuple[int, ...], Sizes]:
     """Shape of the result, and the window."""
     shape = pool_out(x.shape, kernel, stride, padding)
-    checked(x, x.shape, x.dtype)
+    checked(x, x.shape)
     return shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     """See `cpu.max_pool2d`."""
     shape, window = _pooling(x, kernel, stride, padding)
-    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
+    y, taken = cupy.empty(shape, np.float32), cupy.empty(shape, cupy.uint8)
     given = shape[:2], window, x, y, taken
-    launch_planes(f"max_pool<{c_type(x)}>", shape[0] * shape[1], shape[2] * shape[3], *given)
+    launch_planes("max_pool", shape[0] * shape[1], shape[2] * shape[3], *given)
     return y, _SavedPool(x.shape, window, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
     """See `cpu.max_pool2d_backward`."""
     (n, c, h, w), window, taken = saved
-    checked(dy, taken.shape, dy.dtype)
-    dx = cupy.empty(saved.x_shape, dy.dtype)
-    launch_planes(f"max_pool_backward<{c_type(dy)}>", n * c, h * w, (n, c), window, dy, taken, dx)
+    checked(dy, taken.shape)
+    dx = cupy.empty(saved.x_shape, np.float32)
+    launch_planes("max_pool_backward", n * c, h * w, (n, c), window, dy, taken, dx)
     return dx
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     """See `cpu.avg_pool2d`."""
     shape, window = _pooling(x, kernel, stride, padding)
-    y = cupy.empty(shape, x.dtype)
-    launch_planes(f"avg_pool<{c_type(x)}>", shape[0] * shape[1], shape[2] * shape[3], shape[:2], window, x, y)
+    y = cupy.empty(shape, np.float32)
+    launch_planes("avg_pool", shape[0] * shape[1], shape[2] * shape[3], shape[:2], window, x, y)
     return y, _SavedPool(x.shape, window, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     """See `cpu.avg_pool2d_backward`."""
     (n, c, h, w), window = saved.x_shape, saved.window
-    checked(dy, (n, c, *window[8:]), dy.dtype)
-    dx = cupy.empty(saved.x_shape, dy.dtype)
-    launch_planes(f"avg_pool_backward<{c_type(dy)}>", n * c, h * w, (n, c), window, dy, dx)
+    checked(dy, (n, c, *window[8:]))
+    dx = cupy.empty(saved.x_shape, np.float32)
+    launch_planes("avg_pool_backward", n * c, h * w, (n, c), window, dy, dx)
     return dx
