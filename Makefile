@@ -39,7 +39,7 @@ test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 	$(BIN)/python -m pytest tests/gpu -rs
 
 # All that a GPU can show in ten minutes; without one, in five minutes, all that needs none. See docs/guide/gpu.md;
-# with a GPU: make first-gpu TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes a folder of at most 55 MiB for a
+# with a GPU: make first-gpu TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes wheels for a
 # machine without network.
 FIRST_GPU ?= build/first-gpu
 first-gpu: $(VENV)/.with-$(TEST_EXTRAS)

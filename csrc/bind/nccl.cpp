@@ -57,24 +57,6 @@ NcclWork start(Shared communicator, const nb::list& operations, Address stream) 
   return {std::move(communicator), std::move(collective)};
 }
 
-bool holds_gil() {
-#if defined(Py_LIMITED_API)  // it lacks PyGILState_Check; from Python 3.12 on, only the holder has a current state
-  return PyThreadState_GetDict() != nullptr;
-#else
-  return PyGILState_Check();
-#endif
-}
-
-// Python may drop the last reference while it holds the GIL. The watching thread may wait for the GIL.
-void destroy(NcclCommunicator* communicator) {
-  if (Py_IsInitialized() && holds_gil()) {
-    const nb::gil_scoped_release release;
-    delete communicator;
-  } else {
-    delete communicator;
-  }
-}
-
 Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
               double timeout, double stall_warning, double abort, Warn warn) {
   nccl::UniqueId unique_id;
@@ -82,9 +64,8 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   Hooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
-  return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
-                               {timeout, stall_warning}, abort, std::move(hooks)),
-          destroy};
+  return std::make_shared<NcclCommunicator>(nccl::load(path), unique_id, rank, world_size, std::move(board),
+                                            Limits{timeout, stall_warning}, abort, std::move(hooks));
 }
 
 nb::bytes unique_id(const std::string& path) {
@@ -135,6 +116,8 @@ void bind_nccl(nb::module_& m) {
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
+      // To be called before the last reference goes: the destructor would close under the GIL, and a warning takes
+      // that.
       .def("close", &NcclCommunicator::close, WithoutGil());
 
   m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"), nb::arg("count"),

@@ -1,18 +1,6 @@
 #include "nccl/board.h"
 
 namespace distopt {
-namespace {
-
-void copy(Descriptor& to, const Descriptor& from) {
-  to.count = from.count;
-  to.label = from.label;
-  to.root = from.root;
-  to.kind = from.kind;
-  to.dtype = from.dtype;
-  to.op = from.op;
-}
-
-}  // namespace
 
 std::optional<CommunicatorError> Board::post(std::uint64_t sequence, const Arguments& arguments) {
   RingEntry& entry = peers_.entry(peers_.rank(), sequence);
@@ -24,22 +12,18 @@ std::optional<CommunicatorError> Board::post(std::uint64_t sequence, const Argum
   return mismatch(sequence);
 }
 
-bool Board::read(int rank, std::uint64_t sequence, Descriptor& descriptor, Call& call) const {
-  const RingEntry& entry = peers_.entry(rank, sequence);
-  if (entry.descriptor.sequence.load(std::memory_order_acquire) != sequence) return false;
-  copy(descriptor, entry.descriptor);
-  call = call_of(peers_.process(rank).rank, descriptor, sequence, entry.label);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  return entry.descriptor.sequence.load(std::memory_order_relaxed) == sequence;
-}
-
 std::optional<CommunicatorError> Board::mismatch(std::uint64_t sequence) const {
-  Descriptor mine{}, other{};
-  Call my_call{}, their_call{};
-  if (!read(peers_.rank(), sequence, mine, my_call)) return {};
-  for (int q = 0; q < peers_.size(); ++q)
-    if (q != peers_.rank() && read(q, sequence, other, their_call) && !alike(mine, other))
-      return mismatch_between(peers_.process(q), their_call, peers_.me(), my_call);
+  const RingEntry& mine = peers_.entry(peers_.rank(), sequence);
+  for (int q = 0; q < peers_.size(); ++q) {
+    const RingEntry& other = peers_.entry(q, sequence);
+    if (other.descriptor.sequence.load(std::memory_order_acquire) != sequence) continue;
+    const bool differs = !alike(mine.descriptor, other.descriptor);
+    const Call theirs = call_of(peers_.process(q).rank, other.descriptor, sequence, other.label);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!differs || other.descriptor.sequence.load(std::memory_order_relaxed) != sequence) continue;  // written anew
+    return mismatch_between(peers_.process(q), theirs, peers_.me(),
+                            call_of(peers_.me().rank, mine.descriptor, sequence, mine.label));
+  }
   return {};
 }
 

@@ -35,7 +35,6 @@ class Board {
 
  private:
   std::optional<CommunicatorError> mismatch(std::uint64_t sequence) const;
-  bool read(int rank, std::uint64_t sequence, Descriptor& descriptor, Call& call) const;
 
   Segment segment_;
   Peers peers_;

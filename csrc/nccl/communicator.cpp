@@ -37,42 +37,26 @@ nccl::RedOp nccl_op(RedOp op, DType dtype) {
   return ops[static_cast<int>(op)];
 }
 
-// What is called between group_start and group_end takes effect together; the end must come even after an error.
-class GroupCall {
- public:
-  explicit GroupCall(const nccl::NcclApi& api) : api_(api) { add(api_.group_start()); }
-  void add(Result result) {
-    if (result_ == Result::success) result_ = result;
-  }
-  Result end() {
-    const Result result = api_.group_end();
-    return result_ == Result::success ? result : result_;
-  }
-
- private:
-  const nccl::NcclApi& api_;
-  Result result_ = Result::success;
-};
-
-Result call_ragged(const nccl::Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+// NCCL keeps an error of a call in a group and returns it from the end (ncclGroupErrCheck in src/include/group.h).
+Result call_ragged(const Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
   const Arguments& arguments = operation.arguments;
   const Wire wire = wire_of(arguments.dtype);
   const std::size_t item = item_bytes(arguments.dtype) / wire.factor;
   const bool gathers = arguments.kind == OpKind::all_gather_ragged;
-  GroupCall group(in.api);
+  if (const Result result = in.api.group_start(); result != Result::success) return result;
   for (int peer = 0; peer < static_cast<int>(operation.received.size()); ++peer) {
     const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = operation.received[peer];
     if (gathers && from.bytes != 0)
-      group.add(in.api.broadcast(peer == rank ? to.data : from.data, from.data, from.bytes / item, wire.type, peer,
-                                 in.comm, stream));
+      in.api.broadcast(peer == rank ? to.data : from.data, from.data, from.bytes / item, wire.type, peer, in.comm,
+                       stream);
     if (gathers) continue;
-    if (to.bytes != 0) group.add(in.api.send(to.data, to.bytes / item, wire.type, peer, in.comm, stream));
-    if (from.bytes != 0) group.add(in.api.recv(from.data, from.bytes / item, wire.type, peer, in.comm, stream));
+    if (to.bytes != 0) in.api.send(to.data, to.bytes / item, wire.type, peer, in.comm, stream);
+    if (from.bytes != 0) in.api.recv(from.data, from.bytes / item, wire.type, peer, in.comm, stream);
   }
-  return group.end();
+  return in.api.group_end();
 }
 
-Result call_one(const nccl::Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+Result call_one(const Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
   const Arguments& a = operation.arguments;
   if (is_ragged(a.kind)) return call_ragged(in, operation, rank, stream);
   const void* const input = a.parts[0].data;
@@ -97,11 +81,11 @@ Result call_one(const nccl::Opened& in, const NcclOperation& operation, int rank
   }
 }
 
-Result call_all(const nccl::Opened& in, const std::vector<NcclOperation>& operations, int rank, cuda::Stream* stream) {
+Result call_all(const Opened& in, const std::vector<NcclOperation>& operations, int rank, cuda::Stream* stream) {
   if (operations.size() == 1) return call_one(in, operations[0], rank, stream);
-  GroupCall group(in.api);
-  for (const NcclOperation& operation : operations) group.add(call_one(in, operation, rank, stream));
-  return group.end();
+  if (const Result result = in.api.group_start(); result != Result::success) return result;
+  for (const NcclOperation& operation : operations) call_one(in, operation, rank, stream);
+  return in.api.group_end();
 }
 
 }  // namespace
@@ -117,8 +101,8 @@ NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueI
       abort_seconds_(abort_seconds),
       hooks_(std::move(hooks)) {
   try {
-    auto made = std::make_shared<nccl::Opened>(api_, context_, abort_seconds_);
-    call_apart("ncclCommInitRankConfig", made, [id, rank, world_size](nccl::Opened& in) {
+    auto made = std::make_shared<Opened>(api_, context_, abort_seconds_);
+    call("ncclCommInitRankConfig", made, true, [id, rank, world_size](Opened& in) {
       nccl::Config config;
       config.blocking = 1;
       return in.api.comm_init_rank_config(&in.comm, world_size, id, rank, &config);
@@ -150,13 +134,10 @@ NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>&
     if (const auto mismatch = board_->post(first + i, operations[i].arguments)) fail_and_throw(mismatch->failure());
   collective->ready.record(caller);
   collective->ready.hold_up(stream_->get());
-  const Call function = [operations, rank = rank_, stream = stream_](nccl::Opened& in) {
+  const Call function = [operations, rank = rank_, stream = stream_](Opened& in) {
     return call_all(in, operations, rank, stream->get());
   };
-  if (may_connect(operations))
-    call_apart(collective->text.c_str(), opened(), function);
-  else
-    call(collective->text.c_str(), function);
+  call(collective->text.c_str(), opened(), may_connect(operations), function);
   collective->finished.record(stream_->get());
   {
     const Lock lock(mutex_);
@@ -181,17 +162,16 @@ bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations)
   return connected_.insert(std::move(key)).second;
 }
 
-void NcclCommunicator::call(const char* what, const Call& function) {
-  std::shared_ptr<nccl::Opened> in = opened();
-  const Result result = function(*in);
+void NcclCommunicator::call(const char* what, std::shared_ptr<Opened> in, bool apart, const Call& function) {
+  const Result result = apart ? call_apart(what, in, function) : function(*in);
   if (result == Result::success) return;
   const ErrorFields failure = nccl_error(what, result, *in);
   in.reset();
   fail_and_throw(failure);
 }
 
-void NcclCommunicator::call_apart(const char* what, std::shared_ptr<nccl::Opened> in, const Call& function) {
-  std::future<Result> future = nccl::run_apart(in->context, [in, function]() mutable {
+Result NcclCommunicator::call_apart(const char* what, std::shared_ptr<Opened>& in, const Call& function) {
+  std::future<Result> future = run_apart(in->context, [in, function]() mutable {
     const Result result = function(*in);
     in.reset();  // before the caller returns, who may end it
     return result;
@@ -213,11 +193,7 @@ void NcclCommunicator::call_apart(const char* what, std::shared_ptr<nccl::Opened
         watch.seconds(), [&] { return waiting_in(what, sequence_); }, hooks_.warn,
         [this](const ErrorFields& failure) { fail_and_throw(failure); });
   }
-  const Result result = future.get();
-  if (result == Result::success) return;
-  const ErrorFields failure = nccl_error(what, result, *in);
-  in.reset();
-  fail_and_throw(failure);
+  return future.get();
 }
 
 void NcclCommunicator::wait_for_room() {
@@ -225,9 +201,9 @@ void NcclCommunicator::wait_for_room() {
   auto looked = Clock::now();
   for (;;) {
     forget_finished();
+    check_failure();
     {
-      Lock lock(mutex_);
-      check_failure(lock);
+      const Lock lock(mutex_);
       if (outstanding_.size() < most_outstanding) return;
     }
     pause(watch.seconds());

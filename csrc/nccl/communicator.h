@@ -24,7 +24,6 @@
 #include "nccl/api.h"
 #include "nccl/board.h"
 #include "nccl/handles.h"
-#include "nccl/opened.h"
 
 namespace distopt {
 
@@ -45,6 +44,15 @@ class NcclCollective {
   const std::string text;
   Event ready;     // the caller's data, on the caller's stream
   Event finished;  // the result, on the collective stream
+
+  // Of the watching thread: since the data were there, and since a peer left.
+  struct Waits {
+    Waits(const Limits& limits, const char* lacking) : patience(limits, lacking) {}
+    Stopwatch since{};
+    Patience patience;
+  };
+  std::optional<Waits> waits;
+  std::optional<Stopwatch> gone_since;
 };
 
 class NcclCommunicator {
@@ -78,25 +86,24 @@ class NcclCommunicator {
  private:
   using Lock = std::unique_lock<std::mutex>;
   using Clock = std::chrono::steady_clock;
-  using Call = std::function<nccl::Result(nccl::Opened&)>;
+  using Call = std::function<nccl::Result(Opened&)>;
 
-  // A call into NCCL, in this thread. Or in a thread of its own that can be left, for a call that may wait for peers.
-  void call(const char* what, const Call& function);
-  void call_apart(const char* what, std::shared_ptr<nccl::Opened> in, const Call& function);
+  // A call into NCCL, in this thread, or `apart`, in a thread of its own that can be left, as it may wait for peers.
+  void call(const char* what, std::shared_ptr<Opened> in, bool apart, const Call& function);
+  nccl::Result call_apart(const char* what, std::shared_ptr<Opened>& in, const Call& function);
   // Whether the connections that these operations need may not have been made yet.
   bool may_connect(const std::vector<NcclOperation>& operations);
   void wait_for_room();
   // The communicator of NCCL. Throws CommunicatorError if it has failed or is closed.
-  std::shared_ptr<nccl::Opened> opened();
+  std::shared_ptr<Opened> opened();
   void check_failure();
-  void check_failure(Lock& lock);
 
   // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.
   bool check_host(std::uint64_t sequence, const std::string& text);
   // The caller must hold neither the lock nor a reference to the communicator of NCCL.
   void fail(const ErrorFields& failure);
   [[noreturn]] void fail_and_throw(const ErrorFields& failure);
-  ErrorFields nccl_error(const char* what, nccl::Result result, const nccl::Opened& opened) const;
+  ErrorFields nccl_error(const char* what, nccl::Result result, const Opened& opened) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
 
@@ -124,15 +131,10 @@ class NcclCommunicator {
 
   std::mutex mutex_;  // all below; not held during calls of NCCL, of the driver or of Python
   std::condition_variable changed_;
-  std::shared_ptr<nccl::Opened> opened_;
+  std::shared_ptr<Opened> opened_;
   std::deque<Work> outstanding_;
   std::optional<CommunicatorError> failure_;
-  bool failing_ = false, closed_ = false, stop_ = false;
-
-  // State of the watching thread: times since the oldest collective had its data, and since a peer left.
-  std::uint64_t watched_ = 0;
-  std::optional<Stopwatch> waits_since_, gone_since_;
-  std::optional<Patience> patience_;
+  bool closed_ = false, stop_ = false;
   std::future<void> warning_;
   std::thread watcher_;
 };

@@ -23,7 +23,7 @@ Driver load() {
   void* library = ::dlopen(library_name, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(::dlerror());
   Driver made;
-#define DISTOPT_CUDA_FIND(field, symbol, parameters) find(library, made.field);
+#define DISTOPT_CUDA_FIND(field, ...) find(library, made.field);
   DISTOPT_CUDA_DRIVER(DISTOPT_CUDA_FIND)
 #undef DISTOPT_CUDA_FIND
   return made;
@@ -33,11 +33,10 @@ Driver load() {
 
 void check(Status status, const char* function) {
   if (status == Status::success) return;
-  const char *name = nullptr, *description = nullptr;
+  const char* name = nullptr;
   driver().get_error_name.status(status, &name);
-  driver().get_error_string.status(status, &description);
-  throw std::runtime_error(std::string(function) + ": " + (name == nullptr ? "unknown error" : name) + " (" +
-                           (description == nullptr ? std::to_string(static_cast<int>(status)) : description) + ")");
+  throw std::runtime_error(std::string(function) + ": " +
+                           (name == nullptr ? "error " + std::to_string(static_cast<int>(status)) : name));
 }
 
 const Driver& driver() {

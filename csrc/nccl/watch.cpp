@@ -19,9 +19,9 @@ constexpr double close_seconds = 5.0;
 
 // -- failure and end --------------------------------------------------------------------------------------------------
 
-std::shared_ptr<nccl::Opened> NcclCommunicator::opened() {
-  Lock lock(mutex_);
-  check_failure(lock);
+std::shared_ptr<Opened> NcclCommunicator::opened() {
+  const Lock lock(mutex_);
+  if (failure_) throw CommunicatorError(*failure_);
   if (closed_)
     throw CommunicatorError(ErrorKind::closed, board_->peers().me().name() + " has closed this communicator",
                             "use it before close()");
@@ -29,16 +29,11 @@ std::shared_ptr<nccl::Opened> NcclCommunicator::opened() {
 }
 
 void NcclCommunicator::check_failure() {
-  Lock lock(mutex_);
-  check_failure(lock);
-}
-
-void NcclCommunicator::check_failure(Lock& lock) {
-  changed_.wait(lock, [this] { return !failing_ || failure_; });
+  const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
 }
 
-ErrorFields NcclCommunicator::nccl_error(const char* what, Result result, const nccl::Opened& opened) const {
+ErrorFields NcclCommunicator::nccl_error(const char* what, Result result, const Opened& opened) const {
   std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = opened.comm == nullptr ? nullptr : api_.get_last_error(opened.comm);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
@@ -80,29 +75,14 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
   return any_gone;
 }
 
-// Other threads that see the failure wait in check_failure() until it is complete: the abort adds to its text.
+// The failure is there before the abort lets collectives "finish", and before the device may stop for `abort_seconds`.
 void NcclCommunicator::fail(const ErrorFields& failure) {
-  std::shared_ptr<nccl::Opened> last;
+  std::shared_ptr<Opened> last;  // aborts as it goes, unless a thread is in NCCL: then that thread does
   {
     const Lock lock(mutex_);
-    if (failing_) return;
-    failing_ = true;
+    if (failure_) return;
+    failure_ = board_->peers().fail(failure);
     last = std::move(opened_);
-  }
-  CommunicatorError recorded = board_->peers().fail(failure);
-  if (last) {
-    const auto late = last->late;
-    last.reset();  // aborts, unless a thread is in NCCL: then that thread does when it comes out
-    if (*late) {
-      ErrorFields both = recorded.failure();
-      both.cure +=
-          "; besides, ncclCommAbort has not come back within " + seconds_text(abort_seconds_) + ", so end this process";
-      recorded = CommunicatorError(std::move(both));
-    }
-  }
-  {
-    const Lock lock(mutex_);
-    failure_ = std::move(recorded);
   }
   changed_.notify_all();
 }
@@ -128,7 +108,7 @@ void NcclCommunicator::close() {
     if (closed_) return;
   }
   const bool orderly = drained(close_seconds);
-  std::shared_ptr<nccl::Opened> last;
+  std::shared_ptr<Opened> last;
   {
     const Lock lock(mutex_);
     closed_ = true;
@@ -150,7 +130,7 @@ bool NcclCommunicator::drained(double seconds) {
     }
     {
       const Lock lock(mutex_);
-      if (failing_ || outstanding_.empty()) return !failing_;
+      if (failure_ || outstanding_.empty()) return !failure_;
     }
     const double waited = watch.seconds();
     if (waited > seconds) return false;
@@ -167,7 +147,7 @@ void NcclCommunicator::watch() {
   static_cast<void>(cuda::driver().exchange_capture_mode.status(&mode));
   Lock lock(mutex_);
   while (!stop_) {
-    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failing_); });
+    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failure_); });
     if (changed_.wait_for(lock, look_period, [&] { return stop_; })) return;
     lock.unlock();
     try {
@@ -183,7 +163,7 @@ void NcclCommunicator::watch() {
 // Checks without the driver come first: its queries may wait for a thread that launches on a full queue.
 void NcclCommunicator::look_after_oldest() {
   Work watched = oldest();
-  std::shared_ptr<nccl::Opened> in;
+  std::shared_ptr<Opened> in;
   {
     const Lock lock(mutex_);
     in = opened_;
@@ -200,21 +180,15 @@ void NcclCommunicator::look_after_oldest() {
   forget_finished();
   watched = oldest();
   if (!watched) return;
-  if (watched_ != watched->sequence) {
-    watched_ = watched->sequence;
-    waits_since_.reset();
-    gone_since_.reset();
-    patience_.emplace(limits_, "result");
-  }
   if (!watched->ready.reached()) return;
-  if (!waits_since_) waits_since_.emplace();
-  if (any_gone && !gone_since_) gone_since_.emplace();
-  if (gone_since_ && gone_since_->seconds() > grace_seconds)
+  if (!watched->waits) watched->waits.emplace(limits_, "result");
+  if (any_gone && !watched->gone_since) watched->gone_since.emplace();
+  if (watched->gone_since && watched->gone_since->seconds() > grace_seconds)
     return fail({ErrorKind::peer_lost,
                  board_->peers().me().name() + " waits in " + watched->text + " for the data of a rank that has left",
                  "see the ranks' output"});
-  patience_->look(
-      waits_since_->seconds(), [&] { return waiting_in(watched->text, watched->sequence); },
+  watched->waits->patience.look(
+      watched->waits->since.seconds(), [&] { return waiting_in(watched->text, watched->sequence); },
       [&](const std::string& text) { warn(text); }, [this](const ErrorFields& failure) { fail(failure); });
 }
 

@@ -24,8 +24,8 @@ from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
-# Starts the exchange of ragged data, given the matrix of counts; returns its work and the arrays that will arrive.
-Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"
+# Starts the exchange of ragged data; returns its work and the arrays that will arrive.
+Post: TypeAlias = "Callable[[], tuple[Work, list[Array]]]"
 
 _log = logging.getLogger("distopt")
 
@@ -61,39 +61,33 @@ class NcclWork(Work):
 class NcclRaggedWork(RaggedWork):
     """Parts on their way.
 
-    They are valid in the way that results of `NcclWork` are; for parts of NumPy the host waits.
+    They are valid in the way that results of `NcclWork` are; for parts of NumPy the host waits. Where the counts of
+    elements travel first, `wait` blocks the host until they are there, and then posts the data.
     """
 
-    def __init__(self, work: Work, parts: list[Array], *, on_host: bool) -> None:
-        """Local. `work` fills `parts`, which `wait` turns into arrays of NumPy if they are wanted `on_host`."""
+    def __init__(self, work: Work, parts: list[Array], post: Post | None, timeout: float, *, on_host: bool) -> None:
+        """Local.
+
+        Args:
+            work: fills `parts`, or what `post` reads.
+            parts: the arrays that arrive, if `post` is None.
+            post: starts to move the data; returns its work and parts.
+            timeout: seconds for the counts.
+            on_host: whether `wait` turns the parts into arrays of NumPy.
+        """
         super().__init__(work, parts)
-        self._on_host = on_host
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Collective. See the class and `Work.wait`."""
-        self._work.wait(timeout)
-        if self._on_host:
-            self.parts = [part.get() for part in self.parts]
-            self._on_host = False
-
-
-class NcclUncountedWork(NcclRaggedWork):
-    """Counts on their way to the host, which posts the data in `wait`: it blocks the host until those are there."""
-
-    def __init__(self, counts: Work, table: Array, post: Post, timeout: float, *, on_host: bool) -> None:
-        """Local. The counts arrive in `table`; `post`, given them on the host, starts to move the data."""
-        super().__init__(counts, [], on_host=on_host)
-        self._table = table
-        self._post: Post | None = post
-        self._timeout = timeout
+        self._post, self._timeout, self._on_host = post, timeout, on_host
 
     def wait(self, timeout: float | None = None) -> None:
         """Collective. See the class and `Work.wait`."""
         if self._post is not None:
             self._work.wait(self._timeout if timeout is None else timeout)
-            self._work, self.parts = self._post(self._table.get())
+            self._work, self.parts = self._post()
             self._post = None
-        super().wait(timeout)
+        self._work.wait(timeout)
+        if self._on_host:
+            self.parts = [part.get() for part in self.parts]
+            self._on_host = False
 
 
 class _Held(NamedTuple):
@@ -239,11 +233,11 @@ class NcclCommunicator(Communicator):
 
         if request.counts is not None:
             work, received = post(np.array(request.counts).reshape(-1, 1))
-            return NcclRaggedWork(work, received, on_host=on_host)
+            return NcclRaggedWork(work, received, None, self._timeout, on_host=on_host)
         mine = self.xp.asarray(np.array([part.size for part in sent], np.int64))
         table = self.xp.empty((self.topology.world_size, len(sent)), np.int64)
         counts = self._start(Request("all_gather", "int64", label), mine, table)
-        return NcclUncountedWork(counts, table, post, self._timeout, on_host=on_host)
+        return NcclRaggedWork(counts, [], lambda: post(table.get()), self._timeout, on_host=on_host)
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _core
 from .base import FINDINGS, Accumulation, Array, Lists
-from .cuda import THREADS, are_aligned, blocks, c_type, launch, launch_each, launch_strided, launch_units
+from .cuda import THREADS, are_aligned, blocks, c_type, launch, launch_strided, launch_units
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
 _NORM_PARTS = 1024
@@ -134,7 +134,7 @@ def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
     """See `Kernels.mark_beyond`."""
     _find_beyond(x, limit, from_bad)
     if x.size:
-        launch(f"mark_first<{c_type(x)}>", (1,), (1,), x, from_bad)
+        cupy.copyto(x[:1], np.nan, where=from_bad != 0)
 
 
 def first_nonfinite(x: Array) -> int | None:
@@ -217,7 +217,7 @@ def nonzero(x: Array) -> tuple[Array, Array]:
 
 def clear_at(dense: Array, indices: Array) -> None:
     """See `Kernels.clear_at`."""
-    launch_each("clear_at", indices.size, dense, indices, indices.size)
+    dense[indices] = 0
 
 
 def scatter_sum(

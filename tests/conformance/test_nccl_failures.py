@@ -237,7 +237,7 @@ def abort_slowly(job: LocalJob) -> None:
     if job.topology.rank == 1:
         job.all_gather(b"")
         return
-    with pytest.raises(CommunicatorError, match=r"ncclCommAbort has not come back within 0.2 s"):
+    with pytest.raises(CommunicatorError, match="no result within"):
         comm.barrier()
     comm.close()
     job.all_gather(b"")

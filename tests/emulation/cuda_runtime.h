@@ -13,29 +13,18 @@
 
 #include "emulation/device_code.h"
 
-// X(name, number)
-#define EMULATION_ERRORS(X)                 \
-  X(cudaSuccess, 0)                         \
-  X(cudaErrorInvalidValue, 1)               \
-  X(cudaErrorMemoryAllocation, 2)           \
-  X(cudaErrorInvalidConfiguration, 9)       \
-  X(cudaErrorInsufficientDriver, 35)        \
-  X(cudaErrorNoDevice, 100)                 \
-  X(cudaErrorInvalidDevice, 101)            \
-  X(cudaErrorInvalidResourceHandle, 400)    \
-  X(cudaErrorNotReady, 600)                 \
-  X(cudaErrorStreamCaptureUnsupported, 900) \
-  X(cudaErrorStreamCaptureInvalidated, 901) \
-  X(cudaErrorStreamCaptureUnmatched, 903)   \
-  X(cudaErrorStreamCaptureIsolation, 905)   \
-  X(cudaErrorStreamCaptureImplicit, 906)    \
-  X(cudaErrorCapturedEvent, 907)            \
-  X(cudaErrorStreamCaptureWrongThread, 908)
-
 enum cudaError_t : int {
-#define EMULATION_NUMBER(name, number) name = number,
-  EMULATION_ERRORS(EMULATION_NUMBER)
-#undef EMULATION_NUMBER
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotReady = 600,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
 };
 
 namespace emulation {
@@ -81,17 +70,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 
 }  // extern "C"
 
-// -- graphs
-enum cudaStreamCaptureMode : int {
-  cudaStreamCaptureModeGlobal = 0,
-  cudaStreamCaptureModeThreadLocal = 1,
-  cudaStreamCaptureModeRelaxed = 2,
-};
-enum cudaStreamCaptureStatus : int {
-  cudaStreamCaptureStatusNone = 0,
-  cudaStreamCaptureStatusActive = 1,
-  cudaStreamCaptureStatusInvalidated = 2,
-};
+// -- graphs: a recorded stream takes work alone; all else that is asked of it makes the recording invalid
 enum cudaGraphNodeType : int {
   cudaGraphNodeTypeKernel = 0,
   cudaGraphNodeTypeMemcpy = 1,
@@ -114,10 +93,9 @@ using cudaGraphExec_t = emulation::Graph*;
 
 extern "C" {
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, int mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, int* status);  // 1: it does
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags = 0);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);  // an executable one, too

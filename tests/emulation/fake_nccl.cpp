@@ -78,6 +78,7 @@ struct Group {
   distopt::cuda::Stream* stream = nullptr;
   std::vector<Task> collectives;
   std::vector<Message> messages;
+  Result failed = Result::success;  // what a call in the group has returned: the end returns it, too
 };
 thread_local Group group;
 
@@ -96,7 +97,9 @@ Result told(const char* function) {
   if (const std::string seconds = setting_of("FAKE_NCCL_SLEEP", function); !seconds.empty())
     std::this_thread::sleep_for(std::chrono::duration<double>(std::atof(seconds.c_str())));
   const std::string code = setting_of("FAKE_NCCL_FAIL", function);
-  return code.empty() ? Result::success : static_cast<Result>(std::atoi(code.c_str()));
+  const Result result = code.empty() ? Result::success : static_cast<Result>(std::atoi(code.c_str()));
+  if (depth > 0 && result != Result::success) group.failed = result;
+  return result;
 }
 
 bool hangs_from_here(const Channel& channel) {
@@ -160,7 +163,7 @@ void connect(const Channel& channel, const std::vector<Message>& messages) {
 
 Result run_group() {
   const Group made = std::exchange(group, {});
-  if (made.comm == nullptr) return Result::success;
+  if (made.failed != Result::success || made.comm == nullptr) return made.failed;
   const Inside inside(made.comm);
   for (const Task& task : made.collectives) connect(made.comm, task.call);
   connect(*made.comm->channel, made.messages);

@@ -2,13 +2,10 @@
 """Everything a GPU can show in ten minutes, or what can be checked without one: `make first-gpu`.
 
     python tests/gpu/first_gpu.py       in a checkout where distopt is installed
-    python first_gpu.py                 in a folder that tests/gpu/pack.py made: needs no pip, no network
 
 Every part is a process of its own with a time limit, so that one which hangs or crashes does not keep the others from
 running. After each, OUT/first-gpu.md has what is known so far; the output of part N is in OUT/N-NAME.txt. The exit code
 is 0 if every part passed, 1 if one failed, 77 if none failed but some were not run.
-
-The file needs nothing but Python's own library.
 """
 
 from __future__ import annotations
@@ -22,9 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,8 +27,7 @@ from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = "repository.zip"  # beside this file in a pack: tests, benchmarks, examples, csrc
+ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN, FAILED, SKIPPED = "not run", 1, 77
 NO_TESTS = 5  # pytest's exit code where a whole file is skipped
 MINUTES, MINUTES_WITHOUT_GPU = 9.5, 4.7
@@ -121,7 +115,6 @@ ON_GPU = (
         for n in (431_080, 2_000_000, 25_600_000, 100_000_000)
     ),
     Part("top-K beside others", 60, measures("select")),
-    Part("time of each kernel", 90, checks("profile")),
     Part("CNN step beside PyTorch", 120, measures("cnn")),
     Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
 )
@@ -257,23 +250,6 @@ def exit_code(rows: Sequence[Row]) -> int:
     return SKIPPED if NOT_RUN in results else 0
 
 
-def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
-    """Unpack the wheels and the repository beside this file; the folder to run in, and what to add to the environment.
-
-    A package that this Python has already is taken from the wheel all the same, as the pack was tried with it.
-    """
-    site, root = target / "site", target / "repository"
-    for wheel in sorted(folder.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-    with zipfile.ZipFile(folder / REPOSITORY) as archive:
-        archive.extractall(root)
-    added = {"PYTHONPATH": os.pathsep.join([str(site), str(root)])}
-    if found := sorted(site.glob("nvidia/nccl/lib/libnccl.so.2")):
-        added["DISTOPT_NCCL_LIBRARY"] = str(found[0])
-    return root, added
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/first-gpu"), help="folder of the results (%(default)s)")
@@ -283,30 +259,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
-    with tempfile.TemporaryDirectory() as folder:
-        if (HERE / REPOSITORY).exists():
-            root, added = unpack(HERE, Path(folder))
-        else:
-            root = HERE.parents[1]
-            added = {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg", **added}
-        os.chdir(root)
-        # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
-        environment.pop("DISTOPT_DEVICE", None)
-        facts = look_around(environment, sys.executable)
-        has_gpu = not facts.get("GPU", "")
-        parts = (VERSIONS, *ON_GPU, *(() if has_gpu else WITHOUT_GPU))
-        if not has_gpu:  # what can be run comes first
-            parts = (VERSIONS, *WITHOUT_GPU, *ON_GPU)
-            print(f"no GPU can be used here: {facts['GPU']}", flush=True)
-        if options.only:
-            parts = tuple(part for part in parts if any(word in part.name for word in options.only))
-        gpu = facts.get("name", "") or "no GPU"
-        head = f"{gpu}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
-        minutes = options.minutes or (MINUTES if has_gpu else MINUTES_WITHOUT_GPU)
-        rows = run_parts(
-            parts, out, facts, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head
-        )
+    added = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg", "PYTHONPATH": added}
+    os.chdir(ROOT)
+    # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
+    environment.pop("DISTOPT_DEVICE", None)
+    facts = look_around(environment, sys.executable)
+    has_gpu = not facts.get("GPU", "")
+    parts = (VERSIONS, *ON_GPU, *(() if has_gpu else WITHOUT_GPU))
+    if not has_gpu:  # what can be run comes first
+        parts = (VERSIONS, *WITHOUT_GPU, *ON_GPU)
+        print(f"no GPU can be used here: {facts['GPU']}", flush=True)
+    if options.only:
+        parts = tuple(part for part in parts if any(word in part.name for word in options.only))
+    gpu = facts.get("name", "") or "no GPU"
+    head = f"{gpu}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
+    minutes = options.minutes or (MINUTES if has_gpu else MINUTES_WITHOUT_GPU)
+    rows = run_parts(parts, out, facts, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head)
     counts = {result: sum(row.result == result for row in rows) for result in sorted({row.result for row in rows})}
     print(f"{', '.join(f'{count} {result}' for result, count in counts.items())}; see {out}/first-gpu.md")
     return exit_code(rows)

@@ -164,43 +164,9 @@ def _image_kernels(cupy: Any) -> None:
         gpu.softmax_cross_entropy_backward(saved)
 
 
-def kernel_times() -> int:
-    """Microseconds and launches of each kernel in the calls of the benchmark and in a step, by PyTorch's profiler."""
-    import cupy
-
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        print("PyTorch is not installed")
-        return NOT_RUN
-    from benchmarks.gpu import BATCH, kernel_calls
-    from benchmarks.models import compiled, sgd
-    from distopt import device, opt
-
-    device.create_cuda_gpu()
-    cnn, images, labels = compiled(opt.DistOpt(sgd()), BATCH)
-    calls = {name: call for name, (_, call) in kernel_calls(cupy, 25_600_000).items()}
-    calls["CNN step"] = lambda: cnn(images, labels)
-    print("| of | kernel | launches | us |\n| --- | --- | --- | --- |")
-    for name, call in calls.items():
-        for _ in range(5):
-            call()
-        cupy.cuda.Device().synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            call()
-            cupy.cuda.Device().synchronize()
-        kernels = [event for event in recorded.key_averages() if event.device_time_total > 0]
-        for event in sorted(kernels, key=lambda event: -event.device_time_total):
-            print(f"| {name} | {event.key[:90].replace('|', '/')} | {event.count} | {event.device_time_total:.1f} |")
-        print(f"| {name} | all | {sum(e.count for e in kernels)} | {sum(e.device_time_total for e in kernels):.1f} |")
-    print(f"{len(calls)} calls, of 25,600,000 elements except the step")
-    return 0
-
-
 PARTS = {
     "compile": compile_kernels,
     "kernels": every_kernel,
-    "profile": kernel_times,
 }
 
 if __name__ == "__main__":

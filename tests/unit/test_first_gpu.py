@@ -60,7 +60,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
 def test_every_part_names_something_that_exists():
     for part in (first_gpu.VERSIONS, *first_gpu.WITHOUT_GPU, *first_gpu.ON_GPU):
         for word in part.arguments:
-            assert not word.endswith(".py") or (first_gpu.HERE.parents[1] / word).exists(), word
+            assert not word.endswith(".py") or (first_gpu.ROOT / word).exists(), word
         if "tests.gpu.first_parts" in part.arguments:
             assert part.arguments[-1] in first_parts.PARTS
 
@@ -95,20 +95,28 @@ def test_a_killed_peer():
 
 
 # -- the pack ----------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_what_is_packed_runs_elsewhere(tmp_path):
-    """With a package in place of distopt's wheel, as that is large: it is unpacked, and parts find it."""
-    wheel = tmp_path / "distopt_train-0.0-py3-none-any.whl"
+def test_what_is_packed_can_be_installed(tmp_path):
+    wheel, packed = tmp_path / "some-1.0-py3-none-any.whl", tmp_path / "packed" / "some-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("distopt/__init__.py", "")
-        archive.writestr("distopt/__main__.py", "print('the one that was packed')")
-    folder = tmp_path / "pack"
-    assert pack.main([str(folder), "--wheel", str(wheel), "--packages"]) == 0
-    python = str(Path(sys.base_prefix, "bin", "python3"))  # an editable install would come before what is unpacked
-    command = [python, str(folder / "first_gpu.py"), "--out", str(tmp_path / "out"), "--only", "versions"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "the one that was packed" in ended.stdout
-    assert (tmp_path / "out" / "first-gpu.md").exists()
-    with pytest.raises(SystemExit):
-        pack.main([str(folder), "--packages"])
+        for name, text in (
+            ("some.py", "text = 'packed'"),
+            ("some-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some\nVersion: 1.0\n"),
+            ("some-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("some-1.0.dist-info/RECORD", "some.py,,\n"),
+        ):
+            archive.writestr(name, text)
+    packed.parent.mkdir()
+    pack.pack_wheel(wheel, packed, [90])
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        str(packed),
+    ]
+    subprocess.run(install, check=True)
+    assert (tmp_path / "some.py").read_text() == "text = 'packed'"

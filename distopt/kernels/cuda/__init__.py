@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -46,16 +46,23 @@ _VALUES = {
     "pass": ("0", "1", "2"),
 }
 _SCALARS = {
-    "int": ("i", np.int32),
-    "unsigned": ("I", np.uint32),
-    "size_t": ("N", np.uint64),
-    "float": ("f", np.float32),
-    "double": ("d", np.float64),
-    "bool": ("?", np.bool_),
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "size_t": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
+    "bool": np.bool_,
+}
+# The structs of the sources, field by field, each as long as in C.
+_STRUCTS = {
+    "Batch": struct.Struct("2i"),
+    "Window": struct.Struct("10i"),
+    "Source": struct.Struct("3PfPf2P"),
+    "Workspace": struct.Struct("5PI0P"),
+    "SparseLists": struct.Struct("32P32P32II0P"),
 }
 _TYPES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _KERNEL = re.compile(r"(?:template <([^>]*)>\s+)?__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)")
-_STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 
 
 class Kernel(NamedTuple):
@@ -173,33 +180,13 @@ def instances(source: str) -> list[str]:
     return names
 
 
-@cache
-def _struct(name: str) -> struct.Struct:
-    """The layout of a struct of the sources, which is that of C."""
-    for path in sorted(_FOLDER.glob("*.cu*")):
-        for found, fields in _STRUCT.findall(path.read_text()):
-            if found == name:
-                codes = [code for line in fields.splitlines() for code in _codes_of(line)]
-                widest = "P" if any(code[-1] in "PNd" for code in codes) else "i"
-                return struct.Struct("".join(codes) + f"0{widest}")
-    raise LookupError(f"no struct {name}")
-
-
-def _codes_of(line: str) -> Iterable[str]:
-    """Codes of `struct` for the fields that a line declares: "ii" for `int h, w;`, "32P" for `const float* x[32];`."""
-    first, *more = line.partition("//")[0].strip().rstrip(";").split(",")
-    for field in (first, *more) if first else ():
-        count = re.search(r"\[(\d+)\]", field)
-        yield (count[1] if count else "") + ("P" if "*" in first else _SCALARS[first.split()[0]][0])
-
-
 def _converter(kind: str) -> Callable[[Any], Any]:
     """The function that makes an argument for CuPy of one for a parameter of this type."""
     if kind == "*":
         return _pointer
     if kind in _SCALARS:
-        return _SCALARS[kind][1]
-    layout = _struct(kind)
+        return _SCALARS[kind]
+    layout = _STRUCTS[kind]
     dtype = np.dtype((np.void, layout.size))
     return lambda fields: np.frombuffer(layout.pack(*fields), dtype)  # CuPy passes arrays of one element by value
 

@@ -126,8 +126,3 @@ __global__ void __launch_bounds__(block_threads)
     if (beyond(x[i])) bad = i;
   if (bad != n) atomicMax(from_bad, static_cast<unsigned long long>(n - bad));
 }
-
-template <class T>
-__global__ void mark_first(T* x, const unsigned long long* from_bad) {
-  if (*from_bad) *x = T(not_a_number());
-}

@@ -41,22 +41,6 @@ __device__ void for_rows(size_t rows, F f) {
     f(row);
 }
 
-// out[column] = the sum of a column of a matrix [rows, columns]. A block has 32 columns; warp_count rows are read at a
-// time.
-__global__ void column_sums(const float* matrix, size_t rows, int columns, float* out) {
-  constexpr int tile = 32;
-  __shared__ double parts[warp_count][tile];
-  const int column = int(blockIdx.x) * tile + int(threadIdx.x);
-  double sum = 0;
-  if (column < columns)
-    for (size_t row = threadIdx.y; row < rows; row += warp_count) sum += double(matrix[row * columns + column]);
-  parts[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= columns) return;
-  for (unsigned i = 1; i < warp_count; ++i) sum += parts[i][threadIdx.x];
-  out[column] = float(sum);
-}
-
 // Where the elements of a channel lie: `pixels` side by side for each image.
 struct Channels {
   size_t count;  // elements of a channel

@@ -29,11 +29,6 @@ __device__ unsigned lower_bound(const int* indices, unsigned count, long long bo
   return low;
 }
 
-// dense[indices] = 0
-__global__ void clear_at(float* dense, const int* indices, size_t count) {
-  for_each(count, [&](size_t i) { dense[indices[i]] = 0; });
-}
-
 // Lists of ascending indices, one after the other.
 struct SparseLists {
   const int* indices[32];

@@ -1,4 +1,4 @@
-"""Random numbers of the stand-in: the generator has the methods and arguments that CuPy's has."""
+"""Random numbers of the stand-in: the generator has the methods and arguments of CuPy's that are used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._array import device, ndarray
+from ._array import device
 
 
 class BitGenerator:
@@ -33,25 +33,17 @@ class Generator:
     def __init__(self, bit_generator: BitGenerator) -> None:
         self.bit_generator = bit_generator
 
-    def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> ndarray:
-        return self._draw("random", out, size, np.dtype(dtype))
+    def random(self, size: Any = None, dtype: Any = np.float64) -> Any:
+        return self._draw("random", size, dtype)
 
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> ndarray:
-        return self._draw("standard_normal", out, size, np.dtype(dtype))
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64) -> Any:
+        return self._draw("standard_normal", size, dtype)
 
-    def integers(
-        self, low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False
-    ) -> ndarray:
-        return self._draw("integers", None, low, high, size, dtype, endpoint)
-
-    def _draw(self, method: str, out: ndarray | None, *args: Any) -> ndarray:
+    def _draw(self, method: str, size: Any, dtype: Any) -> Any:
         generator = self.bit_generator.load()
-        result: ndarray = device(np.asarray(getattr(generator, method)(*args)))
+        result = device(np.asarray(getattr(generator, method)(size, np.dtype(dtype))))
         self.bit_generator.save(generator)
-        if out is None:
-            return result
-        out[...] = result
-        return out
+        return result
 
 
 def default_rng(seed: Any = None) -> Generator:

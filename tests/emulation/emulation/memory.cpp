@@ -27,7 +27,6 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
   has_context = true;
   *pointer = nullptr;
   if (!bytes) return cudaSuccess;
-  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   void* const at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (!at) return cudaErrorMemoryAllocation;
   std::memset(at, 0xff, bytes);
@@ -45,7 +44,6 @@ using namespace emulation;
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::device); }
 cudaError_t cudaFree(void* pointer) {
   if (!pointer) return cudaSuccess;
-  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
   Allocation allocation{};
   {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
@@ -66,8 +64,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, 
   if (!bytes) return cudaSuccess;
   const Place target = place_of(to, bytes), source = place_of(from, bytes);
   if (target == Place::beyond || source == Place::beyond) return cudaErrorInvalidValue;
-  const Node node{cudaGraphNodeTypeMemcpy, to, from, {}};
-  if (const cudaError_t code = enqueue_node(stream, node, [=] { std::memmove(to, from, bytes); })) return code;
+  const auto step = [=] { return std::memmove(to, from, bytes) == to; };
+  if (const cudaError_t code = enqueue_node(stream, {cudaGraphNodeTypeMemcpy, to, from, step})) return code;
   const bool pageable = target == Place::pageable || source == Place::pageable;
   return pageable ? synchronize_stream(stream, true) : cudaSuccess;
 }
@@ -75,8 +73,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;
   if (place_of(to, bytes) != Place::device) return cudaErrorInvalidValue;
-  const Node node{cudaGraphNodeTypeMemset, to, nullptr, {}};
-  return enqueue_node(stream, node, [=] { std::memset(to, value, bytes); });
+  const auto step = [=] { return std::memset(to, value, bytes) == to; };
+  return enqueue_node(stream, {cudaGraphNodeTypeMemset, to, nullptr, step});
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {

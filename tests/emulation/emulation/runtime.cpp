@@ -73,17 +73,10 @@ void append(const std::shared_ptr<Queue>& queue, Task task) {
   ++queue->added;
 }
 
-cudaError_t add(cudaStream_t stream, Task task, Node node) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  if (queue->recording) {
-    node.step = std::move(task.step);
-    return record(*queue, std::move(node));
-  }
-  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
-  append(queue, std::move(task));
-  return cudaSuccess;
+// Whether the queue records, which is invalid from here on.
+bool disturbs(Queue& queue) {
+  if (queue.recording) queue.recording->invalid = true;
+  return queue.recording != nullptr;
 }
 
 // The ends that synchronising the stream waits for. A legacy stream waits for the blocking ones too.
@@ -91,11 +84,7 @@ cudaError_t ends_of(cudaStream_t stream, std::vector<Position>& ends) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
   if (!queue) return cudaErrorInvalidResourceHandle;
-  if (queue->recording) {
-    queue->recording->invalid = true;
-    return cudaErrorStreamCaptureUnsupported;
-  }
-  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
+  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
   ends.push_back(end_of(queue));
   if (queue == legacy_queue(queue->device))
     for (const auto& entry : runtime().streams)
@@ -103,20 +92,12 @@ cudaError_t ends_of(cudaStream_t stream, std::vector<Position>& ends) {
   return cudaSuccess;
 }
 
-cudaError_t find_mark(cudaEvent_t event, std::shared_ptr<Mark>& mark) {
+cudaError_t find_event(cudaEvent_t event, Position& position) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const auto found = runtime().events.find(reinterpret_cast<std::uintptr_t>(event));
   if (found == runtime().events.end()) return cudaErrorInvalidResourceHandle;
-  mark = found->second.mark;
+  position = found->second.position;
   return cudaSuccess;
-}
-
-// As `find_mark`, for those who look at the event from the host.
-cudaError_t find_reached_mark(cudaEvent_t event, std::shared_ptr<Mark>& mark) {
-  const cudaError_t code = find_mark(event, mark);
-  if (code != cudaSuccess || !mark || !mark->recording) return code;
-  mark->recording->invalid = true;
-  return cudaErrorCapturedEvent;
 }
 
 }  // namespace
@@ -162,20 +143,21 @@ namespace {
 std::uintptr_t new_handle() { return runtime().next_handle += 0x10; }
 }  // namespace
 
-cudaError_t enqueue_step(cudaStream_t stream, Step step) { return add(stream, {{}, std::move(step)}, {}); }
-
-cudaError_t enqueue_node(cudaStream_t stream, Node node, std::function<void()> task) {
-  return add(stream,
-             {{},
-              [task = std::move(task)] {
-                task();
-                return true;
-              }},
-             std::move(node));
+cudaError_t enqueue_node(cudaStream_t stream, Node node) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return cudaErrorInvalidResourceHandle;
+  if (queue->recording)
+    queue->recording->graph.nodes.push_back(std::move(node));
+  else
+    append(queue, {{}, std::move(node.step)});
+  return cudaSuccess;
 }
 
-cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
-  return enqueue_node(stream, {}, std::move(task));
+cudaError_t enqueue_step(cudaStream_t stream, Step step) {
+  Node node;
+  node.step = std::move(step);
+  return enqueue_node(stream, std::move(node));
 }
 
 }  // namespace emulation
@@ -205,27 +187,21 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize_stre
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return synchronize_stream(stream, false); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_mark(event, mark)) return code;
-  if (!mark) return cudaSuccess;
-  {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    const std::shared_ptr<Queue> queue = find(stream);
-    const std::shared_ptr<Recording> recording = queue ? queue->recording : nullptr;
-    if (mark->recording && mark->recording == recording) return cudaSuccess;
-    // No stream joins a recording of another: distopt records one stream.
-    for (const std::shared_ptr<Recording>& broken : {recording, mark->recording})
-      if (broken) broken->invalid = true;
-    if (recording || mark->recording) return cudaErrorStreamCaptureIsolation;
-  }
-  return add(stream, {{mark->position}, [] { return true; }}, {});
+  Position position;
+  if (const cudaError_t code = find_event(event, position)) return code;
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return cudaErrorInvalidResourceHandle;
+  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
+  if (position.queue) append(queue, {{position}, [] { return true; }});
+  return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (const cudaError_t code = require_device(current_device)) return code;
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::uintptr_t handle = new_handle();
-  runtime().events[handle] = {current_device, nullptr};
+  runtime().events[handle] = {current_device, {}};
   *event = reinterpret_cast<cudaEvent_t>(handle);
   return cudaSuccess;
 }
@@ -241,45 +217,38 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const std::shared_ptr<Queue> queue = find(stream);
   if (found == runtime().events.end() || !queue || queue->device != found->second.device)
     return cudaErrorInvalidResourceHandle;
-  auto mark = std::make_shared<Mark>();
-  if (queue->recording) {
-    if (queue->recording->invalid) return cudaErrorStreamCaptureInvalidated;
-    mark->position = end_of(queue);
-    mark->recording = queue->recording;
-    found->second.mark = std::move(mark);
-    return cudaSuccess;
-  }
-  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
+  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
   append(queue, {{}, [] { return true; }});
-  mark->position = end_of(queue);
-  found->second.mark = std::move(mark);
+  found->second.position = end_of(queue);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_reached_mark(event, mark)) return code;
-  if (mark) advance(mark->position, true);
+  Position position;
+  if (const cudaError_t code = find_event(event, position)) return code;
+  if (position.queue) advance(position, true);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  if (unsafe_call_forbidden()) return cudaErrorStreamCaptureUnsupported;
-  std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_reached_mark(event, mark)) return code;
-  return !mark || advance(mark->position, false) ? cudaSuccess : cudaErrorNotReady;
+  Position position;
+  if (const cudaError_t code = find_event(event, position)) return code;
+  return !position.queue || advance(position, false) ? cudaSuccess : cudaErrorNotReady;
 }
 
 extern "C" int emulation_launch(void* stream, void (*run)(const void*), const void* arguments, std::size_t bytes) {
   const auto* first = static_cast<const char*>(arguments);
   const std::vector<char> copy(first, first + bytes);
-  return enqueue(static_cast<cudaStream_t>(stream), [=] { run(copy.data()); });
+  return enqueue_step(static_cast<cudaStream_t>(stream), [=] {
+    run(copy.data());
+    return true;
+  });
 }
 
 extern "C" int emulation_enqueue(void* stream, int (*step)(void*), void* argument) {
-  cudaStreamCaptureStatus status{};
-  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)) return code;
+  int recording = 0;
+  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &recording)) return code;
   // A step of the fake NCCL has an end, so it could be run only once.
-  if (status != cudaStreamCaptureStatusNone) return cudaErrorStreamCaptureUnsupported;
+  if (recording) return cudaErrorStreamCaptureUnsupported;
   return enqueue_step(static_cast<cudaStream_t>(stream), [=] { return step(argument) != 0; });
 }

@@ -28,10 +28,8 @@ struct Graph {
   std::vector<Node> nodes;
 };
 
-// A recording is a list: the work of its stream, in order. It becomes a graph.
+// The work of a stream, in order. It becomes a graph.
 struct Recording {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
-  std::thread::id thread;
   Graph graph;
   bool invalid = false;
 };
@@ -57,17 +55,12 @@ struct Queue {
   std::uint64_t added = 0, finished = 0;
   bool running = false;  // some thread is in the first task
   std::thread::id runner;
-  std::shared_ptr<Recording> recording;  // null: work is run
-};
-
-struct Mark {  // what an event was recorded at
-  Position position;
-  std::shared_ptr<Recording> recording;  // null: work that runs
+  std::unique_ptr<Recording> recording;  // null: work is run
 };
 
 struct EventState {
   int device = 0;
-  std::shared_ptr<Mark> mark;  // null: never recorded
+  Position position;  // without a queue: never recorded
 };
 
 enum class Memory { device, pinned };
@@ -101,16 +94,8 @@ void synchronize_device(int device);
 std::shared_ptr<Queue> find(cudaStream_t stream);
 std::shared_ptr<Queue>& legacy_queue(int device);
 Position end_of(const std::shared_ptr<Queue>& queue);
-cudaError_t enqueue_node(cudaStream_t stream, Node node, std::function<void()> task);
+cudaError_t enqueue_node(cudaStream_t stream, Node node);
 // All that is in the stream; without `wait` cudaErrorNotReady where that is not finished.
 cudaError_t synchronize_stream(cudaStream_t stream, bool wait);
-
-// -- recordings -------------------------------------------------------------------------------------------------------
-// Whether recordings forbid this thread calls that might wait for the device; if so they are invalid from here on.
-bool unsafe_call_forbidden();
-// Whether work on the default stream would have to wait for a stream that records. The lock is held.
-bool meets_recording(const std::shared_ptr<Queue>& queue);
-// The lock is held.
-cudaError_t record(Queue& queue, Node node);
 
 }  // namespace emulation
