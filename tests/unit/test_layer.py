@@ -305,6 +305,20 @@ def test_bias_may_be_the_third_argument_of_linear():
     assert list(linear.get_params()) == ["W"]
 
 
+@pytest.mark.parametrize(
+    ("without", "shape"),
+    [
+        (layer.Linear(2, bias=False), (1, 3)),
+        (layer.Gemm(2, bias=False), (1, 3)),
+        (layer.Conv2d(2, 1, bias=False), (1, 3, 2, 2)),
+    ],
+)
+def test_a_layer_without_bias_has_none_under_its_name(without, shape):
+    without(images(*shape))
+    assert without.b is None
+    assert list(without.get_params()) == ["W"]
+
+
 def test_a_layer_without_forward_says_so():
     with pytest.raises(NotImplementedError, match="Layer has no forward"):
         layer.Layer()(1)

@@ -44,7 +44,7 @@ class Conv2d(Windowed):
 
     Attributes:
         W: [nb_kernels, C / group, kh, kw].
-        b: [nb_kernels], if `bias`.
+        b: [nb_kernels]; None without `bias`.
     """
 
     W: Tensor
@@ -95,8 +95,7 @@ class Conv2d(Windowed):
         self.W = self._parameter("W", shape, x)
         # SINGA's choice, which makes accuracies comparable.
         self.W.gaussian(0.0, sqrt(2 / (prod(shape[1:]) + self.nb_kernels)))
-        if self.bias:
-            self.b = self._parameter("b", (self.nb_kernels,), x)
+        self.b = self._parameter("b", (self.nb_kernels,), x) if self.bias else None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         """Local. The images [N, nb_kernels, oh, ow], where oh = (H + top + bottom - kh) // stride + 1, or these pooled.

@@ -25,7 +25,7 @@ class Linear(TensorLayer):
 
     Attributes:
         W: [in, out].
-        b: [out], if `bias`.
+        b: [out]; None without `bias`.
     """
 
     W: Tensor
@@ -47,8 +47,8 @@ class Linear(TensorLayer):
             self.in_features = x.shape[1]
         self.W = self._parameter("W", (self.in_features, self.out_features), x)
         initializer.glorot_normal(self.W)
-        if self.bias:
-            self.b = self._parameter("b", (self.out_features,), x)
+        # None as in SINGA, whose scripts look for it.
+        self.b = self._parameter("b", (self.out_features,), x) if self.bias else None  # type: ignore[assignment]
 
     def _check_matrix(self, x: Tensor) -> None:
         if len(x.shape) != 2:
@@ -83,7 +83,7 @@ class Gemm(TensorLayer):
 
     Attributes:
         W: see `transB`.
-        b: if `bias`.
+        b: see `bias_shape`; None without `bias`.
     """
 
     W: Tensor
@@ -108,8 +108,7 @@ class Gemm(TensorLayer):
         inputs = self._inputs(x)
         self.W = self._parameter("W", (self.nb_kernels, inputs) if self.transB else (inputs, self.nb_kernels), x)
         initializer.glorot_normal(self.W)
-        if self.bias:
-            self.b = self._parameter("b", self.bias_shape, x)
+        self.b = self._parameter("b", self.bias_shape, x) if self.bias else None  # type: ignore[assignment]
 
     def _inputs(self, x: Tensor) -> int:
         if len(x.shape) != 2:
@@ -122,5 +121,4 @@ class Gemm(TensorLayer):
         if self._inputs(x) != inputs:
             raise ShapeError(f"{self._label} expects {inputs} inputs, got {self._inputs(x)}")
         self._check_dtype(x, self.W)
-        bias = self.b if self.bias else None
-        return matrix.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)
+        return matrix.gemm(x, self.W, self.b, self.alpha, self.beta, self.transA, self.transB)
