@@ -69,7 +69,7 @@ class ExponentialDecay(_Formula):
     Args:
         init_value: the value at step 0.
         decay_steps: number of steps that multiply it by `decay_rate`.
-        decay_rate: in (0, 1].
+        decay_rate: the factor; above 1, the value grows.
         staircase: change only every `decay_steps` steps.
 
     Raises:
