@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
-from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.compress import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError
 from distopt.sync.by_hand import Fusion
+from tests.conformance import nccl_ranks
+from tests.conformance.ranks import LocalJob, run_ranks_ok
 from tests.conformance.test_engine import SHAPES, Parameter, Rank, gradients, same_bits
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
+from tests.emulation import build
 
 F32 = np.float32
 LEAVES = "an exception ends the step"
@@ -214,3 +217,20 @@ def test_a_bad_partial_update_is_named_and_leaves_the_ranks_equal(world_size):
         return own.engine.partial.pending
 
     assert on_ranks(world_size, body) == [True] * world_size
+
+
+def finish_on_a_gpu(job: LocalJob, codec: Codec) -> None:
+    comm = nccl_ranks.connect(job)
+    own = Rank(comm)
+    for param in own.params:
+        param.array = comm.xp.asarray(param.array)
+    step = own.begin(codec)
+    own.write(step, [comm.xp.asarray(grad) for grad in gradients(own.rank)])
+    assert step.finish() is None
+    comm.close()
+
+
+@pytest.mark.parametrize("codec", [Fp32(), Fp16()], ids=repr)
+def test_a_verdict_is_left_on_the_device_only_if_the_step_asks_for_it(codec):
+    build.build()
+    run_ranks_ok(finish_on_a_gpu, 2, codec)
