@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distopt import checkpoint, cli
 from distopt.data import ShardedSampler
@@ -396,6 +396,12 @@ def test_what_cannot_be_saved_is_named(tmp_path, thing, words):
 
     with pytest.raises(UsageError, match=words):
         save()
+
+
+@pytest.mark.parametrize("given", [WeightedRandomSampler([1.0, 2.0], 2), DataLoader([1, 2])])
+def test_the_data_of_a_sampler_are_no_sampler(given):
+    with pytest.raises(UsageError, match=rf"the order of a {type(given).__name__} would be ignored; pass the data set"):
+        ResumableSampler(given, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
 
 from ...checks import check_integer
 from ...data import ShardedSampler
+from ...errors import UsageError
 
 
 class ResumableSampler(ShardedSampler):
@@ -32,7 +34,7 @@ class ResumableSampler(ShardedSampler):
         consumed: number of samples of this epoch that all ranks together have trained on.
 
     Raises:
-        UsageError: see `ShardedSampler`.
+        UsageError: see `ShardedSampler`; or `data` is a sampler or a loader, whose order would be ignored.
     """
 
     def __init__(
@@ -49,6 +51,11 @@ class ResumableSampler(ShardedSampler):
         shards: int | None = None,
     ) -> None:
         """Local."""
+        if isinstance(data, (Sampler, DataLoader)):
+            raise UsageError(
+                f"a ResumableSampler chooses the samples itself, so the order of a {type(data).__name__} would be "
+                "ignored; pass the data set"
+            )
         size = len(data) if isinstance(data, Sized) else data
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         super().__init__(
