@@ -227,10 +227,15 @@ class Communicator(ABC):
             raise UsageError(f"counts {list(counts)} do not fit {array.size} elements of rank {self.topology.rank}")
         return self._noted_ragged(Request("all_gather_ragged", dtype, label, counts=counts), [array])
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only."""
+    def all_gather_bytes(self, payload: bytes, *, label: str = "bytes") -> list[bytes]:
+        """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only.
+
+        Args:
+            payload: what this rank sends.
+            label: see `all_reduce`.
+        """
         words = np.frombuffer(len(payload).to_bytes(8, "little") + payload + bytes(-len(payload) % 4), np.int32)
-        work = self.all_gather_ragged(words, label="bytes")
+        work = self.all_gather_ragged(words, label=label)
         work.wait()
         gathered = [part.tobytes() for part in work.parts]
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]

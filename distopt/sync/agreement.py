@@ -99,7 +99,8 @@ class Agreement:
             ],
             "constants": {name: repr(value) for name, value in (constants or {}).items()},
         }
-        described = [json.loads(text) for text in self.communicator.all_gather_bytes(json.dumps(mine).encode())]
+        texts = self.communicator.all_gather_bytes(json.dumps(mine).encode(), label=f"{self.prefix}models compared")
+        described = [json.loads(text) for text in texts]
         hosts = self.communicator.topology.hosts
         for rank, theirs in enumerate(described):
             if theirs != described[0]:

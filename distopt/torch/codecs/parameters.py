@@ -237,7 +237,8 @@ def send_first(communicator: Communicator, named: Iterable[tuple[str, torch.Tens
 def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) -> set[int]:
     """Collective. Of parameters that this rank has not used, by id, those that no rank has."""
     own = bytes(key in unused for key in layout.places)
-    everywhere = [all(flags) for flags in zip(*communicator.all_gather_bytes(own), strict=True)]
+    gathered = communicator.all_gather_bytes(own, label="unused parameters")
+    everywhere = [all(flags) for flags in zip(*gathered, strict=True)]
     return {key for key, flag in zip(layout.places, everywhere, strict=True) if flag}
 
 

@@ -717,6 +717,12 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     with pytest.raises(MismatchError, match=r"number of params is 3 there, 2 on rank 0"):
         model(torch.ones(1, 1, 8, 8)).sum().backward()
     optimizer.close()
+    model = network()
+    optimizer = dist_opt(model, find_unused_parameters=r.rank == 0)
+    if r.size > 1:
+        with pytest.raises(MismatchError, match=r"\(unused parameters\)"):
+            train(model, optimizer, r.rank, 2)
+    optimizer.close()
     # A parameter that the loss does not reach.
     pair = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
     optimizer = dist_opt(pair)
