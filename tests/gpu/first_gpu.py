@@ -88,7 +88,7 @@ NCCL = ("GPU", "pytest", "NCCL 2.30")
 ON_GPU = (
     gpu_tests("kernels", 60),
     Part("products", 60, tests("tests/gpu/test_ops.py", "-k", "products"), ("GPU", "pytest"), alone=False),
-    gpu_tests("graph", 180),
+    Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), ("GPU", "pytest"), alone=False),
     Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), NCCL, alone=False),
     Part(
         "MNIST",
@@ -100,7 +100,7 @@ ON_GPU = (
     gpu_tests("convolution", 120),
     gpu_tests("codec_kernels", 90),
     gpu_tests("ops", 120),
-    gpu_tests("training", 120),
+    gpu_tests("training", 120, "-k", "not replays"),
     gpu_tests("torch_codecs", 150),
     Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
     gpu_tests("functions", 60),

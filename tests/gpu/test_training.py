@@ -1,4 +1,4 @@
-"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py`."""
+"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py` and `test_graph_emulated.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from tests.ranks.small_net import on_ranks  # noqa: E402
+from tests.ranks.graph_refused import refused  # noqa: E402
+from tests.ranks.graph_steps import BODIES  # noqa: E402
+from tests.ranks.small_net import assert_equal_bits, on_ranks  # noqa: E402
 from tests.ranks.test_gpu_emulated import by_hand, check, every_strategy, mnist_example, on_gpus, wrong_label  # noqa: E402
 
 
@@ -25,3 +27,14 @@ def test_training_ends_as_on_the_cpu(tmp_path, monkeypatch, world_size, body):
     gpus = on_gpus(tmp_path, world_size, body, emulated=False)
     monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
     check(gpus, on_ranks(tmp_path / "cpu", world_size, body))
+
+
+@pytest.mark.parametrize("body", [*BODIES, refused])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, body):
+    if cupy.cuda.runtime.getDeviceCount() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    ranks = on_gpus(tmp_path, world_size, body, emulated=False)
+    for key in ranks[0]:
+        if "losses" not in key:
+            assert_equal_bits(ranks, key)

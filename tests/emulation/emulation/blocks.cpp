@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -28,10 +29,10 @@ constexpr std::size_t stack_bytes = 128 << 10;
   std::abort();
 }
 
-// Lanes that meet: one call of __shfl_sync, for example.
-struct Meeting {
-  const char* operation = nullptr;  // null: free
-  unsigned mask = 0, arrived = 0, left = 0;
+// Lanes that meet: one call of __shfl_sync, for example. All lanes take part.
+struct Warp {
+  const char* operation = nullptr;
+  unsigned arrived = 0, to_leave = 0;
   std::uint64_t values[32] = {};
 };
 
@@ -61,8 +62,7 @@ class Block {
     threads_ = alive_ = threads;
     next_ = arrived_ = 0;
     body_ = &body;
-    warps_.clear();
-    warps_.resize((threads + 31) / 32);
+    warps_.assign((threads + 31) / 32, Warp());
     received_.resize(threads);
     for (bool forward = true; alive_; forward = !forward) {
       const unsigned before = progress_;
@@ -88,18 +88,22 @@ class Block {
   }
 
   const std::uint64_t* exchange(const char* operation, unsigned mask, std::uint64_t value) {
-    const unsigned thread = current_->thread, bit = 1u << (thread % 32);
-    if (!(mask & bit)) die("a lane is not in its own mask", operation);
-    const unsigned lanes = threads_ - thread / 32 * 32;
-    if (lanes < 32 && mask >> lanes) mask &= (1u << lanes) - 1;
-    Meeting* meeting = find(warps_[thread / 32], operation, mask, bit);
-    meeting->arrived |= bit;
-    meeting->values[thread % 32] = value;
+    const unsigned thread = current_->thread, lanes = std::min(threads_ - thread / 32 * 32, 32u);
+    if (mask != 0xffffffff) die("a mask leaves lanes out", operation);
+    Warp& warp = warps_[thread / 32];
+    while (warp.to_leave) suspend();  // some have not seen the values of the meeting before
+    if (warp.arrived && std::strcmp(warp.operation, operation) != 0)
+      die("lanes meet in different operations", operation);
+    warp.operation = operation;
+    warp.values[thread % 32] = value;
     ++progress_;
-    while (meeting->arrived != meeting->mask) suspend();
-    std::memcpy(received_[thread].values, meeting->values, sizeof meeting->values);
-    meeting->left |= bit;
-    if (meeting->left == meeting->mask) meeting->operation = nullptr;
+    if (++warp.arrived == lanes) {
+      warp.arrived = 0;
+      warp.to_leave = lanes;
+    }
+    while (!warp.to_leave) suspend();
+    std::memcpy(received_[thread].values, warp.values, sizeof warp.values);
+    --warp.to_leave;
     return received_[thread].values;
   }
 
@@ -109,25 +113,6 @@ class Block {
   struct Values {
     std::uint64_t values[32];
   };
-  using Warp = std::vector<std::unique_ptr<Meeting>>;
-
-  static Meeting* find(Warp& warp, const char* operation, unsigned mask, unsigned bit) {
-    Meeting* free = nullptr;
-    for (const auto& meeting : warp) {
-      if (!meeting->operation) {
-        free = meeting.get();
-        continue;
-      }
-      if (meeting->arrived & bit || meeting->arrived == meeting->mask || !(meeting->mask & mask)) continue;
-      if (meeting->mask != mask || std::strcmp(meeting->operation, operation) != 0)
-        die("lanes of one mask meet in different operations", operation);
-      return meeting.get();
-    }
-    if (!free) free = warp.emplace_back(std::make_unique<Meeting>()).get();
-    *free = Meeting{operation, mask, 0, 0, {}};
-    return free;
-  }
-
   void release_if_complete() {
     if (!arrived_ || arrived_ < alive_) return;
     arrived_ = 0;
