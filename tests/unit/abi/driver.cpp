@@ -17,7 +17,7 @@ namespace {
 #define LINKED(symbol) std::string_view(TEXT(symbol))
 static_assert(LINKED(cuStreamDestroy) == "cuStreamDestroy_v2");
 static_assert(LINKED(cuEventDestroy) == "cuEventDestroy_v2");
-#define COMPARE(field, symbol, ...)                                                              \
+#define COMPARE(field, symbol, ...)                                                                     \
   static_assert(LINKED(symbol) == #symbol, #symbol " is called otherwise");                             \
   static_assert(CalledAlike<decltype(std::declval<Driver>().field.status), decltype(&::symbol)>::value, \
                 #symbol " is declared otherwise");
