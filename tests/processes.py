@@ -85,17 +85,17 @@ class Program:
         )
         _PROGRAMS.append(self)
 
-    def end(self) -> Ended:
-        """Wait for the end. Fails the test if it does not come, or if a process remains."""
+    def end(self, seconds: float = LIMIT_SECONDS) -> Ended:
+        """Wait for the end. Fails the test if it does not come within `seconds`, or if a process remains."""
         try:
-            stdout, stderr = self.process.communicate(timeout=LIMIT_SECONDS)
+            stdout, stderr = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.kill()
             try:
                 stdout, stderr = self.process.communicate(timeout=60.0)
             except subprocess.TimeoutExpired as held:  # by a process without the mark
                 stdout, stderr = held.output, held.stderr
-            pytest.fail(f"no end within {LIMIT_SECONDS:.0f} s\n{stdout}\n{stderr}")
+            pytest.fail(f"no end within {seconds:.0f} s\n{stdout}\n{stderr}")
         self.assert_nothing_left()
         return Ended(self.process.returncode, stdout, stderr)
 

@@ -70,11 +70,11 @@ def commands_of(block: Block) -> list[str]:
     return [line for line in lines if line]
 
 
-def run(command: list[str], folder: Path, timeout: float = 100.0) -> Ended:
+def run(command: list[str], folder: Path) -> Ended:
     """Run in `folder`, where scripts of the page import each other, with this environment's programs first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"PATH": path, "PYTHONPATH": f"{ROOT}:{folder}", "DISTOPT_DEVICE": "cpu"}
-    return Program(["env", "-C", str(folder), *command], env).end(timeout)
+    return Program(["env", "-C", str(folder), *command], env).end()
 
 
 def missing_lines(expected: str, output: str) -> list[str]:

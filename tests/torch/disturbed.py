@@ -21,7 +21,6 @@ from tests.processes import Ended, Program
 PORT = 29_470
 # Gloo's own choice of an interface is loopback there.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK}
-END_SECONDS = 250.0
 
 
 def start(net: TwoHosts, hosts: int, folder: Path, *options: str) -> list[Program]:
@@ -39,7 +38,7 @@ def last_lines(ended: list[Ended]) -> list[str]:
 
 def disturb(net: TwoHosts, hosts: int, folder: Path, signals: list[int], numbers: random.Random, *options: str) -> int:
     """Compare with an undisturbed run; how many of the signals came while ranks trained."""
-    want = last_lines([program.end(END_SECONDS) for program in start(net, hosts, folder / "undisturbed", *options)])
+    want = last_lines([program.end() for program in start(net, hosts, folder / "undisturbed", *options)])
     assert len(want) == 2 * hosts
     came = 0
     for signum in signals:
@@ -48,9 +47,9 @@ def disturb(net: TwoHosts, hosts: int, folder: Path, signals: list[int], numbers
         time.sleep(numbers.uniform(0.0, 1.0))
         # SIGKILL of an agent kills its ranks; the other host's notice. SIGTERM reaches the ranks of one host.
         programs[0].process.send_signal(signum)
-        codes = [program.end(END_SECONDS).code for program in programs]
+        codes = [program.end().code for program in programs]
         came += any(codes)
-    have = last_lines([program.end(END_SECONDS) for program in start(net, hosts, folder / "disturbed", *options)])
+    have = last_lines([program.end() for program in start(net, hosts, folder / "disturbed", *options)])
     assert have == want, (have, want)
     return came
 
