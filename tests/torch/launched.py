@@ -24,13 +24,21 @@ def run(rank: int, size: int, method: str, backend: str = "distopt") -> None:
     sys.stdout.write(f"rank {rank} of {size} is done\n")
 
 
-def spawn(size: int, method: str) -> None:
-    torch.multiprocessing.spawn(run, (size, method), nprocs=size)
+def fail(rank: int, size: int, method: str) -> None:
+    dist.init_process_group("distopt", init_method=method, rank=rank, world_size=size)
+    for step in range(3):
+        if step == rank == 1:
+            raise ValueError("the mistake of rank 1")
+        dist.barrier()
+
+
+def spawn(size: int, method: str, body: str = "run") -> None:
+    torch.multiprocessing.spawn({"run": run, "fail": fail}[body], (size, method), nprocs=size)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "spawn":
-        spawn(int(sys.argv[2]), sys.argv[3])
+        spawn(int(sys.argv[2]), *sys.argv[3:])
     else:
         rank_name, size_name = next(names for names in NAMES if names[0] in os.environ)
         run(int(os.environ[rank_name]), int(os.environ[size_name]), sys.argv[1], *sys.argv[2:])

@@ -14,6 +14,7 @@ from .ends import LAUNCHERS, PROGRAMS, run
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 BIN = Path(sys.executable).parent
+ROOT = str(Path(__file__).resolve().parents[2])
 MPIEXEC = [str(BIN / "mpiexec"), "-n", "2", sys.executable, SCRIPT]
 
 
@@ -33,14 +34,25 @@ def test_ranks_meet(launcher: str, method: str, port: int, tmp_path: Path) -> No
     }
     command = {"mpiexec": [*MPIEXEC, place], "spawn": [sys.executable, SCRIPT, "spawn", "2", place]}.get(launcher)
     command = command or [*commands[launcher], SCRIPT, place]
-    root = str(Path(__file__).resolve().parents[2])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     if launcher == "distopt run":
         del variables["MASTER_ADDR"], variables["MASTER_PORT"]
     ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for rank in range(2):
         assert f"rank {rank} of 2 is done" in ended.stdout
+
+
+@pytest.mark.slow
+def test_spawn_raises_the_error_of_the_rank_that_failed_first(port: int) -> None:
+    """Three times, since it depended on which process ended first."""
+    command = [sys.executable, SCRIPT, "spawn", "3", f"tcp://127.0.0.1:{port}", "fail"]
+    for _ in range(3):
+        ended = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 1
+        assert ended.stderr.rstrip().endswith("ValueError: the mistake of rank 1"), ended.stderr
 
 
 @pytest.mark.slow

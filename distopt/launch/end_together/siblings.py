@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Protocol
 
-from ...errors import LaunchError
+from ...errors import LaunchError, Process
 from ..processes import children, end_of
 from ..stopwatch import Stopwatch
 from .report import supervisor
@@ -29,7 +30,8 @@ from .report import supervisor
 _log = logging.getLogger("distopt")
 
 _LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
-_LISTEN_SECONDS = 2.0  # then a process that fails does not wait for what its siblings print
+_LISTEN_SECONDS = 2.0  # then a process that fails does not wait for its siblings, which print or end
+_awaited: set[int] = set()  # ranks that have had their time to end
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
@@ -142,6 +144,22 @@ def _let_siblings_speak(communicators: Iterable[Callable[[], Closable | None]]) 
         clock = Stopwatch()
         while _survey()[0] and clock.seconds() < _LISTEN_SECONDS:
             time.sleep(_LISTEN_SECONDS / 100)
+
+
+def end_after(ranks: Iterable[Process]) -> None:
+    """Local. In a child of a script's own multiprocessing, wait until these ranks of this host, which fail, have ended.
+
+    torch.multiprocessing.spawn raises the error of the child that ends first, and ends the others. A rank that fails
+    closes its communicators, which the others notice, some time before it ends.
+    """
+    if parent_process() is None or supervisor.is_heard:
+        return
+    for _, host, pid in ranks:
+        if host == socket.gethostname() and pid not in (os.getpid(), *_awaited):
+            _awaited.add(pid)
+            if (end := end_of(pid)) is not None:
+                wait([end], _LISTEN_SECONDS)
+                os.close(end)
 
 
 def _survey() -> tuple[set[int], set[int]]:
