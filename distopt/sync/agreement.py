@@ -99,7 +99,7 @@ class Agreement:
             ],
             "constants": {name: repr(value) for name, value in (constants or {}).items()},
         }
-        texts = self.communicator.all_gather_bytes(json.dumps(mine).encode(), label=f"{self.prefix}models compared")
+        texts = self.communicator.all_gather_bytes(json.dumps(mine).encode(), label="models compared")
         described = [json.loads(text) for text in texts]
         hosts = self.communicator.topology.hosts
         for rank, theirs in enumerate(described):

@@ -221,7 +221,7 @@ class GradientCounter(ABC):
             GradientError: a rank has left.
         """
         self._statistics.skipped += 1
-        reasons = self._communicator.all_gather_bytes(reason.encode(), label=f"why step {self._number} failed")
+        reasons = self._communicator.all_gather_bytes(reason.encode(), label="why a step failed")
         self._ended = True
         for rank, other in enumerate(reasons):
             if other:
