@@ -21,7 +21,6 @@ from .errors import StateError, UsageError
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
-# Names of types in safetensors files, by NumPy's kind and size.
 _CURES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or raise your quota",
@@ -31,6 +30,7 @@ _CURES = {
     errno.EROFS: "mount it for writing",
 }
 
+# Names of types in safetensors files, by NumPy's kind and size.
 _TYPES = {"b1": "BOOL", **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}}
 _TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
 
