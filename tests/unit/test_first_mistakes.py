@@ -207,7 +207,8 @@ def test_errors_of_the_users_own_code_keep_their_traceback(tmp_path, text, cause
     ended = run(tmp_path, text)
     assert ended.code == 1
     assert cause in ended.stderr
-    assert fnmatchcase(ended.stderr.splitlines()[-1], f"{line}*")
+    # The other rank may be ended in the middle of a line of its own traceback.
+    assert fnmatchcase(ended.stderr.splitlines()[-1], f"*{line}*")
 
 
 def test_the_exit_code_of_a_missing_guard_may_have_another_reason(tmp_path):
