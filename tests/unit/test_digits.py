@@ -66,15 +66,11 @@ def test_every_truncation_is_an_error(packed):
 @pytest.mark.parametrize(
     ("content", "fact"),
     [
-        (b"", "truncated"),
         (b"<html>not found</html>", "not an IDX file"),
-        (struct.pack(">HBBI", 1, 8, 1, 1) + b"x", "not an IDX file"),
         (struct.pack(">HBBI", 0, 0x0A, 1, 1) + b"x", "not an IDX file"),
         (struct.pack(">HBB", 0, 8, 0) + b"x", "not an IDX file"),
         (struct.pack(">HBB33I", 0, 8, 33, *[1] * 33) + b"x", "not an IDX file"),
-        (struct.pack(">HBBI", 0, 8, 1, 0), "header states"),
         (struct.pack(">HBB3I", 0, 8, 3, 0, 2**32 - 1, 2**32 - 1), "header states"),
-        (struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + b"x" * 99, "header states"),
         (struct.pack(">HBB2I", 0, 0x0E, 2, 2**31, 2**30) + b"x" * 99, "header states"),  # 2**64 bytes: 0 if wrapped
         (struct.pack(">HBBI", 0, 8, 1, 3) + b"abcd", "more bytes"),
     ],
@@ -152,6 +148,9 @@ def test_each_image_is_a_shift_of_itself_and_all_shifts_occur(channels, pixels):
     out = np.full(x.shape, np.nan, np.float32)
     assert random_shift(x, out, np.random.default_rng(3), pixels) is out
     np.testing.assert_array_equal(x, before)
+    again, generator = np.empty_like(out), np.random.default_rng(3)
+    np.testing.assert_array_equal(random_shift(x, again, generator, pixels), out)
+    assert (random_shift(x, again, generator, pixels) != out).any() == (pixels > 0)
     shifts = [(down, right) for down in range(-pixels, pixels + 1) for right in range(-pixels, pixels + 1)]
     seen = set()
     for image, result in zip(x, out, strict=True):
@@ -161,17 +160,6 @@ def test_each_image_is_a_shift_of_itself_and_all_shifts_occur(channels, pixels):
         assert len(matches) == 1
         seen.add(matches[0])
     assert seen == set(shifts)
-
-
-def test_same_generator_same_shifts_and_the_next_call_gives_others():
-    x = images(50)
-    first, second, third = (np.empty(x.shape, np.float32) for _ in range(3))
-    generator = np.random.default_rng(1)
-    random_shift(x, first, generator)
-    random_shift(x, second, generator)
-    random_shift(x, third, np.random.default_rng(1))
-    np.testing.assert_array_equal(first, third)
-    assert (first != second).any()
 
 
 @pytest.mark.parametrize("mean_std", [(MEAN, STD), (0.0, 1.0)])
@@ -188,7 +176,6 @@ def test_normalize(mean_std):
 @pytest.mark.parametrize(
     ("x", "out", "pixels"),
     [
-        (images(2).astype(np.float32), np.empty((2, 1, 7, 5), np.float32), 2),
         (images(2), np.empty((2, 1, 7, 5)), 2),
         (images(2), np.empty((3, 1, 7, 5), np.float32), 2),
         (images(2)[:, 0], np.empty((2, 7, 5), np.float32), 2),
@@ -200,7 +187,7 @@ def test_errors_of_shifts(x, out, pixels):
         random_shift(x, out, np.random.default_rng(0), pixels)
 
 
-# -- generated digits: reproducible, and neither trivial nor hopeless to tell apart ------------------------------------
+# -- generated digits --------------------------------------------------------------------------------
 def test_same_bits_on_every_machine():
     for _ in range(2):
         images, labels = digits(600, 7)
@@ -208,34 +195,12 @@ def test_same_bits_on_every_machine():
         assert hashlib.md5(content).hexdigest() == "355827ba4af9648f15b23453bcc86827"
 
 
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 257])
+@pytest.mark.parametrize("count", [0, 1, 256, 257])
 def test_shapes_and_types(count):
     images, labels = digits(count, 3)
-    assert images.shape == (count, 1, 28, 28)
-    assert images.dtype == np.uint8
-    assert labels.shape == (count,)
-    assert labels.dtype == np.int32
+    assert (images.shape, images.dtype) == ((count, 1, 28, 28), np.uint8)
+    assert (labels.shape, labels.dtype) == ((count,), np.int32)
     assert images.any(axis=(1, 2, 3)).all()
-
-
-def test_seeds_differ_and_all_digits_come():
-    first, second = digits(500, 0), digits(500, 1)
-    assert (first[0] != second[0]).any()
-    assert (np.bincount(first[1], minlength=10) > 25).all()
-
-
-def test_nearest_mean_is_not_enough_but_neighbours_agree():
-    images, labels = digits(5000, 1)
-    test_images, test_labels = digits(500, 2)
-    train = images.reshape(5000, -1).astype(float)
-    test = test_images.reshape(500, -1).astype(float)
-    means = np.stack([train[labels == digit].mean(axis=0) for digit in range(10)])
-
-    def nearest(points):
-        return ((points * points).sum(axis=1) - 2 * test @ points.T).argmin(axis=1)
-
-    assert 0.5 < np.mean(nearest(means) == test_labels) < 0.85
-    assert np.mean(labels[nearest(train)] == test_labels) > 0.8
 
 
 @pytest.mark.parametrize("arguments", [(-1, 0), (1, -1)])

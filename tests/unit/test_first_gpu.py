@@ -1,16 +1,14 @@
-"""`make first-gpu` where there is no GPU: parts that hang, crash or are missing, and what is packed for elsewhere."""
+"""`make first-gpu` where there is no GPU: parts that hang, crash or are missing."""
 
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.ranks import run_ranks
 from tests.emulation import build
-from tests.gpu import first_gpu, first_parts, pack, test_peers
+from tests.gpu import first_gpu, first_parts
 from tests.gpu.first_gpu import Part
 
 SLEEP = f"time.sleep({1000 + os.getpid()})"  # no other test on this machine has this line
@@ -65,58 +63,19 @@ def test_every_part_names_something_that_exists():
             assert part.arguments[-1] in first_parts.PARTS
 
 
-# -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_every_kernel_runs():
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        ("from tests.gpu.first_parts import PARTS, lacks; assert not lacks()['GPU']; sys.exit(PARTS['kernels']())", ""),
+        ("from benchmarks.__main__ import main; sys.exit(main())", "CNN step, batch 64, CUDA graphs"),
+    ],
+    ids=["every kernel", "the measurements"],
+)
+def test_bodies_run_on_the_emulated_gpu(body, last):
     build.build()
-    code = "from tests.emulation import activate; activate(); from tests.gpu.first_parts import PARTS, lacks; "
-    code += "assert not lacks()['GPU']; raise SystemExit(PARTS['kernels']())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = f"import sys; from tests.emulation import activate; activate(); {body}"
+    words = ["gpu", "--elements", "500", "--selected-from", "500", "--only", "ceilings", "kernels", "select", "cnn"]
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-@pytest.mark.slow
-def test_the_measurements_on_a_gpu():
-    """Their numbers mean nothing here; the test is that none ends in an error."""
-    build.build()
-    code = "import sys; from tests.emulation import activate; activate(); "
-    code += "from benchmarks.__main__ import main; sys.exit(main())"
-    only = "--elements", "500", "--selected-from", "500", "--only", "ceilings", "kernels", "select", "cnn"
-    command = [sys.executable, "-c", code, "gpu", *only]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "CNN step, batch 64, CUDA graphs" in ended.stdout
-
-
-def test_a_killed_peer():
-    build.build()
-    first, _ = run_ranks(test_peers.lose, 2, "killed", True)
-    assert first.error is None, first.trace
-
-
-# -- the pack ----------------------------------------------------------------------------------------------------------
-def test_what_is_packed_can_be_installed(tmp_path):
-    wheel, packed = tmp_path / "some-1.0-py3-none-any.whl", tmp_path / "packed" / "some-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, text in (
-            ("some.py", "text = 'packed'"),
-            ("some-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some\nVersion: 1.0\n"),
-            ("some-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
-            ("some-1.0.dist-info/RECORD", "some.py,,\n"),
-        ):
-            archive.writestr(name, text)
-    packed.parent.mkdir()
-    pack.pack_wheel(wheel, packed, [90])
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(tmp_path),
-        str(packed),
-    ]
-    subprocess.run(install, check=True)
-    assert (tmp_path / "some.py").read_text() == "text = 'packed'"
+    assert last in ended.stdout
