@@ -91,25 +91,31 @@ def central_difference(function, inputs, which, step=1e-6):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_equals_central_difference(case):
+def test_gradients_equal_central_differences_wherever_they_land(case):
+    """Of parameters, of inputs within a graph, and in memory that is given to them, twice each."""
     function, *shapes = CASES[case]
     inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
+    expected = {}
     for _ in range(2):
         got = dict(autograd.backward(loss_of(function, inputs)))
         assert set(got) == set(inputs)
         for i, param in enumerate(inputs):
-            expected = central_difference(function, inputs, i)
-            np.testing.assert_allclose(got[param].array, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_inputs_of_a_graph_get_the_same_gradient_as_parameters(case):
-    function, *shapes = CASES[case]
-    inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
-    direct = {p.name: g.to_numpy() for p, g in autograd.backward(loss_of(function, inputs))}
+            difference = central_difference(function, inputs, i)
+            np.testing.assert_allclose(got[param].array, difference, rtol=1e-6, atol=1e-7)
+            expected[param] = got[param].to_numpy()
     through = dict(autograd.backward(loss_of(function, [p * 1.0 for p in inputs])))
+    bucket, start = np.full(sum(p.size() for p in inputs), np.nan), 0
     for param in inputs:
-        np.testing.assert_allclose(through[param].array, direct[param.name], rtol=1e-12)
+        np.testing.assert_allclose(through[param].array, expected[param], rtol=1e-12)
+        param.grad = Tensor.of(bucket[start : start + param.size()].reshape(param.shape))
+        start += param.size()
+    views = [param.grad for param in inputs]
+    for _ in range(2):
+        for param, gradient in autograd.backward(loss_of(function, inputs)):
+            assert gradient is param.grad
+            assert any(gradient is view for view in views)
+            assert np.shares_memory(gradient.array, bucket)
+            np.testing.assert_array_equal(gradient.array, expected[param])
 
 
 def test_dropout_scales_what_it_keeps_and_passes_its_gradient():
@@ -179,28 +185,6 @@ def test_shared_parameter_is_yielded_once_after_its_last_contribution():
         pairs = list(autograd.backward(loss))
         assert [p for p, _ in pairs] == [other, shared]
         np.testing.assert_allclose(shared.grad.array, central_difference(function, [shared, other], 0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_land_in_the_memory_they_are_given(case):
-    function, *shapes = CASES[case]
-    inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
-    expected = {p.name: g.to_numpy() for p, g in autograd.backward(loss_of(function, inputs))}
-    bucket = np.full(sum(p.size() for p in inputs), np.nan)
-    start = 0
-    views = []
-    for param in inputs:
-        view = bucket[start : start + param.size()].reshape(param.shape)
-        param.grad = Tensor.of(view)
-        views.append(param.grad)
-        start += param.size()
-    for _ in range(2):
-        pairs = list(autograd.backward(loss_of(function, inputs)))
-        for param, gradient in pairs:
-            assert gradient is param.grad
-            assert any(gradient is view for view in views)
-            assert np.shares_memory(gradient.array, bucket)
-            np.testing.assert_array_equal(gradient.array, expected[param.name])
 
 
 def test_parameter_gradients_of_layers_are_written_without_a_copy(monkeypatch):

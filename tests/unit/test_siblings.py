@@ -191,6 +191,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_of_processes_that_a_script_has_started_the_cause_prints_last(method, tmp_path):
     path = tmp_path / "own.py"

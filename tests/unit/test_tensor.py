@@ -324,31 +324,20 @@ def test_setters_return_their_tensor_and_report_the_change():
         assert t.array is memory
 
 
+ARITHMETIC = {
+    "tensors": lambda a, b: [a + b, a - b, a * b, a / b, -a, a @ b.reshape((3, 1))],
+    "numbers": lambda a, b: [a + 1, 1 + a, a - 1, 1 - a, 2 * a, a / 2, 1 / b],
+    "NumPy's numbers": lambda a, b: [np.float32(2) * a, a * np.float32(2)],
+}
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_arithmetic_follows_numpy(dtype):
+@pytest.mark.parametrize("several", ARITHMETIC)
+def test_arithmetic_follows_numpy(several, dtype):
     a, b = ramp(2, 3, dtype=dtype), Tensor.of(np.array([1, 2, 4], dtype))
-    x, y = a.array, b.array
-    pairs = [
-        (a + b, x + y),
-        (a - b, x - y),
-        (a * b, x * y),
-        (a / b, x / y),
-        (-a, -x),
-        (a @ b.reshape((3, 1)), x @ y[:, None]),
-    ]
-    pairs += [
-        (a + 1, x + 1),
-        (1 + a, 1 + x),
-        (a - 1, x - 1),
-        (1 - a, 1 - x),
-        (2 * a, 2 * x),
-        (a / 2, x / 2),
-        (1 / b, 1 / y),
-    ]
-    pairs += [(np.float32(2) * a, 2 * x), (a * np.float32(2), x * 2)]
-    for got, expected in pairs:
+    for got, expected in zip(ARITHMETIC[several](a, b), ARITHMETIC[several](a.array, b.array), strict=True):
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got.array, expected.reshape(got.shape))
+        np.testing.assert_array_equal(got.array, expected)
     assert (Tensor((2,), dtype=np.int32) / 2).dtype == np.float32
 
 
