@@ -157,10 +157,6 @@ def test_ranks_write_about_as_much_as_each_other():
     assert all(70 <= sum(array.size for array in share.values()) <= 90 for share in shares)
 
 
-def test_a_job_goes_on_where_it_was(saved):
-    assert_goes_on(saved, 3)
-
-
 @pytest.mark.parametrize("bits", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
 def test_every_random_generator(tmp_path, bits):
     noise = np.random.Generator(getattr(np.random, bits)(5))

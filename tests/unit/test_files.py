@@ -1,5 +1,6 @@
-"""Atomic writes under exceptions, kills and concurrent writers."""
+"""Atomic writes under exceptions, kills and concurrent writers; files of arrays under damage."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distopt.errors import StateError, UsageError
 from distopt.files import atomic_write, file_lock, load_arrays, save_arrays
@@ -233,16 +236,51 @@ def test_arrays_of_all_types_and_shapes_are_those_of_safetensors(tmp_path):
     assert header_bytes % 8 == 0, "arrays are not aligned"
 
 
-def test_what_the_mark_and_the_notes_are_for(tmp_path):
+def test_what_the_mark_is_for(tmp_path):
     path = tmp_path / "arrays"
     save_arrays(path, {"a": np.arange(3)}, MARK)
     assert load_arrays(path, MARK, "the test")[1] == ""
     with pytest.raises(StateError, match="arrays was not written by Someone"):
         load_arrays(path, {**MARK, "version": "3"}, "Someone")
-    save_arrays(path, {"a": np.arange(3)}, MARK, "right")
-    path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
-    with pytest.raises(StateError, match="arrays is corrupt"):
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("arrays") / "whole"
+    save_arrays(path, {"w": np.arange(15.0).reshape(5, 3), "n": np.arange(4)}, MARK, "notes")
+    return path.read_bytes()
+
+
+def assert_refused(content: bytes, folder) -> None:
+    path = folder / "damaged"
+    path.write_bytes(content)
+    with pytest.raises(StateError, match=str(path)):
         load_arrays(path, MARK, "the test")
+
+
+def test_every_truncation_is_refused(whole, tmp_path):
+    for length in range(len(whole)):
+        assert_refused(whole[:length], tmp_path)
+
+
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_no_flipped_bit_goes_unnoticed(whole, tmp_path_factory, place, bit):
+    damaged = bytearray(whole)
+    damaged[place % len(whole)] ^= 1 << bit
+    assert_refused(bytes(damaged), tmp_path_factory.getbasetemp())
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_refused(tmp_path_factory, content, with_length):
+    content = len(content).to_bytes(8, "little") + content if with_length else content
+    assert_refused(content, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize(("dtype", "n_bytes"), [("F32", 60), ("U32", 60), ("BF16", 30), ("F8_E4M3", 15), ("C128", 1)])
+def test_types_of_others_are_refused(tmp_path, dtype, n_bytes):
+    header = {"__metadata__": MARK, "w": {"dtype": dtype, "shape": [5, 3], "data_offsets": [0, n_bytes]}}
+    text = json.dumps(header).encode()
+    assert_refused(len(text).to_bytes(8, "little") + text + bytes(n_bytes), tmp_path)
 
 
 @pytest.mark.parametrize("array", [np.zeros(2, complex), np.zeros(2, np.longdouble), np.array(["text"])])

@@ -98,8 +98,3 @@ def test_what_makes_no_sense_is_refused(wrong, message):
     with pytest.raises(UsageError, match=message) as caught:
         wrong()
     assert "\n" not in str(caught.value)
-
-
-def test_a_wrong_name_suggests_the_nearest():
-    with pytest.raises(AttributeError, match=r"has no he_norm; did you mean he_normal\?"):
-        initializer.he_norm  # noqa: B018

@@ -121,17 +121,6 @@ def test_reshape_cat_and_add():
     assert layer.Flatten()(images(0, 3, 4)).shape == (0, 12)
 
 
-def test_dropout_works_in_training_only():
-    x = Tensor.of(np.ones((40, 50), np.float32))
-    drop = layer.Dropout(0.4)
-    np.testing.assert_array_equal(drop(x).data, x.array)
-    autograd.training = True
-    y = drop(x).data
-    assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.6)}
-    assert 0.5 < (y != 0).mean() < 0.7
-    assert not np.array_equal(y, drop(x).data)
-
-
 class Net(layer.Layer):
     def __init__(self, item):
         self.item = item
@@ -214,22 +203,6 @@ def test_arguments_that_make_no_sense_are_refused(make, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Conv3d", "distopt.layer has no Conv3d; did you mean Conv2d?"),
-        ("Maxpool2d", "distopt.layer has no Maxpool2d; did you mean MaxPool2d?"),
-        ("LSTM", "distopt.layer has no LSTM: distopt keeps to convolutional networks; PyTorch is the way to others"),
-        ("CudnnRNN", "distopt keeps to convolutional networks"),
-        ("Embedding", "distopt keeps to convolutional networks"),
-    ],
-)
-def test_a_wrong_name_gets_a_cure(name, message):
-    with pytest.raises(AttributeError) as caught:
-        getattr(layer, name)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("shape", "labels", "message"),
     [
         (
@@ -255,6 +228,7 @@ def test_labels_that_do_not_fit_are_explained(shape, labels, message):
 def test_one_hot_labels_of_integers_are_the_classes():
     scores, classes = images(4, 3), np.array([2, 0, 1, 2], np.int32)
     loss = layer.SoftMaxCrossEntropy()(scores, Tensor.of(np.eye(3, dtype=np.int32)[classes]))
+    assert loss.shape == (1,)  # as in SINGA: scripts print tensor.to_numpy(loss)[0]
     np.testing.assert_allclose(loss.array, layer.SoftMaxCrossEntropy()(scores, Tensor.of(classes)).array, rtol=1e-6)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ from distopt.checkpoint.memory import _FAR_EVERY, Kept, Label, Memory
 from distopt.launch.end_together.report import supervisor
 from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
 from distopt.launch.job.topology import Topology
+from tests.conformance import thread_ranks
+from tests.conformance.thread_ranks import OracleCommunicator
 
 
 class Together:
@@ -200,21 +201,6 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
     assert slots.steps == [newest or 0]
 
 
-class Exchange:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, payloads: list[bytes]) -> None:
-        self.topology = Topology.of_one_host(rank, len(payloads), "host")
-        self._barrier, self._payloads = barrier, payloads
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        self._payloads[self.topology.rank] = payload
-        self._barrier.wait(200.0)
-        gathered = list(self._payloads)
-        self._barrier.wait(200.0)
-        return gathered
-
-
 class Own(InPlace):
     def __init__(self, rank: int, arrays: dict[str, np.ndarray]) -> None:
         super().__init__(arrays)
@@ -245,19 +231,13 @@ def on_ranks(
     nodes: dict[str, Slots], body: Callable[[int, Memory], object], of: Sequence[str] = NODES, attempt=0
 ) -> None:
     """Call `body` on each rank of an attempt, in a thread; `of` names the nodes of the ranks."""
-    barrier, payloads, passed = threading.Barrier(len(of)), [b""] * len(of), []
 
-    def run(rank: int) -> None:
-        ranks, node = Exchange(rank, barrier, payloads), of[rank]
+    def run(ranks: OracleCommunicator) -> None:
+        rank = ranks.topology.rank
+        node = of[rank]
         body(rank, Memory(of[:rank].count(node), of.count(node), nodes[node].fds, ranks, node, attempt))
-        passed.append(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(of))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(passed) == list(range(len(of)))
+    thread_ranks.on_ranks(len(of), run)
 
 
 def train(steps: int) -> Callable[[int, Memory], object]:
@@ -267,25 +247,6 @@ def train(steps: int) -> Callable[[int, Memory], object]:
             memory.keep(step, 0, states_of(rank, step))
 
     return body
-
-
-@pytest.mark.parametrize("lost", ["0", "1"])
-def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
-    newest = 1 + _FAR_EVERY  # with copies on the other node
-
-    def go_on(rank: int, memory: Memory) -> None:
-        label = memory.agree()
-        assert label == Label(0, newest, 0, 3)
-        shared, [(own, _)] = memory.read(label)
-        for found, name in ((shared, "all"), (own, "own")):
-            for key, array in states_of(rank, newest)[name].look().arrays.items():
-                np.testing.assert_array_equal(found[f"{name}/{key}"], array)
-
-    on_ranks(nodes, train(newest + 5))
-    on_ranks(nodes, lambda _, memory: memory.agree())  # ranks start again before the node is lost
-    nodes[lost].close()
-    nodes[lost] = Slots(NODES.count(lost), 3)
-    on_ranks(nodes, go_on)
 
 
 def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
@@ -320,7 +281,9 @@ def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
         ["0"],  # and a rank of node 0, whose slots stay
         ["1"],  # node 0 is lost
         ["0", "1"],  # a rank of node 0
-        ["0", "0", "1", "2", "2"],  # node 2 comes
+        ["0", "0", "2"],  # node 2 takes the place of node 1
+        ["2", "2", "1"],  # of node 0
+        ["0", "0", "1", "2", "2"],  # it comes
         ["1", "0", "0"],  # the nodes have other numbers
     ],
 )

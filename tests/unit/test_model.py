@@ -6,10 +6,11 @@ import pickle
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from distopt import autograd, device, layer, opt, tensor
 from distopt import opt as optim
-from distopt.errors import UsageError
+from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
 
@@ -194,16 +195,6 @@ def test_arguments_of_a_call_that_do_not_fit_are_explained():
         net(x)
 
 
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_a_batch_may_have_another_size(size):
-    net = compiled()
-    rng = np.random.default_rng(size)
-    x = tensor.from_numpy(rng.standard_normal((size, 1, 8, 8), np.float32))
-    out, loss = net(x, tensor.from_numpy(rng.integers(0, 3, size)))
-    assert out.shape == (size, 3)
-    assert np.isfinite(loss.item())
-
-
 def test_a_model_that_is_not_compiled_gives_its_output_to_scripts_that_walk_the_graph():
     net, (x, y) = CNN(), batch()
     autograd.training = True
@@ -285,6 +276,19 @@ def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
     with pytest.raises(UsageError, match=r"aux_states\['note'\] has dtype"):
         net.save_states(tmp_path / "net.state", {"note": "text"})
     assert other.load_states(tmp_path / "net.state") == {}
+
+
+def test_a_file_of_other_states_is_refused_and_nothing_changes(tmp_path):
+    net, path = compiled(), tmp_path / "other"
+    before = {name: value.to_numpy() for name, value in net.get_states().items()}
+    for write in (compiled(hidden=8).save_states, lambda path: safetensors.numpy.save_file(before, path)):
+        write(path)
+        with pytest.raises(StateError, match=str(path)):
+            net.load_states(path)
+        for name, array in before.items():
+            np.testing.assert_array_equal(net.get_states()[name].array, array)
+    with pytest.raises(FileNotFoundError):
+        net.load_states(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -22,14 +22,6 @@ def test_arrays_are_ordinary(shape, dtype):
         assert a.ctypes.data % 64 == 0
 
 
-def test_live_arrays_do_not_alias():
-    pool = Pool()
-    arrays = [pool.empty(LARGE) for _ in range(8)]
-    for i, a in enumerate(arrays):
-        a.fill(i)
-    assert all((a == i).all() for i, a in enumerate(arrays))
-
-
 @pytest.mark.parametrize(
     "keep",
     [

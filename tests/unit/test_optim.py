@@ -116,17 +116,6 @@ def test_steps_equal_the_formulas(name, dtype, scale):
         assert p.dtype == dtype
 
 
-def test_the_first_gradient_is_dampened_and_tiny_ones_are_not_blown_up():
-    w, g = Tensor(data=np.float32([1.0])), Tensor(data=np.float32([0.5]))
-    optim.SGD(1.0, 0.9, dampening=0.5).apply("w", w, g)
-    assert w.item() == 0.75
-    tiny = Tensor(data=np.float32([1e-6]))
-    for make, mean in ((optim.AdaGrad, 1e-12), (optim.RMSProp, 1e-13)):
-        w = Tensor((1,))
-        make(1.0).apply("w", w, tiny)
-        assert w.item() == pytest.approx(-1e-6 / np.sqrt(mean + 1e-8), rel=1e-5)
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_states_continue_a_run_to_the_bit(name):
     make, options = CONFIGURATIONS[name]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt import device, singa_wrap, tensor
+from distopt import autograd, device, initializer, layer, singa_wrap, tensor
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
 
@@ -240,6 +240,12 @@ def test_functions_are_outside_the_graph_and_operators_in_it(training):
         (device, "create_opencl_device", "OpenCL is not supported; use create_cuda_gpu"),
         (singa_wrap, "NcclIDHolder", "did you mean NcclIdHolder?"),
         (singa_wrap, "Axpy", "C\\+\\+ functions are absent; use those of distopt.tensor"),
+        (layer, "Maxpool2d", "did you mean MaxPool2d?"),
+        (layer, "Embedding", "distopt keeps to convolutional networks; PyTorch is the way to others"),
+        (autograd, "LSTM", "distopt keeps to convolutional networks"),
+        (autograd, "conv2d", r"use layer\.Conv2d"),
+        (autograd, "rleu", "did you mean relu?"),
+        (initializer, "he_norm", "did you mean he_normal?"),
     ],
 )
 def test_an_absent_name_is_told_with_its_cure(module, name, cure):
