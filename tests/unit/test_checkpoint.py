@@ -25,7 +25,6 @@ from distopt.checkpoint.folder import rank_file, share_of, survey
 from distopt.data import ShardedSampler
 from distopt.errors import CheckpointError, StateError, UsageError
 from tests.conformance.thread_ranks import on_ranks
-from tests.users_rules import WithStates
 
 RANKS = 2
 FILES = ["checkpoint.json", *(rank_file(rank) for rank in range(RANKS))]
@@ -172,33 +171,6 @@ def test_every_random_generator(tmp_path, bits):
         StateError, match=rf"is a {'SFC64' if bits != 'SFC64' else 'Philox'}, that of the states a {bits}"
     ):
         load(tmp_path, noise=np.random.Generator((np.random.SFC64 if bits != "SFC64" else np.random.Philox)(1)))
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_an_optimizer_of_the_user(tmp_path, distributed):
-    def build():
-        weight = tensor.Tensor(data=np.ones(3, np.float32))
-        weight.name = "w"
-        optimizer = WithStates(0.1)
-        job = launch.join(launch.Ticket(), 0, 1)
-        return weight, opt.DistOpt(optimizer, job=job) if distributed else optimizer, optimizer
-
-    def train(weight, optimizer, saver):
-        optimizer.update(weight, tensor.Tensor(data=np.arange(3, dtype=np.float32)))
-        optimizer.step()
-        saver.step()
-
-    weight, whole, inner = build()
-    with Checkpoint(tmp_path, every=1, weight=weight, optimizer=whole) as saver:
-        saver.resume()
-        train(weight, inner, saver)
-        train(weight, inner, saver)
-    shutil.rmtree(tmp_path / step_name(2))
-    other, resumed, inner = build()
-    with Checkpoint(tmp_path, every=1, weight=other, optimizer=resumed) as saver:
-        assert saver.resume().step == 1
-        train(other, inner, saver)
-    np.testing.assert_array_equal(other.array, weight.array)
 
 
 def test_the_communicator_is_that_of_the_world(tmp_path):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -9,20 +10,19 @@ from distopt import cli
 from distopt.errors import DistoptError, UsageError
 
 
-@pytest.mark.parametrize("argv", [["fly"], ["doctor", "--colour"], ["doctor", "now"]])
-def test_wrong_arguments_get_one_line_and_code_2(argv, capsys):
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["fly"], "distopt: * (see distopt --help)\n"),
+        (["doctor", "now"], "distopt doctor: *now (see distopt doctor --help)\n"),
+        (["doctor", "--nope"], "distopt doctor: unrecognized arguments: --nope (see distopt doctor --help)\n"),
+    ],
+)
+def test_wrong_arguments_get_one_line_and_code_2(argv, text, capsys):
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("distopt")
-    assert err.count("\n") == 1
-    assert "--help" in err
-
-
-def test_an_unknown_option_names_the_help_of_its_command(capsys):
-    assert cli.main(["doctor", "--nope"]) == 2
-    text = "distopt doctor: unrecognized arguments: --nope (see distopt doctor --help)\n"
-    assert capsys.readouterr().err == text
+    assert (out, err.count("\n")) == ("", 1)
+    assert fnmatchcase(err, text)
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["doctor", "--help"]])

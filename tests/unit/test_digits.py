@@ -67,6 +67,7 @@ def test_every_truncation_is_an_error(packed):
     ("content", "fact"),
     [
         (b"<html>not found</html>", "not an IDX file"),
+        (struct.pack(">HBBI", 1, 8, 1, 1) + b"x", "not an IDX file"),
         (struct.pack(">HBBI", 0, 0x0A, 1, 1) + b"x", "not an IDX file"),
         (struct.pack(">HBB", 0, 8, 0) + b"x", "not an IDX file"),
         (struct.pack(">HBB33I", 0, 8, 33, *[1] * 33) + b"x", "not an IDX file"),

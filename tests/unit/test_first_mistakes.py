@@ -15,6 +15,7 @@ PYTHON = sys.executable
 COMMANDS = {
     "script": [PYTHON, "{script}"],
     "-m": [PYTHON, "-m", "mistake"],
+    "-m package": [PYTHON, "-m", "mistake"],
     "-c": [PYTHON, "-c", "{text}"],
     "stdin": ["sh", "-c", '"$0" - < "$1"', PYTHON, "{script}"],
     "prompt": ["sh", "-c", '"$0" -i -q < "$1"', PYTHON, "{script}"],
@@ -30,6 +31,9 @@ UNGUARDED = OTHER + "launch.main(work, 2)\n"
 def run(folder: Path, text: str, how: str = "script") -> Ended:
     """Run `text`; nothing of it may remain. `other` and `unguarded` are modules that it can import."""
     script, other = folder / "mistake.py", folder / "other.py"
+    if how == "-m package":
+        script = folder / "mistake" / "__main__.py"
+        script.parent.mkdir()
     for path, content in ((script, text), (other, OTHER), (folder / "unguarded.py", UNGUARDED)):
         path.write_text(content)
     places = {"{script}": str(script), "{other}": str(other), "{text}": text}
@@ -82,6 +86,11 @@ MISTAKES = {
         "from distopt import launch\n" + guarded("def work(rank, world_size): pass", "launch.main(work, 2)"),
         NOT_LOADED,
     ),
+    "a function under the guard in the main of a package": (
+        guarded("from distopt import launch", "def work(*ranks): pass", "launch.main(work, 2)"),
+        NOT_LOADED,
+        "-m package",
+    ),
     "a function of -c": (UNGUARDED, NO_SCRIPT, "-c"),
     "a function of stdin": (
         UNGUARDED,
@@ -97,6 +106,7 @@ MISTAKES = {
     "a function of a notebook": (IN_MAIN_WITHOUT_FILE, NO_SCRIPT),
     "no guard": (UNGUARDED, NO_GUARD),
     "no guard with -m": (UNGUARDED, NO_GUARD, "-m"),
+    "no guard in the main of a package": (UNGUARDED, NO_GUARD, "-m package"),
     "no guard in a module": ("import unguarded", NO_GUARD),
     "no guard in a module that only the function needs": ("import unguarded", NO_GUARD, "-c"),
     "no guard, and a thread that would go on": (
@@ -227,6 +237,7 @@ class Trainer:
         with lock: total.value += self.first + rank
         queue.put(rank)
 """
+OF_A_MODULE = "from distopt import launch; import other; launch.main(other.work, 2)"
 USE_SHARED = """context = multiprocessing.get_context("spawn")
     queue, total = context.Queue(), context.Value("i")
     launch.main(Trainer(10).work, 2, [context.Lock(), queue, total])
@@ -244,9 +255,9 @@ USE_SHARED = """context = multiprocessing.get_context("spawn")
             ["a 0 2", "[rank 1] a 1 2"],
             "script",
         ),
-        ("from distopt import launch; import other; launch.main(other.work, 2)", ["rank 0", "[rank 1] rank 1"], "-c"),
+        *[(OF_A_MODULE, ["rank 0", "[rank 1] rank 1"], how) for how in ("-c", "-m package")],
     ],
-    ids=["main twice", "a method, and what processes share", "a partial function", "-c with a function of a module"],
+    ids=["main twice", "a method, and what processes share", "a partial function", "of a module", "in a package"],
 )
 def test_what_works(tmp_path, text, printed, how):
     ended = run(tmp_path, text, how)
@@ -409,23 +420,3 @@ def test_main_of_a_package_a_folder_or_an_archive(tmp_path, form, launcher):
     assert (ended.code, ended.stderr) == (0, "")
     printed = ["[rank 1] rank 1 of a helper a word", "rank 0 of a helper a word"]
     assert sorted(ended.stdout.splitlines()) == printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (UNGUARDED, NO_GUARD),
-        (guarded("from distopt import launch", "def work(*ranks): pass", "launch.main(work, 2)"), NOT_LOADED),
-        ("from distopt import launch\nimport other\nlaunch.main(other.work, 2)", None),
-    ],
-    ids=["no guard", "under the guard", "no guard, but a function of a module"],
-)
-def test_mistakes_in_the_main_of_a_package(tmp_path, text, expected):
-    package = tmp_path / "job"
-    package.mkdir()
-    (package / "__main__.py").write_text(text)
-    (tmp_path / "other.py").write_text(OTHER)
-    ended = Program(["env", "-C", str(tmp_path), PYTHON, "-m", "job"]).end()
-    assert ended.code == (2 if expected else 0), ended
-    assert fnmatchcase(ended.stderr, f"{expected}*\n" if expected else "")

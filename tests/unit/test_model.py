@@ -76,6 +76,19 @@ def test_compile_makes_and_names_parameters():
     assert net.linear1.W.creator is None
 
 
+def test_a_layer_in_a_list_is_named_by_its_path():
+    class Heads(Model):
+        def __init__(self):
+            super().__init__()
+            self.heads = [layer.Linear(2), layer.Linear(7, 2)]
+
+        def forward(self, x):
+            return self.heads[1](self.heads[0](x))
+
+    with pytest.raises(UsageError, match=r"heads\.1 expects 7 inputs, got 2"):
+        Heads().compile([Tensor((3, 5))])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_training_lowers_the_loss_and_is_reproducible(dtype):
     runs = []
