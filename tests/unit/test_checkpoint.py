@@ -458,25 +458,11 @@ def write_over(folder, **objects) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason"),
     [
-        (
-            {"model": net()},
-            {"model": net(5)},
-            r"model: linear.W is float32 of shape \(3, 5\), that of the states float32",
-        ),
         ({"model": net()}, {"model": net(), "noise": np.random.default_rng()}, "it has no noise"),
         ({"a": opt.Adam()}, {"a": net()}, "linear.[Wb] is missing; the states are of another model"),
-        (
-            {"a": np.zeros(3)},
-            {"a": np.zeros(4)},
-            r"float64 of shape \(4,\), that of the states float64 of shape \(3,\)",
-        ),
+        ({"a": np.zeros(3)}, {"a": np.zeros(4)}, r"of shape \(4,\), that of the states float64 of shape \(3,\)"),
         ({"a": np.zeros(3)}, {"a": np.zeros(3, np.int64)}, "is int64"),
         ({"a": {"x": np.zeros(3)}}, {"a": {"y": np.zeros(3)}}, "is missing|has no x"),
-        (
-            {"s": ShardedSampler(9, 1, 0, 2)},
-            {"s": ShardedSampler(9, 1, 0, 2, seed=1)},
-            "seed is 1, that of the states 0",
-        ),
         ({"s": ShardedSampler(9, 1, 0, 2)}, {"s": ShardedSampler(8, 1, 0, 2)}, "size is 8, that of the states 9"),
     ],
 )
@@ -632,25 +618,7 @@ def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def unwritable(folder):
-    """Nobody can create files there; root becomes another user for that."""
-    mode, root = folder.stat().st_mode, os.geteuid() == 0
-    for path in (folder, *folder.parents):
-        if root and not path.stat().st_mode & 1:
-            path.chmod(path.stat().st_mode | 1)
-    folder.chmod(0o555)
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-        folder.chmod(mode)
-
-
-@contextlib.contextmanager
-def full_disk(folder):
+def full_disk():
     """No file can grow beyond 600 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
@@ -660,14 +628,7 @@ def full_disk(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-FAULTS = {
-    unwritable: r"Permission denied; allow this user to write there, or choose another folder",
-    full_disk: r"File too large; raise the limit of file sizes \(ulimit -f\), or choose another folder",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, fault):
+def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog):
     folder = tmp_path / "folder"
     folder.mkdir()
     own = np.zeros(500)
@@ -679,14 +640,15 @@ def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, f
     saver.resume()
     saver.step()
     saver._wait()
-    with fault(folder):
+    with full_disk():
         for _ in range(3):
             own += 1
             saver.step()
         saver._wait()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
-    line = rf"step 4 could not be saved: .*{re.escape(step_name(4))}.*: {FAULTS[fault]}"
+    cure = r"File too large; raise the limit of file sizes \(ulimit -f\), or choose another folder"
+    line = rf"step 4 could not be saved: .*{re.escape(step_name(4))}.*: {cure}"
     assert re.fullmatch(rf"rank 0 \(\S+\): {line}; training continues, older checkpoints stay", said[-1]), said[-1]
     assert own[0] == 3
     with pytest.raises(CheckpointError, match=line):
@@ -708,34 +670,37 @@ def test_a_fault_that_has_passed_is_no_error_at_the_end(tmp_path, caplog):
     assert_goes_on(tmp_path, 2)
 
 
-def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch):
-    rank_1_cannot_write(monkeypatch, MemoryError("no room"))
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("no room"), r"MemoryError\('no room'\)"),
+        (
+            PermissionError(13, "Permission denied"),
+            "Permission denied; allow this user to write there, or choose another",
+        ),
+    ],
+)
+def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch, error, told):
+    rank_1_cannot_write(monkeypatch, error)
 
     def body(comm):
         own = Rank(comm, tmp_path)
         own.checkpoint.resume()
         own.step()
-        with pytest.raises(
-            CheckpointError, match=r"rank 1 \(\S+\): step 1 could not be saved: .*MemoryError\('no room'\)"
-        ):
+        with pytest.raises(CheckpointError, match=rf"rank 1 \(\S+\): step 1 could not be saved: .*{told}"):
             own.checkpoint.close()
 
     on_ranks(RANKS, body)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda folder: folder.write_text("a file"), "File exists|Not a directory"),
-        (lambda folder: folder.parent.joinpath("folder").symlink_to("/proc/1/nowhere"), "folder"),
-    ],
-)
-def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path, spoil, reason):
-    spoil(tmp_path / "folder")
+@pytest.mark.parametrize(("link", "reason"), [("", "File exists|Not a directory"), ("/proc/1/nowhere", "folder")])
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path, link, reason):
+    folder = tmp_path / "folder"
+    folder.symlink_to(link) if link else folder.write_text("a file")
 
     def body(comm):
         with pytest.raises(CheckpointError, match=rf"rank 0 \(\S+\): .*({reason}).*choose another folder"):
-            Rank(comm, tmp_path / "folder").checkpoint.resume()
+            Rank(comm, folder).checkpoint.resume()
 
     on_ranks(RANKS, body)
 
