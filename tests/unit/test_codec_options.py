@@ -40,7 +40,6 @@ F32 = np.float32
         lambda: create("fp16", ratio=0.1),
         lambda: create("fp32", error_feedback=True),
         lambda: PowerSGD(rank=0),
-        lambda: PowerSGD(rank=1.5),
     ],
 )
 def test_bad_options_are_refused(make):

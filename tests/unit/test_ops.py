@@ -42,14 +42,26 @@ def twice(function):
     return second
 
 
-def check_frozen(backward, y, saved, dx, db):
-    """Where no gradient of the weight is asked for, the other ones stay what they are."""
-    for need_dx in (False, True):
-        db_alone = None if db is None else np.full_like(db, np.nan)
-        dx_alone = backward(array(y.shape, y.dtype, 3), saved, None, db_alone, need_dx)
-        np.testing.assert_array_equal(dx_alone, dx if need_dx else None)
-        if db is not None:
-            near(db_alone, db)
+def passes(kernels, forward, w, b):
+    """The output, the gradients of x, w and b, and those of w and b once more, computed without that of x.
+
+    `forward(kernels)` gives y, the values that it saves, and the function for the gradients. On the CPU, the other
+    gradients are the same where none of the weight is asked for.
+    """
+    y, saved, backward = forward(kernels)
+    results = [y]
+    for need_dx in (True, False):
+        dw, db = np.full_like(w, np.nan), None if b is None else np.full_like(b, np.nan)
+        dx = backward(array(y.shape, y.dtype, 3), saved, dw, db, need_dx)
+        assert (dx is not None) == need_dx
+        results += [array for array in (dx, dw, db) if array is not None]
+        if kernels is OF_THE_CPU:
+            db_alone = None if b is None else np.full_like(b, np.nan)
+            dx_alone = backward(array(y.shape, y.dtype, 3), saved, None, db_alone, need_dx)
+            np.testing.assert_array_equal(dx_alone, dx)
+            if b is not None:
+                near(db_alone, db)
+    return results
 
 
 CONVOLUTIONS = [
@@ -127,18 +139,14 @@ def test_conv2d(isa, dtype, case, with_bias, relu):
     bias = array(m, dtype, 2) if with_bias else None
 
     def run(kernels):
-        y, saved = kernels.conv2d(x, weight, bias, stride, padding, relu)
-        dy = array(y.shape, dtype, 3)
-        dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
-        dx = kernels.conv2d_backward(dy, saved, dw, db)
-        again = np.full_like(weight, np.nan)
-        assert kernels.conv2d_backward(array(y.shape, dtype, 3), saved, again, db, need_dx=False) is None
-        np.testing.assert_array_equal(again, dw)
-        if kernels is OF_THE_CPU:
-            check_frozen(cpu.conv2d_backward, y, saved, dx, db)
-        return (y, dx, dw) if db is None else (y, dx, dw, db)
+        def forward(k):
+            return *k.conv2d(x, weight, bias, stride, padding, relu), k.conv2d_backward
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        return passes(kernels, forward, weight, bias)
+
+    results = twice(lambda: run(cpu))
+    np.testing.assert_array_equal(results[2], results[-1 if bias is None else -2], "dw without dx")
+    for got, expected in zip(results, run(reference), strict=True):
         near(got, expected)
 
 
@@ -251,18 +259,10 @@ def test_conv2d_max_pool(isa, dtype, case, with_bias, relu):
     bias = array(m, dtype, 2) if with_bias else None
 
     def run(kernels):
-        y, saved = kernels.conv2d(x, weight, bias, *geometry, relu, pooling)
-        dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
-        dx = kernels.conv2d_backward(array(y.shape, dtype, 3), saved, dw, db)
-        if kernels is OF_THE_CPU:
-            check_frozen(cpu.conv2d_backward, y, saved, dx, db)
-        return (y, dx, dw) if db is None else (y, dx, dw, db)
+        def forward(k):
+            return *k.conv2d(x, weight, bias, *geometry, relu, pooling), k.conv2d_backward
 
-    def run_without_dx(kernels):
-        y, saved = kernels.conv2d(x, weight, bias, *geometry, relu, pooling)
-        dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
-        assert kernels.conv2d_backward(array(y.shape, dtype, 3), saved, dw, db, need_dx=False) is None
-        return (y, dw) if db is None else (y, dw, db)
+        return passes(kernels, forward, weight, bias)
 
     def run_apart():
         y, conv = cpu.conv2d(x, weight, bias, *geometry, relu)
@@ -271,10 +271,10 @@ def test_conv2d_max_pool(isa, dtype, case, with_bias, relu):
         dx = cpu.conv2d_backward(cpu.max_pool2d_backward(array(y.shape, dtype, 3), pool), conv, dw, db)
         return (y, dx, dw) if db is None else (y, dx, dw, db)
 
-    for got, apart, expected in zip(twice(lambda: run(cpu)), run_apart(), run(reference), strict=True):
+    results = twice(lambda: run(cpu))
+    for got, apart in zip(results, run_apart(), strict=False):
         np.testing.assert_array_equal(got, apart)
-        near(got, expected)
-    for got, expected in zip(twice(lambda: run_without_dx(cpu)), run_without_dx(reference), strict=True):
+    for got, expected in zip(results, run(reference), strict=True):
         near(got, expected)
 
 
@@ -296,13 +296,7 @@ def test_linear(isa, dtype, sizes, with_bias, relu):
     b = array(n_out, dtype, 2) if with_bias else None
 
     def run(kernels):
-        y, saved = kernels.linear(x, w, b, relu)
-        dw, db = np.full_like(w, np.nan), None if b is None else np.full_like(b, np.nan)
-        dx = kernels.linear_backward(array(y.shape, dtype, 3), saved, dw, db)
-        assert kernels.linear_backward(array(y.shape, dtype, 3), saved, dw, db, need_dx=False) is None
-        if kernels is OF_THE_CPU:
-            check_frozen(cpu.linear_backward, y, saved, dx, db)
-        return (y, dx, dw) if db is None else (y, dx, dw, db)
+        return passes(kernels, lambda k: (*k.linear(x, w, b, relu), k.linear_backward), w, b)
 
     for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
         near(got, expected)
