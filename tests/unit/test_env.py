@@ -23,31 +23,34 @@ SBATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 
 
-@pytest.mark.parametrize("env", [OMPI, PMI, TORCHRUN], ids=["ompi", "pmi", "torchrun"])
-def test_launcher_says_rank_size_and_place(env):
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (OMPI, (3, 8, 1, 2)),
+        (PMI, (3, 8, 1, 2)),
+        (TORCHRUN, (3, 8, 1, 2)),
+        (SRUN, (3, 8, 1, None)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, None, None)),
+    ],
+    ids=["ompi", "pmi", "torchrun", "srun", "without local variables"],
+)
+def test_launcher_says_rank_size_and_place(env, expected):
     info = launcher(env)
     assert info is not None
-    assert (info.rank, info.size, info.local_rank, info.local_size) == (3, 8, 1, 2)
-    assert all(f"{name}={value}" in info.source for name, value in env.items())
-    assert launcher(env | PMI) is not None, "launchers that agree are one"
+    assert (info.rank, info.size, info.local_rank, info.local_size) == expected
+    assert env is SRUN or all(f"{name}={value}" in info.source for name, value in env.items())
+
+
+@pytest.mark.parametrize("others", [OMPI, SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}], ids=["ompi", "a daemon"])
+def test_launchers_that_agree_are_one_and_a_task_of_slurm_may_be_the_daemon_of_another(others):
+    info = launcher(others | PMI)
+    assert info is not None
+    assert (info.rank, info.size) == (3, 8)
 
 
 @pytest.mark.parametrize("env", [{"PATH": "/bin"}, {"WORLD_SIZE": "2"}, SBATCH])
 def test_no_launcher(env):
     assert launcher(env) is None
-
-
-def test_srun_step_is_a_launcher():
-    info = launcher(SRUN)
-    assert info is not None
-    assert (info.name, info.rank, info.size, info.local_rank, info.local_size) == ("srun", 3, 8, 1, None)
-
-
-def test_slurm_task_that_is_the_daemon_of_another_launcher_does_not_contradict():
-    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    info = launcher(daemon | PMI)
-    assert info is not None
-    assert (info.rank, info.size) == (3, 8)
 
 
 SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_LOCALID": "1"}
@@ -70,12 +73,6 @@ def test_tasks_of_a_job_script_that_nobody_started():
     assert unstarted_tasks(SBATCH) == 8
     assert unstarted_tasks(SRUN) == 0
     assert unstarted_tasks({"SLURM_NTASKS": "many"}) == 0
-
-
-def test_local_variables_may_be_absent():
-    info = launcher({"PMI_RANK": "0", "PMI_SIZE": "1"})
-    assert info is not None
-    assert (info.local_rank, info.local_size) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def runs(tmp_path: Path, parts: tuple[Part, ...], facts: dict[str, str] | None =
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, capfd):
     parts = (
         Part("hangs", 4, ("-c", HANG), ()),

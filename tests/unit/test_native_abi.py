@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What nccl.h includes of CUDA, as far as it uses it.
+# The part of CUDA's header that nccl.h uses.
 CUDA_RUNTIME = """\
 #include <cstddef>
 typedef struct CUstream_st* cudaStream_t;

@@ -23,8 +23,8 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         slow("test_codec_kernels.py"),
         slow("test_functions.py"),
         "test_kernels.py",
-        "test_staging.py",
-        "test_tensor.py",
+        slow("test_staging.py"),
+        slow("test_tensor.py"),
     ],
 )
 def test_on_the_emulated_gpu(file):

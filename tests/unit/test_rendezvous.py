@@ -189,7 +189,7 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
 def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is waited for in its own time, while ranks join; so are those that say something now and then.
 
-    One that says too much is sent away.
+    A client that sends too much is sent away.
     """
     monkeypatch.setattr(gate, "_HANDSHAKE_SECONDS", 1000.0)
     stop = threading.Event()

@@ -108,6 +108,7 @@ def test_folders_without_timelines_are_refused(tmp_path, capsys):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path, 0)

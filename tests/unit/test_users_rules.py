@@ -3,38 +3,11 @@
 import numpy as np
 import pytest
 
-from distopt import autograd, opt, tensor
+from distopt import autograd, opt
 from distopt.nn.core.tensor import Tensor
-from tests.ranks.small_net import Net
 from tests.users_rules import ByApply, ByHook, WithStates, built_in
 
 RULES = [ByApply, WithStates, ByHook]
-
-
-def decay() -> opt.DecayScheduler:
-    return opt.ExponentialDecay(0.05, 2, 0.5)
-
-
-def trained(rule, way: str) -> np.ndarray:
-    """Losses and parameters after some steps."""
-    rng = np.random.default_rng(1)
-    x = tensor.from_numpy(rng.standard_normal((8, 5), np.float32))
-    y = tensor.from_numpy(rng.integers(0, 3, 8, np.int32))
-    x.device.SetRandSeed(2)
-    net = Net(7, 3)
-    net.set_optimizer(rule)
-    net.compile([x], is_train=True)
-    losses = [net(x, y, getattr(rule, way)).item() for _ in range(6)]
-    return np.concatenate([losses, *[p.array.reshape(-1) for _, p in sorted(net.get_params().items())]])
-
-
-@pytest.mark.parametrize("way", ["__call__", "backward_and_update"])
-@pytest.mark.parametrize("make", RULES)
-def test_a_model_trains_by_it(make, way):
-    rule, reference = make(decay()), built_in(decay())
-    np.testing.assert_array_equal(trained(rule, way), trained(reference, "__call__"))
-    assert rule.step_counter.item() == 6
-    assert rule.values["lr"] == reference.values["lr"] == 0.05 / 8
 
 
 @pytest.mark.parametrize("make", [*RULES, built_in])
