@@ -99,6 +99,7 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script(name):
     done = ended(SCRIPTS[name])

@@ -22,8 +22,8 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         sweep("test_convolution.py"),
         slow("test_codec_kernels.py"),
         slow("test_functions.py"),
-        "test_kernels.py",
-        slow("test_staging.py"),
+        slow("test_kernels.py"),
+        "test_staging.py",
         slow("test_tensor.py"),
     ],
 )
