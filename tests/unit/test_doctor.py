@@ -96,24 +96,11 @@ def test_settings_are_listed_without_the_secret(monkeypatch):
 
 
 # -- children ----------------------------------------------------------------------------------------------------------
-def in_child(monkeypatch, code):
-    """Have the next question answered by `code`."""
-    monkeypatch.setattr(sys, "executable", sys.executable)
-    monkeypatch.setattr("distopt.cli.doctor.ask.sys", types.SimpleNamespace(executable=sys.executable, path=[]))
-    monkeypatch.setattr(
-        "distopt.cli.doctor.ask.run_bounded",
-        lambda command, seconds, env: run_bounded([command[0], "-c", code], seconds, env),
-    )
-    ask.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("code", "message", "seconds"),
     [
-        ("import os; os.abort()", "crashed with SIGABRT", 60.0),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV", 60.0),
         ("raise SystemExit('no licence')", "exit code 1: no licence", 60.0),
-        ("import time; time.sleep(60)", "no answer within 0.5 s", 0.5),
         (
             "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(9)'])",
             "no answer within 0.5 s",
@@ -122,10 +109,11 @@ def in_child(monkeypatch, code):
     ],
 )
 def test_a_child_that_does_not_answer_is_described(monkeypatch, code, message, seconds):
-    in_child(monkeypatch, code)
-    for _ in range(2):
-        with pytest.raises(DistoptError, match=message):
-            ask("numpy", seconds=seconds)
+    run_code = partial(run_bounded, [sys.executable, "-c", code])
+    monkeypatch.setattr("distopt.cli.doctor.ask.run_bounded", lambda command, *options: run_code(*options))
+    ask.cache_clear()
+    with pytest.raises(DistoptError, match=message):
+        ask("numpy", seconds=seconds)
 
 
 def test_what_a_library_prints_does_not_spoil_the_answer():

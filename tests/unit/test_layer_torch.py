@@ -39,11 +39,6 @@ CASES = {
         IMAGES,
     ),
     "conv groups": (layer.Conv2d(4, 6, (3, 2), 2, 1, group=2), nn.Conv2d(4, 6, (3, 2), 2, 1, groups=2), (4, 4, 9, 8)),
-    "conv groups relu": (
-        layer.Conv2d(9, 3, stride=(1, 2), group=3, activation="RELU"),
-        conv_relu(6, 9, 3, (1, 2), groups=3),
-        (2, 6, 7, 8),
-    ),
     "conv groups uneven padding": (
         layer.Conv2d(4, 2, group=2, bias=False, padding=(0, 1, 2, 1)),
         framed((2, 1, 0, 1), nn.Conv2d(6, 4, 2, groups=2, bias=False)),
@@ -52,16 +47,6 @@ CASES = {
     "conv depthwise": (
         layer.Conv2d(3, (3, 2), padding=(1, 0), stride=(2, 1), group=3, activation="RELU"),
         conv_relu(3, 3, (3, 2), (2, 1), (1, 0), groups=3),
-        IMAGES,
-    ),
-    "conv depthwise same": (
-        layer.Conv2d(3, 4, group=3, bias=False, pad_mode="SAME_UPPER"),
-        framed((1, 2, 1, 2), nn.Conv2d(3, 3, 4, groups=3, bias=False)),
-        IMAGES,
-    ),
-    "conv groups pool": (
-        layer.Conv2d(6, 3, group=3, pool=layer.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.MaxPool2d(2)),
         IMAGES,
     ),
     "conv depthwise multiplier": (layer.Conv2d(6, 3, group=3), nn.Conv2d(3, 6, 3, groups=3), IMAGES),
