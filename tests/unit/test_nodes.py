@@ -58,10 +58,6 @@ def test_the_cause_is_told_and_not_what_followed(failures, first):
     assert job.say("ended", failures) == {"do": "finish", "code": first.code, "text": first.text}
 
 
-def test_no_failure():
-    assert OneNode().say("ended") == {"do": "finish", "code": 0, "text": ""}
-
-
 @pytest.mark.parametrize(
     ("failure", "signals", "patience"),
     [
@@ -141,13 +137,6 @@ def test_the_same_failure_after_the_same_step_is_the_last():
         "code": LEFT.code,
         "text": f"{again.text}; so it did before, after step 8",
     }
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_job_that_heals(signum):
-    job = OneNode(heal=True)
-    ended = Failure(1, 128 + signum, "rank 1 was ended")
-    assert job.say("ended", [ended], [signum], steps=[8] * 4)["code"] == 128 + signum
 
 
 def started_ranks(job: OneNode) -> int:
