@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt.errors import LaunchError
-from distopt.launch import launchers
-from distopt.launch.launchers import LAUNCHERS, launcher
-from distopt.launch.launchers.base import Launcher
+from distopt.launch.launchers import launcher
 from distopt.launch.launchers.srun import unstarted_tasks
 from distopt.launch.rendezvous.meeting import meeting
 
@@ -87,7 +85,7 @@ def test_tasks_of_a_job_script_that_nobody_started():
         ({"RANK": "1"}, ["RANK='1'", "WORLD_SIZE"]),
         (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"]),
-        (TORCHRUN | PMI | {"PMI_RANK": "2"}, ["RANK=3", "PMI_RANK=2"]),
+        (TORCHRUN | PMI | {"PMI_RANK": "2"}, ["two launchers disagree", "RANK=3", "PMI_RANK=2"]),
         (OMPI | PMI | {"PMI_SIZE": "9"}, ["OMPI_COMM_WORLD_SIZE=8", "PMI_SIZE=9"]),
     ],
 )
@@ -95,29 +93,6 @@ def test_garbage_and_contradictions_name_variables_and_values(env, named):
     with pytest.raises(LaunchError) as caught:
         launcher(env)
     assert all(text in str(caught.value) for text in named), str(caught.value)
-
-
-class Another(Launcher):
-    name = "another"
-    rank, size, local_rank = "A_RANK", "A_SIZE", "A_LOCAL"
-    job_variables, address = ("A_JOB", "A_HOST"), "A_HOST"
-
-    def misfit(self, library, env):
-        return ""
-
-
-def test_a_launcher_is_a_class_and_a_line(monkeypatch):
-    monkeypatch.setattr(launchers, "LAUNCHERS", (Another(), *LAUNCHERS))
-    env = {"A_RANK": "1", "A_SIZE": "2", "A_JOB": "7", "A_HOST": "h"}
-    info = launcher(env)
-    assert info is not None
-    assert (info.name, info.rank, info.size, info.source) == ("another", 1, 2, "A_RANK=1 A_SIZE=2")
-    found, other = meeting(info, env), meeting(info, env | {"A_JOB": "8"})
-    assert found is not None
-    assert other is not None
-    assert (found.address, found.key != other.key) == ("h", True)
-    with pytest.raises(LaunchError, match=r"two launchers disagree .* \(another\) and PMI_RANK=3"):
-        launcher(env | PMI)
 
 
 NAMES = sorted({*OMPI, *PMI, *TORCHRUN, *SRUN})
