@@ -335,17 +335,6 @@ def check_ragged_outstanding(comm: Communicator) -> None:
         assert_same_bits(array, result(comm, 1_001, "int32", salt=i), i)
 
 
-def check_dropped_ragged(comm: Communicator) -> None:
-    """Neither the work nor the arrays need to be kept by the caller."""
-    n, rank = comm.topology.world_size, comm.topology.rank
-    for count in (3, 60_000):
-        for _ in range(10):
-            comm.all_gather_ragged(comm.xp.full(count + rank, rank, np.float32))
-            comm.all_to_all_ragged([comm.xp.full(count + r, rank, np.float32) for r in range(n)])
-        comm.all_reduce(kept := comm.xp.full(count, rank + 1.0)).wait()
-        assert (host(kept) == n * (n + 1) / 2).all()
-
-
 def check_read_only_inputs(comm: Communicator) -> None:
     """Arrays that are only read may be read-only."""
     n, rank = comm.topology.world_size, comm.topology.rank
@@ -644,11 +633,15 @@ def check_chained(comm: Communicator) -> None:
 
 def check_dropped_work(comm: Communicator) -> None:
     """Neither the work nor the arrays need to be kept by the caller."""
+    n, rank = comm.topology.world_size, comm.topology.rank
     for count in (3, 60_000):
         for i in range(50):
             comm.all_reduce(comm.xp.full(count, i, np.float32))
-        comm.all_reduce(kept := comm.xp.full(count, comm.topology.rank, np.int64), "max").wait()
-        assert (host(kept) == comm.topology.world_size - 1).all()
+            if i % 5 == 0:
+                comm.all_gather_ragged(comm.xp.full(count + rank, rank, np.float32))
+                comm.all_to_all_ragged([comm.xp.full(count + r, rank, np.float32) for r in range(n)])
+        comm.all_reduce(kept := comm.xp.full(count, rank, np.int64), "max").wait()
+        assert (host(kept) == n - 1).all()
 
 
 def check_shapes(comm: Communicator) -> None:
@@ -757,11 +750,6 @@ def check_other_module(comm: Communicator) -> None:
             sys.modules["cupy"] = absent
 
 
-def check_barrier(comm: Communicator) -> None:
-    for _ in range(20):
-        comm.barrier()
-
-
 CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{f"all_reduce-{d}-{o}": (check_all_reduce, (d, o)) for d, o in COMBINATIONS},
     **{f"reduce_scatter-{d}-{o}": (check_reduce_scatter, (d, o)) for d, o in COMBINATIONS},
@@ -775,7 +763,6 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_all_to_all_ragged,
             check_overlap,
             check_ragged_outstanding,
-            check_dropped_ragged,
             check_read_only_inputs,
             check_messages,
             check_polls,
@@ -790,7 +777,6 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_shapes,
             check_bad_arguments,
             check_other_module,
-            check_barrier,
         )
     },
 }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import numpy as np
 
-from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Request, Work
-from distopt.launch.job.base import Job
+from distopt.comm.base import DTYPES, Array, ReduceOp
 
 STORAGE = {name: "uint16" if name == "bfloat16" else name for name in DTYPES}
 # Of booleans, NumPy's sum is "or" and its product "and".
@@ -71,52 +69,3 @@ def reduce_by_host(arrays: Sequence[Array], hosts: Sequence[str], dtype: str, op
     stage: ReduceOp = "sum" if divides else op
     total = reduce_in_rank_order([reduce_in_rank_order(group, dtype, stage) for group in groups.values()], dtype, stage)
     return total / total.dtype.type(len(arrays)) if divides else total
-
-
-class OracleCommunicator(Communicator):
-    """Exchanges whole arrays as bytes and computes every result on every rank."""
-
-    name = "oracle"
-
-    def __init__(self, job: Job) -> None:
-        self.topology = job.topology
-        self._job = job
-
-    @classmethod
-    def create(cls, job: Job) -> OracleCommunicator:
-        return cls(job)
-
-    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        return np.empty(count, STORAGE[dtype])
-
-    def barrier(self) -> None:
-        self._job.all_gather(b"")
-
-    def close(self) -> None:
-        pass
-
-    def _exchange(self, array: Array) -> list[Array]:
-        return [np.frombuffer(data, array.dtype) for data in self._job.all_gather(array.tobytes())]
-
-    def _start(self, request: Request, array: Array, out: Array) -> Work:
-        arrays, rank = self._exchange(array), self.topology.rank
-        if request.kind == "all_gather":
-            result = np.concatenate(arrays)
-        elif request.kind == "broadcast":
-            result = arrays[request.root]
-        else:
-            result = reduce_in_rank_order(arrays, request.dtype, cast("ReduceOp", request.op))
-        if request.kind == "reduce_scatter":
-            result = result[rank * out.size : (rank + 1) * out.size]
-        out.reshape(-1)[...] = result
-        return DoneWork()
-
-    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        if request.kind == "all_gather_ragged":
-            return RaggedWork(DoneWork(), [part.copy() for part in self._exchange(parts[0])])
-        cuts = self._exchange(np.cumsum([part.size for part in parts]))
-        rows = self._exchange(np.concatenate(parts))
-        rank = self.topology.rank
-        return RaggedWork(
-            DoneWork(), [np.split(row, ends[:-1])[rank].copy() for row, ends in zip(rows, cuts, strict=True)]
-        )

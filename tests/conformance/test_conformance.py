@@ -21,7 +21,6 @@ JOBS = [
     ("shm", 3),
     ("single", 1),
     (SMALL_CHUNKS, 3),
-    ("tests.conformance.oracle:OracleCommunicator", 2),
     pytest.param("tests.conformance.ranks:OverGloo", 2, marks=WITH_TORCH),
     *(pytest.param(SEVERAL_HOSTS, size, marks=[WITH_TORCH, *SWEPT]) for size in (3, 4)),
     *(pytest.param(*job, marks=SWEPT) for job in (("shm", 4), (SMALL_CHUNKS, 2), (SMALL_CHUNKS, 4))),

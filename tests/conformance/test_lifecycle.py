@@ -232,13 +232,6 @@ def test_the_rank_that_cannot_allocate_is_named() -> None:
     assert "cannot allocate its share of 16 MiB" in first
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(-1, "float32"), (3, "complex64")])
-def test_impossible_wire_memory(count: int, dtype: str) -> None:
-    comm = connect(LocalJob(bytes(16), 0, 1))
-    with pytest.raises(UsageError):
-        comm.empty(count, dtype)
-
-
 @with_ranks(2)
 def test_without_memfd_an_unlinked_file_serves(job: LocalJob) -> None:
     fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))

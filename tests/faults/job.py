@@ -46,9 +46,9 @@ class Plan(NamedTuple):
 
 
 class Net(model.Model):
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.hidden = layer.Linear(width, activation="RELU")
+        self.hidden = layer.Linear(5, activation="RELU")
         self.out = layer.Linear(3)
         self.loss = layer.SoftMaxCrossEntropy()
 
@@ -67,7 +67,6 @@ class Rank:
     """One rank; what `tests.faults.kinds` needs to go wrong."""
 
     optimizer: opt.DistOpt
-    net: Net
 
     def __init__(self, rank: int, plan: Plan) -> None:
         self.plan = plan
@@ -81,16 +80,6 @@ class Rank:
     @property
     def communicator(self):
         return self.optimizer.communicator
-
-    def beside(self, optimizer: opt.DistOpt, width: int = 5) -> Net:
-        """A net that `optimizer` trains."""
-        net = Net(width)
-        net.set_optimizer(optimizer)
-        net.compile([self.x], is_train=True)
-        return net
-
-    def step(self, net: Net) -> None:
-        net(self.x, self.y)
 
     def may_go_on(self) -> bool:
         """Whether `tests.faults.trials` ends the stall of an unsupervised rank."""
@@ -122,15 +111,16 @@ def train_to_the_end(rank: Rank, world_size: int, ticket, plan: Plan) -> None:
         ticket,
         rank.number if ticket else None,
         world_size if ticket else None,
-        check_every=1 if plan.kind == "parameter" else 100,
     )
     assert (rank.optimizer.global_rank, rank.optimizer.world_size) == (rank.number, world_size)
     device.get_default_device().SetRandSeed(rank.number)
-    rank.net = rank.beside(rank.optimizer, width=7 if rank.is_faulty and plan.kind == "other model" else 5)
+    net = Net()
+    net.set_optimizer(rank.optimizer)
+    net.compile([rank.x], is_train=True)
     for step in range(STEPS):
         if step == STEPS - 1:
             rank.arrive(BETWEEN)
-        rank.step(rank.net)
+        net(rank.x, rank.y)
     if plan.place == INSIDE:
         reduce_large_arrays(rank, plan)
     plan.tell(f"finished{rank.number}", "")

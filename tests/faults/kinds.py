@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from distopt import opt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -193,28 +190,6 @@ def limit_files(rank: Rank, faulty: bool) -> None:
     rank.communicator.empty(1 << 20)
 
 
-def other_rate(rank: Rank, faulty: bool) -> None:
-    if faulty:
-        rank.optimizer.lr = 0.2
-
-
-def other_value(rank: Rank, faulty: bool) -> None:
-    if faulty:
-        rank.net.hidden.W.array[-1, -1] += 1
-
-
-def not_a_number(rank: Rank, faulty: bool) -> None:
-    if faulty:
-        rank.x.array[1, 1] = np.nan
-
-
-def other_order_of_optimizers(rank: Rank, faulty: bool) -> None:
-    other = rank.beside(opt.DistOpt(opt.SGD(lr=0.1), communicator=rank.communicator))
-    rank.step(other)
-    for net in (other, rank.net) if faulty else (rank.net, other):
-        rank.step(net)
-
-
 def call_from_two_threads(rank: Rank, faulty: bool) -> None:
     """A thread is refused, or both calls are accepted and the rank is one collective ahead."""
     barrier = rank.communicator.barrier
@@ -237,18 +212,6 @@ def close(rank: Rank) -> None:
     rank.communicator.barrier()
 
 
-def raise_in_all(rank: Rank, faulty: bool) -> None:
-    """The other ranks print their tracebacks and take their time to end: what ends them is their launcher."""
-    folder = Path(rank.plan.folder)
-    if faulty:
-        while len([*folder.glob("raised[0-9]")]) < rank.plan.world_size - 1:
-            time.sleep(0.02)
-    else:
-        atexit.register(time.sleep, 60.0)
-        atexit.register(rank.plan.tell, f"raised{rank.number}", "")
-    raise ValueError("the cause")
-
-
 def mistake(harm: Callable[..., None], says: str, **options) -> Kind:
     return Kind(harm, **{"places": (BETWEEN, INSIDE), "says": says, "inline": True, "together": True, **options})
 
@@ -262,13 +225,7 @@ MISTAKES = {
     "other order": mistake(functools.partial(other_order, labels=("second", "first", "third")), "MismatchError"),
     # MPI needs no shared memory of ours. The ranks extend one file; the last one's part is the end of it.
     "shared memory full": mistake(limit_files, "WireMemoryError", last=True, backends="^main|^raw|^run|shm|hier"),
-    "other model": mistake(lambda rank, faulty: None, "trains another model", places=(START,)),
-    "learning rate": mistake(other_rate, "now lr = 0.2", places=(BETWEEN,)),
-    "parameter": mistake(other_value, r"parameter \S+ has other values", places=(BETWEEN,)),
-    "NaN": mistake(not_a_number, "is NaN, infinite", places=(BETWEEN,)),
-    "two optimizers": mistake(other_order_of_optimizers, "DistOpt 2", places=(BETWEEN,)),
     "second thread": mistake(call_from_two_threads, "two threads|MismatchError"),
-    "all raise": mistake(raise_in_all, "ValueError: the cause", places=(BETWEEN,), code=1, backends="^run"),
     "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed|after close"),
 }
 
@@ -293,11 +250,6 @@ def wait_for_harm(rank: Rank) -> None:
         time.sleep(1.0)
 
 
-def write_without_end(rank: Rank) -> None:
-    while True:
-        print("x" * 100, flush=True)
-
-
 ONE_HOST = "^(main|raw|mpiexec|run)"
 LAUNCHERS = {
     # No recipient is left.
@@ -308,7 +260,6 @@ LAUNCHERS = {
     "link down": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
     "packets lost": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
     "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), backends="hosts run"),
-    "output not read": Kind(write_without_end, ENDED, (BETWEEN,), inline=True, backends="^run|hosts run"),
 }
 LINKS = ("link down", "packets lost")
 
@@ -325,16 +276,11 @@ def nothing(rank: Rank) -> None:
     pass
 
 
-def write(rank: Rank) -> None:
-    print("x" * 100, flush=True)
-
-
 SETTINGS = {
     "forked child exits": Kind(fork, GOES_ON, (BETWEEN, INSIDE), inline=True),
     "fork before the meeting": Kind(fork, GOES_ON, (START,), inline=True),
     "SIGCHLD ignored": Kind(nothing, GOES_ON, (START,), backends="^(?!raw)"),  # which multiprocessing does not bear
     "stdout closed": Kind(nothing, GOES_ON, (START,)),
-    "output on a full disk": Kind(write, GOES_ON, (START, BETWEEN), inline=True, backends="^run|hosts run"),
 }
 
 KINDS: dict[str, Kind] = {**ENDS, **STALLS, **MISTAKES, **LAUNCHERS, **SETTINGS}

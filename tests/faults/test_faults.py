@@ -32,9 +32,6 @@ def matrix() -> list[Trial]:
     trials += [Trial("exception", name, INSIDE, 3, 0) for name in one_host]
     trials += [Trial(kind, "mpiexec mpi", LAUNCH) for kind in ("SIGSTOP", "os._exit 3")]
     trials += [Trial(kind, "hosts hier", INSIDE, 4) for kind in ("link down", "packets lost", "exception")]
-    trials += [Trial("all raise", "run", BETWEEN, 3, 1)]
-    trials += [Trial("output not read", name, BETWEEN) for name in ("run", "hosts run")]
-    trials += [Trial("output on a full disk", *case) for case in (("run", START), ("hosts run", BETWEEN))]
     # Which connections break depends on when they last spoke.
     trials += [Trial("short outage", "hosts run", INSIDE, delay=delay) for delay in (0.05, 0.15, 0.25)]
     return trials

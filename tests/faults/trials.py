@@ -145,16 +145,12 @@ class Job:
             Program(own_memory(memory) + command, {**env, **more})
             for command, more in self.backend.programs(trial.world_size, script, net)
         ]
-        self.may_read = threading.Event()
-        if trial.kind != "output not read":
-            self.may_read.set()
         streams = [stream for program in self.programs for stream in (program.process.stdout, program.process.stderr)]
         self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]
         for reader in self._readers:
             reader.start()
 
     def _read(self, stream) -> None:
-        self.may_read.wait()
         with stream:
             for line in stream:
                 self.lines.append(line.rstrip("\n")[:2000])
@@ -196,7 +192,6 @@ class Job:
 
     def end(self) -> None:
         """End what is left."""
-        self.may_read.set()
         for program in self.programs:
             program.kill()
             program.process.wait()
@@ -209,7 +204,6 @@ def inherited(kind: str) -> list[str]:
     return {
         "SIGCHLD ignored": ["env", "--ignore-signal=CHLD"],
         "stdout closed": ["sh", "-c", 'exec "$@" >&-', "sh"],
-        "output on a full disk": ["sh", "-c", 'exec "$@" >/dev/full', "sh"],
     }.get(kind, [])
 
 
@@ -270,7 +264,7 @@ def watch(job: Job, outcome: Outcome) -> None:
     if job.kind.end in (GOES_ON, MAY_GO_ON):
         wait_for(lambda: not job.pids(), FINISH, job)
         return
-    if job.trial.kind in (*LINKS, "output not read"):
+    if job.trial.kind in LINKS:
         at = time.monotonic()
     limit = LINK_SURVIVAL if job.trial.kind in LINKS else SURVIVAL
     wait_for(lambda: not survivors(job, pid), limit + (job.timeout if job.trial.waits else 0.0), job, since=at)
@@ -302,9 +296,6 @@ def harm_from_outside(job: Job, pid: int) -> None:
     if kind == "parent killed":
         program.kill()
     elif kind == "terminated":
-        program.terminate()
-    elif kind == "output not read":
-        time.sleep(1.0 + job.trial.delay)  # for pipes to fill
         program.terminate()
     elif kind == "short outage":
         job.net.cut(silently=False)

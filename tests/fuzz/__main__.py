@@ -7,7 +7,7 @@ import sys
 
 from .search import search
 
-FAMILIES = ("communicators", "messages", "codecs", "operations")
+FAMILIES = ("communicators", "operations")
 
 
 def main():

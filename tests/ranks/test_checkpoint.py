@@ -1,13 +1,7 @@
 """Stopped and killed jobs resume from their checkpoints: with as many ranks, bit for bit."""
 
-import contextlib
 import json
-import os
-import random
 import shutil
-import signal
-import sys
-import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import Program
 from tests.ranks.checkpoint_job import STRATEGIES, Job
 from tests.ranks.small_net import on_ranks
 from tests.ranks.test_gpu_emulated import on_gpus
@@ -101,53 +94,6 @@ def reloaded(optimizer, folder: str) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_captured_steps_go_on_with_loaded_states(tmp_path):
     on_gpus(tmp_path, 2, partial(reloaded, folder=str(tmp_path / "checkpoints")))
-
-
-# -- kills ------------------------------------------------------------------------------------------------------------
-def start(folder: Path, strategy: str, epochs: int) -> Program:
-    command = [sys.executable, "-m", "tests.ranks.checkpoint_job", "2", str(folder / "checkpoints"), strategy]
-    return Program([*command, str(epochs), str(folder)])
-
-
-def wait_for_step(step: int, folder: Path, program: Program) -> None:
-    """Until the job saves a step beyond this one."""
-    while all(int(path.name[5:15]) <= step for path in folder.glob("checkpoints/step-*")):
-        assert program.process.poll() is None, program.end()
-        time.sleep(0.001)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=1)
-@pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK"])
-def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
-    rng, epochs = random.Random(strategy), 30
-    moments = sorted(rng.sample(range(epochs * 12 - 12), 4))
-    results, printed = [], []
-    for kills in ([], moments):
-        folder = tmp_path / str(len(kills))
-        folder.mkdir()
-        lines: list[str] = []
-        for number, step in enumerate(kills):
-            program = start(folder, strategy, epochs)
-            wait_for_step(step, folder, program)
-            time.sleep(rng.uniform(0, 0.02))
-            if number % 2:
-                program.kill()
-            else:  # one rank; the others end because of it
-                ranks = [pid for pid, command in program.pids().items() if "spawn_main" in command]
-                with contextlib.suppress(IndexError, ProcessLookupError):  # on a busy machine, the job may have ended
-                    os.kill(rng.choice(ranks), signal.SIGKILL)
-            lines += program.end().stdout.splitlines()
-        ended = start(folder, strategy, epochs).end()
-        assert ended.code == 0, ended.stderr
-        lines += ended.stdout.splitlines()
-        assert sum(line.startswith("resuming from step") for line in lines) >= len(kills) - 1
-        results.append([dict(np.load(folder / f"{rank}.npz")) for rank in (0, 1)])
-        printed.append({line for line in lines if line.startswith("epoch")})
-        assert len(list(folder.glob("checkpoints/*/*.tmp"))) == 0, "orphans"
-    for one, other in zip(*results, strict=True):
-        assert_same_bits(one, other, strategy)
-    assert printed[0] == printed[1]
 
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------

@@ -31,44 +31,6 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-# -- early ends --------------------------------------------------------------------------------------------------------
-WORLD = """
-import sys, distopt
-world = distopt.init()
-for step in range(5):
-    if world.rank == 1 and step == 4:
-        if "exit" in sys.argv: sys.exit(0)
-        break
-    world.all_reduce(step)
-"""
-TRAINING = """
-import numpy as np
-from distopt import opt, tensor
-from tests.ranks.small_net import Net
-sgd = opt.DistOpt(opt.SGD(lr=0.1))
-x = tensor.from_numpy(np.ones((4, 30), np.float32), sgd.device)
-y = tensor.from_numpy(np.array([0, 1, 2, 0], np.int32), sgd.device)
-net = Net()
-net.set_optimizer(sgd)
-net.compile([x], is_train=True)
-for step in range(5 - (sgd.global_rank == 1)):
-    net(x, y, sgd)
-"""
-
-
-@pytest.mark.slow(kept=2)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("ends", [(WORLD,), (WORLD, "exit"), (TRAINING,)])
-@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
-def test_a_rank_that_ends_early_is_named_at_once(launcher: str, ends, ranks: int, tmp_path: Path) -> None:
-    text, *args = ends
-    ended = start(launcher, script(tmp_path, text), *args, ranks=ranks).end()
-    assert ended.code != 0
-    assert "rank 1 (host" in ended.stderr, ended.stderr
-    assert "closed its communicator" in ended.stderr or "ended" in ended.stderr
-    assert "no answer within" not in ended.stderr
-
-
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 INTERRUPTED = """
 import sys, time

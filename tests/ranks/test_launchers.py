@@ -114,14 +114,6 @@ def test_srun_on_two_hosts(net):
     ]
 
 
-def test_killed_rank_is_named_on_the_other_host(net):
-    programs = on_two_hosts(net, "SIGKILL")
-    programs[0].read_lines(1)
-    ended = [program.end() for program in programs]
-    assert ended[0].code == 1
-    assert re.search(rf"^rank 1 on {net.hosts[1].name} \(pid \d+\) has ended before", ended[0].stderr, re.MULTILINE)
-
-
 def test_exception_on_one_host_ends_both_and_is_shown_once(net):
     ended = [program.end() for program in on_two_hosts(net, "raise")]
     assert [one.code for one in ended] == [1, 1]

@@ -4,13 +4,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 
-from benchmarks.networks.emulation import LINK, two_hosts
+from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Ended, Program, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
@@ -72,21 +71,6 @@ def test_ranks_meet_again_after_a_restart(net):
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize(
-    ("how", "code", "text"), [("SIGKILL", 137, "was ended by SIGKILL; "), ("raise", 1, "code 1: ValueError: the cause")]
-)
-def test_a_death_ends_the_other_host_and_is_named_there(net, how, code, text):
-    programs = on_two_hosts(net, LAUNCHED, how)
-    programs[0].read_lines(2)
-    ended = ends(programs)
-    assert [one.code for one in ended] == [code, code]
-    lines = [told(one) for one in ended]
-    assert lines[0] == lines[1]
-    assert len(lines[0]) == 1
-    assert re.match(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) .*{re.escape(text)}", lines[0][0])
-
-
-@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_agent_takes_all_with_it(net, lost):
     programs = on_two_hosts(net, SCRIPT, "deaf")
@@ -101,22 +85,6 @@ def test_a_lost_agent_takes_all_with_it(net, lost):
         f"the node that owns {net.hosts[0].address}:29400, {name}" if lost == 0 else f"node 1 (ranks 2 to 3), {name}"
     )
     assert told(ended[1 - lost]) == [f"distopt run: {expected}"]
-
-
-@pytest.mark.slow
-def test_a_cut_link_ends_both_hosts(net):
-    del net  # it must stay intact; if there is one, there can be two
-    with two_hosts("cut") as other:
-        programs = on_two_hosts(other, LAUNCHED, "stay")
-        for program in programs:
-            program.read_lines(2)
-        subprocess.run(["ip", "-n", other.hosts[1].namespace, "link", "set", LINK, "down"], check=True)
-        ended = ends(programs)
-    assert [one.code for one in ended] == [1, 1]
-    lines = [told(one) for one in ended]
-    assert [len(each) for each in lines] == [1, 1]
-    assert re.match(r"distopt run: node 1 \(ranks 2 to 3\), distopt-b \(pid \d+\), has ended or cannot", lines[0][0])
-    assert re.match(r"distopt run: the node that owns .*, distopt-a \(pid \d+\), has ended or cannot", lines[1][0])
 
 
 @pytest.mark.slow
@@ -249,9 +217,3 @@ def test_a_signal_ends_the_waiting(port, signum):
     program.process.send_signal(signum)
     ended = program.end()
     assert (ended.code, told(ended)[-1]) == (128 + signum, f"distopt run: {signum.name}: no rank has been started")
-
-
-def test_numbers_of_the_command_line_count(port):
-    programs = [node(port, "--node-rank", str(number), SCRIPT, "variables") for number in (1, 0)]
-    for number, ended in zip((1, 0), ends(programs), strict=True):
-        assert ended.stdout == f'{"[rank 1] " if number else ""}[{number}, 2, "0", "1", "{number}", "2", "127.0.0.1"]\n'
