@@ -388,6 +388,27 @@ def test_buckets_under_way_together_do_not_mix(world_size, cls):
             assert np.array_equal(bucket, expected)
 
 
+def test_a_state_goes_on_under_other_options_but_not_as_another_codec():
+    """The last step, whose share is everything, sends all that the varying shares have left."""
+    grads = gradients(3, steps=4, size=101)
+
+    def body(comm):
+        bucket = comm.empty(101)
+        reducer, received = ErrorFeedback(TopK(0.01)).attach(bucket, comm), 0
+        for grad, ratio in zip(grads, [0.01, 0.2, 0.05, 1.0], strict=True):
+            bucket[:] = grad[comm.topology.rank]
+            finish_all([ErrorFeedback(TopK(ratio)).start(reducer)])
+            received += bucket
+        for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
+            with pytest.raises(UsageError, match="cannot continue as"):
+                other.start(reducer)
+        assert not reducer.residual.any()
+        return received
+
+    for received in on_ranks(3, body):
+        np.testing.assert_allclose(received, grads.mean(axis=1).sum(axis=0), atol=1e-5)
+
+
 def test_a_bucket_cannot_be_started_twice():
     def body(comm):
         codec = Fp32()

@@ -97,7 +97,3 @@ def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, backend: str, dev
     for name, _, lines in run_ranks_ok(create, 2, lack, backend, device):
         assert name in {"LaunchError", "MissingDependencyError"}
         assert re.search(LACKS[lack], lines[0])
-
-
-def test_each_rank_with_a_gpu_of_its_own_takes_nccl() -> None:
-    assert run_ranks_ok(create, 2, "", "auto", "auto") == [("nccl", 3.0, [])] * 2

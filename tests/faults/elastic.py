@@ -16,7 +16,7 @@ from benchmarks.networks.emulation import TwoHosts, two_hosts
 from .healing import PORT, RUN, Job, disturb
 
 FRONTS = {
-    "nn": ["-m", "tests.ranks.elastic"],
+    "nn": ["-m", "tests.ranks.healed"],
     "torch": ["-m", "tests.torch.elastic", "dist-opt"],
     "ddp": ["-m", "tests.torch.elastic", "ddp"],
 }

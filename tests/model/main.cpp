@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <iterator>
+#include <sstream>
 
 #include "messages.h"
 #include "protocol.h"
@@ -25,35 +25,15 @@ Op then(Op op) {
   return op;
 }
 
-// In the order of Mutation.
-const char* const mutations[] = {"none",
-                                 "entry_reused_early",
-                                 "buffer_reused_early",
-                                 "no_wait_for_copied_out",
-                                 "no_wait_for_copied_in",
-                                 "no_wait_for_reduced",
-                                 "direct_leaves_early",
-                                 "root_leaves_early",
-                                 "posts_over_output",
-                                 "posts_over_input",
-                                 "refusal_read_late",
-                                 "posted_before_written",
-                                 "copied_in_before_copied",
-                                 "wake_before_store",
-                                 "no_wake",
-                                 "wakes_one",
-                                 "sleeper_not_counted",
-                                 "sleeps_without_comparing",
-                                 "sleeps_without_limit",
-                                 "asks_no_lock",
-                                 "counter_not_read_again",
-                                 "closed_not_read_again",
-                                 "record_given_up",
-                                 "record_not_read_again",
-                                 "record_valid_early",
-                                 "two_buffers",
-                                 "begun_before_check",
-                                 "moves_after_failure"};
+#define TEXT(...) #__VA_ARGS__
+#define TEXT_OF(...) TEXT(__VA_ARGS__)
+
+std::vector<std::string> mutations() {
+  std::vector<std::string> names;
+  std::istringstream list(TEXT_OF(MUTATIONS));
+  for (std::string name; std::getline(list >> std::ws, name, ',');) names.push_back(name);
+  return names;
+}
 
 // Every operation with every other one after it, on the same arrays in each way: two in place, one that reads what the
 // other writes, writes what it reads ...
@@ -124,11 +104,12 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (what == "mutations") {
-    for (const char* mutation : mutations) std::printf("%s\n", mutation);
+    for (const std::string& mutation : mutations()) std::printf("%s\n", mutation.c_str());
     return 0;
   }
   const std::string mutated = argc > 4 ? argv[4] : "none";
-  const auto* const mutation = std::find(std::begin(mutations), std::end(mutations), mutated);
+  const std::vector<std::string> names = mutations();
+  const auto mutation = std::find(names.begin(), names.end(), mutated);
   std::size_t states = 0;
   std::size_t steps = 0;
   const auto explore = [&](const auto& model) {
@@ -138,12 +119,12 @@ int main(int argc, char** argv) {
     steps += explorer.steps();
     return true;
   };
-  const bool messages = argc > 3 && std::string(argv[3]) == "messages" && mutation != std::end(mutations);
+  const bool messages = argc > 3 && std::string(argv[3]) == "messages" && mutation != names.end();
   for (int mismatched = -1; messages && mismatched < MessageProtocol::messages; ++mismatched)
-    if (!explore(MessageProtocol(mismatched, static_cast<Mutation>(mutation - mutations)))) return 1;
+    if (!explore(MessageProtocol(mismatched, static_cast<Mutation>(mutation - names.begin())))) return 1;
   for (const Program& program : programs()) {
-    if (argc < 4 || program.name != argv[3] || mutation == std::end(mutations)) continue;
-    const auto mutated_as = static_cast<Mutation>(mutation - mutations);
+    if (argc < 4 || program.name != argv[3] || mutation == names.end()) continue;
+    const auto mutated_as = static_cast<Mutation>(mutation - names.begin());
     if (!explore(Protocol(std::atoi(argv[1]), program, std::atoi(argv[2]), mutated_as))) return 1;
   }
   std::printf("%zu states, %zu steps\n", states, steps);

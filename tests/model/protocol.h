@@ -48,36 +48,13 @@ struct Program {
 };
 
 // Mistakes: the checker must find each, in the program that test_protocol.py names.
-enum class Mutation {
-  none,
-  entry_reused_early,
-  buffer_reused_early,
-  no_wait_for_copied_out,
-  no_wait_for_copied_in,
-  no_wait_for_reduced,
-  direct_leaves_early,
-  root_leaves_early,
-  posts_over_output,
-  posts_over_input,
-  refusal_read_late,
-  posted_before_written,
-  copied_in_before_copied,
-  wake_before_store,
-  no_wake,
-  wakes_one,
-  sleeper_not_counted,
-  sleeps_without_comparing,
-  sleeps_without_limit,
-  asks_no_lock,
-  counter_not_read_again,
-  closed_not_read_again,
-  record_given_up,
-  record_not_read_again,
-  record_valid_early,
-  two_buffers,
-  begun_before_check,
-  moves_after_failure,
-};
+#define MUTATIONS                                                                                                    \
+  none, entry_reused_early, buffer_reused_early, no_wait_for_copied_out, no_wait_for_copied_in, no_wait_for_reduced, \
+      direct_leaves_early, root_leaves_early, posts_over_output, posts_over_input, refusal_read_late,                \
+      posted_before_written, copied_in_before_copied, wake_before_store, no_wake, wakes_one, sleeper_not_counted,    \
+      sleeps_without_comparing, sleeps_without_limit, asks_no_lock, counter_not_read_again, closed_not_read_again,   \
+      record_given_up, record_not_read_again, record_valid_early, two_buffers, begun_before_check, moves_after_failure
+enum class Mutation { MUTATIONS };
 
 // Where a rank is, named after the function in csrc.
 enum class At : Byte {

@@ -1,12 +1,12 @@
-"""A job that is to be healed; prints each tenth step, and a digest of its parameters at the end.
+"""A job in shards that is to be healed, whose ranks and hosts may come and go; prints each step, and a digest last.
 
-distopt run --heal --nproc-per-node 2 -m tests.ranks.healed --steps 100
+distopt run --heal --nproc-per-node 1:2 -m tests.ranks.healed --steps 100
 """
 
 import argparse
 import hashlib
 import os
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -15,14 +15,16 @@ import numpy as np
 import distopt
 from distopt import autograd, device, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
-from distopt.errors import UsageError
+from distopt.data import ShardedSampler
+
+SHARDS = 8
 
 
 class Network(model.Model):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = layer.Conv2d(3, 3), layer.BatchNorm2d(), layer.Linear(4)
-        self.dropout = layer.Dropout(dropout)
+        self.dropout = layer.Dropout(0.2)
 
     def forward(self, x):
         return self.last(self.dropout(autograd.flatten(autograd.relu(self.norm(self.first(x))))))
@@ -47,35 +49,47 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
     parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
-    parser.add_argument("--folder")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--every", type=int, default=40)
+    parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
     args = parser.parse_args()
+    if args.lost and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        local_rank, first, last = args.lost.split(":")
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["LOCAL_RANK"] == local_rank and int(first) <= attempt <= int(last):
+            os.kill(os.getpid(), signal.SIGKILL)
     world = distopt.init()
-    numbers = np.random.default_rng(17 + world.rank)
     device.get_default_device().SetRandSeed(3)
     network = Network()
-    network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9)))
-    x, y = tensor.from_numpy(np.ones((8, 1, 8, 8), np.float32)), tensor.from_numpy(np.zeros(8, np.int32))
-    network.compile([x], is_train=True)
-    checkpoint = Checkpoint(args.folder, every=40, model=network, optimizer=network.optimizer, numbers=numbers)
-    checkpoint.resume(reset=True)
-    print(f"rank {world.rank} is {os.getpid()} after {checkpoint.steps}", flush=True)
-    while checkpoint.steps < args.steps:
-        x.copy_from_numpy(numbers.standard_normal((8, 1, 8, 8), np.float32))
-        y.copy_from_numpy(numbers.integers(0, 4, 8).astype(np.int32))
-        network(x, y)
-        time.sleep(0 if args.until.is_file() else args.pause)
-        if world.rank == 1 and checkpoint.steps == args.raise_at:
-            raise ZeroDivisionError("so it is")
-        checkpoint.step()
-        if checkpoint.steps % 10 == 0 and world.rank == 0:
-            print(f"step {checkpoint.steps}", flush=True)
+    network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=SHARDS, seed=5))
+    numbers = np.random.default_rng(17)
+    x, y = numbers.standard_normal((200, 1, 8, 8), np.float32), numbers.integers(0, 4, 200).astype(np.int32)
+    sampler = ShardedSampler(len(x), world.world_size, world.rank, 2, shards=SHARDS)
+    network.compile([tensor.from_numpy(x[:2])], is_train=True)
+    parts = {"model": network, "optimizer": network.optimizer, "sampler": sampler}
+    checkpoint = Checkpoint(args.folder, every=args.every, keep=1000, **parts)
+    resumed = checkpoint.resume()
+    came = f"resumed from {resumed.world_size}" if resumed else "anew"
+    print(f"rank {world.rank} is {os.getpid()} after {checkpoint.steps}, one of {world.world_size}, {came}", flush=True)
+    for epoch in range(checkpoint.epoch, 1_000_000):
+        sampler.set_epoch(epoch)
+        for chosen in sampler:
+            for part in network.optimizer.shards(chosen):
+                network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
+            time.sleep(0 if args.until.is_file() else args.pause)
+            if world.rank == 1 and checkpoint.steps == args.raise_at:
+                raise ZeroDivisionError("so it is")
+            checkpoint.step(epoch)
+            if world.rank == 0:
+                print(f"step {checkpoint.steps}", flush=True)
+            if checkpoint.steps >= args.steps:
+                break
+        if checkpoint.steps >= args.steps:
+            break
     checkpoint.close()
-    print(f"ends with {digest_of(network)} {numbers.integers(1 << 30)} of rank {world.rank}", flush=True)
+    print(f"ends with {digest_of(network, network.optimizer)}", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        sys.exit(f"error: {error}")
+    main()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import launch, layer, model, opt, singa_wrap, tensor
+from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
 
 FEATURES, CLASSES, BATCH = 21, 5, 16
 SMALL = 300  # elements; cuts the net into several buckets
@@ -35,6 +35,12 @@ def batch(step: int, rank: int, device=None) -> tuple[tensor.Tensor, tensor.Tens
     return tensor.from_numpy(centres[labels] + noise, device), tensor.from_numpy(labels, device)
 
 
+def whole(numbers) -> list[tensor.Tensor]:
+    """The batches of these pairs of step and rank as one."""
+    pairs = [batch(step, rank) for step, rank in numbers]
+    return [tensor.from_numpy(np.concatenate([part.array for part in parts])) for parts in zip(*pairs, strict=True)]
+
+
 def build(optimizer) -> Net:
     device = getattr(optimizer, "device", tensor.Tensor((1,)).device)  # a rule of one process has none
     device.SetRandSeed(3)
@@ -59,6 +65,19 @@ def step_of(optimizer, strategy):
     if strategy == "partialUpdate":
         return lambda loss: optimizer.step_by(strategy, loss)
     return lambda loss: optimizer.reduce_and_update(loss, strategy, SMALL)
+
+
+def by_hand(optimizer, loss) -> None:
+    """SINGA's loop as its documentation writes it, with the fused call for all but the first gradient."""
+    (_, first), *others = pairs = list(autograd.backward(loss))
+    optimizer.all_reduce(first)
+    rest = [grad for _, grad in others]
+    optimizer.fused_all_reduce(rest[:1], send=False)
+    optimizer.fused_all_reduce(rest, send=True)
+    optimizer.wait()
+    for param, grad in pairs:
+        optimizer.update(param, grad)
+    optimizer.opt.step()
 
 
 def train(optimizer, net: Net, steps: range, strategy) -> list[float]:

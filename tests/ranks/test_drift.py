@@ -11,29 +11,19 @@ import numpy as np
 import pytest
 
 import distopt
-from distopt import autograd, launch, opt, singa_wrap, tensor
+from distopt import launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
 from tests.emulation import activate
 from tests.emulation import build as emulator
 from tests.parts import cases_beside
 from tests.processes import mpiexec
-from tests.ranks.small_net import SMALL, batch, build, step_of
+from tests.ranks.small_net import SMALL, batch, build, by_hand, step_of
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
 STRATEGIES = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "partial": "partialUpdate"}
 STEPS, LATER, EVERY = 8, 5, 2
-
-
-def by_hand(optimizer, loss):
-    (param, grad), *others = pairs = list(autograd.backward(loss))
-    optimizer.all_reduce(grad)
-    optimizer.fused_all_reduce([grad for _, grad in others])
-    optimizer.wait()
-    for param, grad in pairs:
-        optimizer.update(param, grad)
-    optimizer.opt.step()
 
 
 class Trainer:

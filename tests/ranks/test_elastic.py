@@ -11,7 +11,7 @@ import pytest
 from tests.faults.healing import RUN
 from tests.processes import ROOT
 
-JOB, TORCH = ["-m", "tests.ranks.elastic"], ["-m", "tests.torch.elastic"]
+JOB, TORCH = ["-m", "tests.ranks.healed"], ["-m", "tests.torch.elastic"]
 PORT = 29_487
 SWEEP = [pytest.mark.slow, pytest.mark.sweep]
 

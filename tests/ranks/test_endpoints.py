@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import socket
@@ -85,22 +86,15 @@ class SlowWay:
                     threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        parts: list[tuple[float, bytes]] = []
-        ready = threading.Condition()
+        parts: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
         def send() -> None:
-            while True:
-                with ready:
-                    ready.wait_for(lambda: parts)
-                    at, part = parts.pop(0)
+            part = b"-"
+            while part:
+                at, part = parts.get()
                 time.sleep(max(0.0, at - time.monotonic()))
                 with contextlib.suppress(OSError):  # its end has been noticed by the other side, or will be
-                    if part:
-                        target.sendall(part)
-                    else:
-                        target.shutdown(socket.SHUT_WR)
-                if not part:
-                    return
+                    target.sendall(part) if part else target.shutdown(socket.SHUT_WR)
 
         threading.Thread(target=send, daemon=True).start()
         part = b"-"
@@ -109,9 +103,7 @@ class SlowWay:
                 part = source.recv(1 << 16)
             except OSError:
                 part = b""
-            with ready:
-                parts.append((time.monotonic() + self._seconds, part))
-                ready.notify()
+            parts.put((time.monotonic() + self._seconds, part))
 
 
 @pytest.mark.slow

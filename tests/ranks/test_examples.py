@@ -175,20 +175,16 @@ def test_world_size(world_size):
 
 @pytest.mark.slow(kept=1)
 @BOTH
-def test_unknown_dist_option(run, digits):
-    assert_one_line(run("--data-dir", str(digits), "-d", "fp8"), "fp8", "fp16", "sparseTopK")
-
-
-@pytest.mark.slow
-@BOTH
-def test_batch_larger_than_a_shard(run, digits):
-    assert_one_line(run("--data-dir", str(digits), "-b", "193"), "193", "use batch_size 192 or less")
-
-
-@pytest.mark.slow
-@BOTH
-def test_missing_data(run, tmp_path):
-    assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("-d fp8", ("fp8", "fp16", "sparseTopK")),
+        ("-b 193", ("193", "use batch_size 192 or less")),
+        ("--data-dir /nowhere/at/all", ("/nowhere/at/all",)),
+    ],
+)
+def test_wrong_options(run, words, parts, digits):
+    assert_one_line(run("--data-dir", str(digits), *words.split()), *parts)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -213,12 +213,6 @@ def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated
     small_net.enter(rank, world_size, ticket, folder, body)
 
 
-def enter_on_one_gpu(rank: int, world_size: int, ticket, folder: str, body) -> None:
-    os.environ.update(DISTOPT_DEVICE="auto", DISTOPT_EMULATED_GPUS="1")
-    activate()
-    small_net.enter(rank, world_size, ticket, folder, body)
-
-
 def on_gpus(folder: Path, world_size: int, body, *, emulated: bool = True) -> list[dict[str, np.ndarray]]:
     if emulated:
         build.build()
@@ -262,14 +256,3 @@ def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()
     gpus = on_gpus(tmp_path, 2, body)
     check(gpus, on_ranks(tmp_path / "cpu", 2, body))
-
-
-@pytest.mark.slow
-def test_two_ranks_with_one_gpu_train_on_the_cpu(tmp_path, capfd):
-    build.build()
-    (tmp_path / "cpu").mkdir()
-    launch.spawn(enter_on_one_gpu, 2, (singa_wrap.NcclIdHolder(), str(tmp_path), mnist_example))
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "using the CPU" in line]
-    assert "would both use GPU" in line
-    for rank, cpu in enumerate(on_ranks(tmp_path / "cpu", 2, mnist_example)):
-        np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npz")["parameters"], cpu["parameters"])

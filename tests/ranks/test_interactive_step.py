@@ -21,13 +21,10 @@ def interactive(nodes: int = 1) -> dict[str, str]:
     per_node = f"{4 // nodes}" if nodes == 1 else f"{4 // nodes}(x{nodes})"
     return {
         **slurm(0, 4, "here", 1),
-        "SLURM_STEP_ID": "4294967290",
-        "SLURM_STEPID": "4294967290",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "1",
+        **dict.fromkeys(("SLURM_STEP_ID", "SLURM_STEPID"), "4294967290"),
+        **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"), "1"),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(nodes)),
         "SLURM_NPROCS": "4",
-        "SLURM_NNODES": str(nodes),
-        "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_TASKS_PER_NODE": per_node,
     }
 
@@ -42,39 +39,31 @@ def test_a_script_is_a_job_of_one_rank(nodes):
     assert f"srun python {shlex.quote(SCRIPT)} ok" in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_distopt_run_starts_its_ranks(nodes):
-    run = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
-    ended = Program([*run, SCRIPT, "ok"], interactive(nodes)).end()
+@pytest.mark.parametrize("launcher", ["distopt run", "main", "mpiexec"])
+def test_launchers_start_their_ranks(launcher, nodes):
+    command, how = {
+        "distopt run": (
+            [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", SCRIPT, "ok"],
+            "LaunchedJob shm",
+        ),
+        "main": ([sys.executable, MAIN, "2"], ""),
+        "mpiexec": ([*mpiexec_command(2), sys.executable, SCRIPT, "ok"], "MpiJob shm"),
+    }[launcher]
+    ended = Program(command, interactive(nodes)).end()
     assert ended.code == 0, ended
-    assert sorted(ended.stdout.splitlines()) == [
-        f"[rank 1] rank 1 of 2, 1 of 2 on {HERE}: LaunchedJob shm mpi=False",
-        f"rank 0 of 2, 0 of 2 on {HERE}: LaunchedJob shm mpi=False",
-    ]
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_main_starts_its_ranks(nodes):
-    ended = Program([sys.executable, MAIN, "2"], interactive(nodes)).end()
-    assert ended.code == 0, ended
-    assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]
-
-
-def test_ranks_of_mpiexec_are_those_of_mpiexec():
-    ended = Program([*mpiexec_command(2), sys.executable, SCRIPT, "ok"], interactive()).end()
-    assert ended.code == 0, ended
-    assert len(said(ended.stdout)) == 2
+    told = sorted(line.removeprefix("[rank 1] ") for line in ended.stdout.splitlines())
+    assert len(told) == 2
+    for rank, line in enumerate(told):
+        expected = f"rank {rank} of 2, {rank} of 2 on {HERE}: {how} mpi=" if how else f"rank {rank} of 2: sum 3"
+        assert line.startswith(expected)
 
 
 def test_tasks_that_srun_starts_from_there_are_the_ranks_of_their_step():
     """srun overwrites the variables of the step, and those of the job that it changes."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEPID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NPROCS": "2"}
-    programs = [
-        Program([sys.executable, SCRIPT, "ok"], {**interactive(), **slurm(rank, 2, "here", 1), **step})
-        for rank in range(2)
-    ]
-    ended = [program.end() for program in programs]
+    environments = [{**interactive(), **slurm(rank, 2, "here", 1), **step} for rank in range(2)]
+    ended = [program.end() for program in [Program([sys.executable, SCRIPT, "ok"], env) for env in environments]]
     assert [one.code for one in ended] == [0, 0], ended
     assert [said(one.stdout) for one in ended] == [
         [f"rank {rank} of 2, {rank} of 2 on {HERE}: LaunchedJob shm mpi=False"] for rank in range(2)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from distopt import opt
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
-from distopt.errors import UsageError
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from tests.processes import Program
 from tests.ranks.small_net import SMALL, assert_equal_bits, batch, build, on_ranks, parameters, train
 
@@ -118,30 +117,6 @@ def test_strategies_change_between_steps(tmp_path):
     ranks = on_ranks(tmp_path, 2, changing)
     assert_equal_bits(ranks, "parameters")
     assert all(np.abs(rank["residual"]).max() > 0 for rank in ranks)
-
-
-def with_other_options(optimizer) -> dict[str, np.ndarray]:
-    """The last step, whose share is everything, sends all that the varying shares have left."""
-    comm = optimizer.communicator
-    bucket = comm.empty(101)
-    reducer = ErrorFeedback(TopK(0.01)).attach(bucket, comm)
-    sums = np.zeros((2, 101))
-    for step, ratio in enumerate([0.01, 0.2, 0.05, 1.0]):
-        bucket[:] = np.random.default_rng([step, comm.topology.rank]).standard_normal(101)
-        sums[0] += bucket
-        finish_all([ErrorFeedback(TopK(ratio)).start(reducer)])
-        sums[1] += bucket
-    for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
-        with pytest.raises(UsageError, match="cannot continue as"):
-            other.start(reducer)
-    assert not reducer.residual.any()
-    return {"sent": sums[0], "received": sums[1]}
-
-
-@pytest.mark.slow
-def test_a_reducer_keeps_its_residual_under_other_options(tmp_path):
-    ranks = on_ranks(tmp_path, 3, with_other_options)
-    np.testing.assert_allclose(ranks[0]["received"], np.mean([rank["sent"] for rank in ranks], axis=0), atol=1e-6)
 
 
 # -- states and statistics --------------------------------------------------------------------------------------------

@@ -1,12 +1,27 @@
 """Accumulation, clipping and frozen parameters with real ranks: those of one process, and equal bits on all ranks."""
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 
 from distopt import launch, opt, singa_wrap, tensor
 from distopt.compress import Fp32
 from distopt.errors import RankFailedError
-from tests.ranks.small_net import SMALL, Net, assert_equal_bits, batch, build, make, on_ranks, parameters, step_of
+from tests.ranks.small_net import (
+    SMALL,
+    Net,
+    assert_equal_bits,
+    batch,
+    build,
+    by_hand,
+    make,
+    on_ranks,
+    parameters,
+    step_of,
+    whole,
+)
 from tests.ranks.test_strategies import STRATEGIES
 
 PARTS, UPDATES = 3, 4
@@ -20,12 +35,6 @@ def rule(**options) -> opt.SGD:
 
 def new(communicator, **options) -> opt.DistOpt:
     return opt.DistOpt(rule(), communicator=communicator, bucket_elements=SMALL, partition_elements=100, **options)
-
-
-def whole(numbers, world_size: int):
-    """The batches of all ranks and those numbers as one."""
-    pairs = [batch(number, rank) for number in numbers for rank in range(world_size)]
-    return [tensor.from_numpy(np.concatenate([part.array for part in parts])) for parts in zip(*pairs, strict=True)]
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -56,7 +65,7 @@ def in_one_process(world_size: int, **options) -> np.ndarray:
     single = rule(**options)
     net = build(single)
     for number in range(UPDATES):
-        net(*whole(range(number * PARTS, (number + 1) * PARTS), world_size), single)
+        net(*whole(product(range(number * PARTS, (number + 1) * PARTS), range(world_size))), single)
         assert (single.grad_norm or 1) > SMALL_NORM
     return parameters(net)
 
@@ -69,6 +78,23 @@ def test_sums_of_several_batches_are_sent_once_by_every_codec(tmp_path, world_si
         assert_equal_bits(ranks, name)
     for name, bound in {"fp32": 1e-6, "top-K 100 %": 1e-6, "threshold 0": 1e-6, "fp16": 1e-3, "bf16": 1e-2}.items():
         np.testing.assert_allclose(ranks[0][name], ranks[0]["one process"], atol=bound, err_msg=name)
+
+
+def reduced_by_hand(optimizer) -> dict[str, np.ndarray]:
+    dist, single = new(optimizer.communicator), rule()
+    net, other = build(dist), build(single)
+    for number in range(UPDATES):
+        net(*batch(number, dist.global_rank), partial(by_hand, dist))
+        other(*whole(product([number], range(dist.world_size))), single)
+    return {"parameters": parameters(net), "one process": parameters(other)}
+
+
+@pytest.mark.slow
+@WORLDS
+def test_gradients_that_a_script_reduces_by_hand_are_those_of_one_process(tmp_path, world_size):
+    ranks = on_ranks(tmp_path, world_size, reduced_by_hand)
+    assert_equal_bits(ranks, "parameters")
+    np.testing.assert_allclose(ranks[0]["parameters"], ranks[0]["one process"], atol=1e-6)
 
 
 def uneven_sums(optimizer) -> dict[str, np.ndarray]:
@@ -199,7 +225,7 @@ def in_one_process_frozen(world_size: int) -> np.ndarray:
     net = build(single)
     for number in range(9):
         net.linear1.requires_grad = not 3 <= number < 6
-        net(*whole([number], world_size), single)
+        net(*whole(product([number], range(world_size))), single)
     return parameters(net)
 
 
@@ -227,6 +253,18 @@ def attached_while_frozen(optimizer) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_frozen_parameters_are_broadcast_too(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 3, attached_while_frozen), "parameters")
+
+
+def other_model(rank: int, world_size: int, ticket) -> None:
+    net = Net(hidden=31 + (rank == 1))
+    net.set_optimizer(make(rank, world_size, ticket))
+    net.compile([batch(0, 0)[0]], is_train=True)
+
+
+@pytest.mark.slow
+def test_another_model_on_one_rank_is_named():
+    with pytest.raises(RankFailedError, match=r"rank 1 .* trains another model .*linear1.W of shape \[21, 31\]"):
+        launch.spawn(other_model, 3, (singa_wrap.NcclIdHolder(),))
 
 
 def frozen_on_one_rank(rank: int, world_size: int, ticket) -> None:
@@ -283,7 +321,7 @@ def assigned(optimizer) -> dict[str, np.ndarray]:
         if number == 4:
             dist.lr = plain.lr = opt.LinearWarmUp(opt.CosineDecay(0.1, 3), 3)
         net(*batch(number, dist.global_rank), dist)
-        other(*whole([number], dist.world_size), plain)
+        other(*whole(product([number], range(dist.world_size))), plain)
         assert dist.values == plain.values
     return {"parameters": parameters(net), "one process": parameters(other)}
 

@@ -1,4 +1,4 @@
-"""A job of PyTorch in shards, whose ranks and hosts may come and go; prints as `tests.ranks.elastic` does.
+"""A job of PyTorch in shards, whose ranks and hosts may come and go; prints as `tests.ranks.healed` does.
 
 distopt run --heal --nproc-per-node 1:2 -m tests.torch.elastic ddp --steps 100
 """

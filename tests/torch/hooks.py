@@ -75,8 +75,10 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[object, Any]], bool]] = {
 
 
 def sizes_for(name: str) -> dict[str, Sequence[int]]:
-    """Sizes of the layers to train with a hook, by name."""
-    return {"large": LARGE} if name.startswith("late") else SIZES
+    """Sizes of the layers to train with a hook, by name; equal ones could be mistaken for each other."""
+    if name.startswith("late"):
+        return {"large": LARGE}
+    return SIZES if name in ("adding", "power_sgd") else {"equal": SIZES["equal"]}
 
 
 def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: Any = None) -> torch.Tensor:

@@ -50,7 +50,7 @@ def check_many_groups(r: Ranks) -> None:
     cycle()
     dist.barrier()
     before, threads = used(), threading.active_count()
-    for _ in range(int(os.environ.get("GROUPS", "40"))):
+    for _ in range(int(os.environ.get("GROUPS", "15"))):
         cycle()
     dist.barrier()
     assert used() <= before + 2, f"{before} descriptors, then {used()}"

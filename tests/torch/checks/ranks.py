@@ -8,25 +8,12 @@ from distopt.errors import DistoptError
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-
 TIMEOUT_SECONDS = 120.0
-
-
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
-
-
 COMPLEX = [torch.complex64, torch.complex128]
-
-
 DTYPES = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
-
-
 MOVED = [*DTYPES, torch.float8_e4m3fn, torch.complex32]
-
-
 OPS = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -37,8 +24,6 @@ OPS = {
     "BXOR": torch.bitwise_xor,
     "AVG": torch.add,
 }
-
-
 # How a tensor of 2 x 5 x 3 elements can lie in memory.
 LAYOUTS = {
     "contiguous": lambda t: t.contiguous(),
@@ -82,8 +67,6 @@ def ops_of(dtype: torch.dtype) -> list[str]:
         return ["SUM", "AVG", "PRODUCT"]
     if dtype.is_floating_point:
         return ["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
-    if dtype == torch.bool:
-        return ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
     return ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 
 
