@@ -5,9 +5,11 @@ distopt run --heal --nproc-per-node 1:2 -m tests.ranks.healed --steps 100
 
 import argparse
 import hashlib
+import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,14 @@ def digest_of(*things) -> str:
     return digest.hexdigest()
 
 
+def batches(sampler: ShardedSampler, first: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Each with the number of its epoch."""
+    for epoch in itertools.count(first):
+        sampler.set_epoch(epoch)
+        for chosen in sampler:
+            yield epoch, chosen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
@@ -72,21 +82,17 @@ def main() -> None:
     resumed = checkpoint.resume()
     came = f"resumed from {resumed.world_size}" if resumed else "anew"
     print(f"rank {world.rank} is {os.getpid()} after {checkpoint.steps}, one of {world.world_size}, {came}", flush=True)
-    for epoch in range(checkpoint.epoch, 1_000_000):
-        sampler.set_epoch(epoch)
-        for chosen in sampler:
-            for part in network.optimizer.shards(chosen):
-                network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
-            time.sleep(0 if args.until.is_file() else args.pause)
-            if world.rank == 1 and checkpoint.steps == args.raise_at:
-                raise ZeroDivisionError("so it is")
-            checkpoint.step(epoch)
-            if world.rank == 0:
-                print(f"step {checkpoint.steps}", flush=True)
-            if checkpoint.steps >= args.steps:
-                break
-        if checkpoint.steps >= args.steps:
-            break
+    data = batches(sampler, checkpoint.epoch)
+    while checkpoint.steps < args.steps:
+        epoch, chosen = next(data)
+        for part in network.optimizer.shards(chosen):
+            network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
+        time.sleep(0 if args.until.is_file() else args.pause)
+        if world.rank == 1 and checkpoint.steps == args.raise_at:
+            raise ZeroDivisionError("so it is")
+        checkpoint.step(epoch)
+        if world.rank == 0:
+            print(f"step {checkpoint.steps}", flush=True)
     checkpoint.close()
     print(f"ends with {digest_of(network, network.optimizer)}", flush=True)
 

@@ -1,10 +1,12 @@
 """Users' optimizers inside DistOpt: equal bits on all ranks, and those of the rule that is built in."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from distopt import autograd, opt
-from tests.ranks.small_net import SMALL, Net, assert_equal_bits, batch, build, on_ranks, parameters
+from distopt import opt
+from tests.ranks.small_net import SMALL, Net, assert_equal_bits, batch, build, by_hand, on_ranks, parameters
 from tests.users_rules import ByApply, ByHook, WithStates, built_in
 
 STEPS = 4
@@ -27,21 +29,12 @@ def trained(communicator, rule, options) -> np.ndarray:
     return parameters(net)
 
 
-def by_hand(communicator, rule) -> np.ndarray:
-    """SINGA's loop over raw gradients, in training mode throughout."""
+def looped(communicator, rule) -> np.ndarray:
+    """By SINGA's loop over raw gradients."""
     optimizer = opt.DistOpt(rule, communicator=communicator)
     net = build(optimizer)
     for number in range(STEPS):
-        x, y = batch(number, optimizer.global_rank)
-        autograd.training = True
-        pairs = list(autograd.backward(net.loss(net.forward(x), y)))
-        for _, grad in pairs:
-            optimizer.fused_all_reduce([grad.data], send=False)
-        optimizer.fused_all_reduce([grad.data for _, grad in pairs])
-        optimizer.wait()
-        for param, grad in pairs:
-            optimizer.update(param, grad)
-        optimizer.opt.step()
+        net(*batch(number, optimizer.global_rank), partial(by_hand, optimizer))
     return parameters(net)
 
 
@@ -52,7 +45,7 @@ def every_rule(optimizer, makes) -> dict[str, np.ndarray]:
             if make is ByApply and options is OPTIONS:
                 continue  # its private state cannot be averaged after partial updates
             results[f"{make.__name__} {options}"] = trained(optimizer.communicator, make(schedule()), options)
-        results[f"{make.__name__} by hand"] = by_hand(optimizer.communicator, make(schedule()))
+        results[f"{make.__name__} by hand"] = looped(optimizer.communicator, make(schedule()))
     return results
 
 

@@ -1,6 +1,5 @@
 """SyncBatchNorm against one process that has all batches."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -63,43 +62,6 @@ def check_sync_batch_norm(r: Ranks) -> None:
             x, _ = batch_of(own, 9, dtype)
             torch.testing.assert_close(model.eval()(x), whole.eval()(x), rtol=10 * tolerance, atol=10 * tolerance)
     dist.destroy_process_group(gloo)
-
-
-def check_sync_batch_norm_gradients(r: Ranks) -> None:
-    """Against central differences: of the loss of a group of one rank, then of the sum of the losses of all ranks."""
-    groups = [dist.new_group([q]) for q in r.all]
-    layer = distopt.torch.SyncBatchNorm(3, dtype=torch.float64, process_group=groups[r.rank])
-    x = (torch.randn(2 + r.rank, 3, 4, dtype=torch.float64) + r.rank).requires_grad_()
-    layer.weight.data.uniform_(0.5, 2)
-
-    def normal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x)
-
-    assert torch.autograd.gradcheck(normal, (x, layer.weight, layer.bias))
-    layer.process_group = None
-    factors = torch.cos(torch.arange(x.numel(), dtype=torch.float64) * (r.rank + 1)).view_as(x)
-
-    def loss() -> torch.Tensor:
-        return (layer(x).square() * factors).sum()
-
-    loss().backward()
-    for owner in r.all:
-        for i in range((2 + owner) * 12):
-            sums = []
-            for change in (1e-6, -1e-6):
-                with torch.no_grad():
-                    before = x.clone()
-                    x.view(-1)[i:][:1] += change * (r.rank == owner)
-                    total = loss()
-                    x.copy_(before)
-                dist.all_reduce(total)
-                sums.append(total.item())
-            if r.rank == owner:
-                assert x.grad is not None
-                assert x.grad.view(-1)[i].item() == pytest.approx((sums[0] - sums[1]) / 2e-6, rel=1e-5, abs=1e-6)
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 def check_sync_batch_norm_of_an_empty_batch(r: Ranks) -> None:
