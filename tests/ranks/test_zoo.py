@@ -49,7 +49,7 @@ def losses(ended: Ended) -> list[float]:
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("option", ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"])
 def test_resnet18_trains(option):
-    first, last = losses(trained("--np 2 --model resnet18 --images 64 -b 8 -m 2 -l 0.005 --sync-batch-norm -d", option))
+    first, last = losses(trained("--np 2 --model resnet18 --images 32 -b 8 -m 2 -l 0.005 --sync-batch-norm -d", option))
     assert last < first
 
 

@@ -200,11 +200,11 @@ def test_one_new_file_each(tmp_path):
     shutil.copytree(TEMPLATE, template, ignore=shutil.ignore_patterns("__pycache__"))
     for path, text in {"archs/tiny": ARCH, "datasets/rows": DATA_SET, "trainers/autoencoder": TRAINER}.items():
         (template / f"{path}.py").write_text(text)
-    command = "-cpus 2 -arch tiny -code 4 -dataset rows -trainer autoencoder -epochs 40 -batch_size 8 -lr 0.1"
+    command = "-cpus 2 -arch tiny -code 4 -dataset rows -trainer autoencoder -epochs 12 -batch_size 8 -lr 0.3"
     ended = run(command, tmp_path / "runs", template)
     assert ended.code == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"Test set: .* loss (\S+), largest difference", ended.stdout)]
-    assert len(losses) == 40
+    assert len(losses) == 12
     assert losses[-1] < 0.1 * losses[0], losses
 
 
