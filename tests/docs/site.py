@@ -6,7 +6,6 @@ from tests.processes import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-import check
 import pages
 
-__all__ = ["check", "pages"]
+__all__ = ["pages"]

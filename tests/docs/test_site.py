@@ -1,4 +1,4 @@
-"""The generated pages of the site, and that its check finds what it is for."""
+"""The generated pages of the site."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from distopt.errors import MissingDependencyError
 from distopt.settings import Settings
 from tests.processes import ROOT
 
-from .site import check, pages
+from .site import pages
 
 NAMES = [(module, name) for module in pages.public_modules() for name in pages.public_names(module)]
 
@@ -77,35 +77,3 @@ def test_the_first_page_links_to_pages_only():
     assert "reference/settings.md" in targets
     files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(pages.generated())
     assert {target.partition("#")[0] for target in targets if not target.startswith(("#", "http"))} <= files
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A site of two pages without a fault."""
-    monkeypatch.setattr(pages, "public_modules", lambda: ["data"])
-    (tmp_path / "reference" / "api").mkdir(parents=True)
-    names = "".join(f'<h2 id="distopt.data.{name}">{name}</h2>' for name in pages.public_names("data"))
-    (tmp_path / "reference" / "api" / "data.html").write_text(f'{names}<a href="../../index.html#here">back</a>')
-    (tmp_path / "site.js").touch()
-    text = '<h1 id="here">Site</h1><a href="reference/api/data.html#distopt.data.ShardedSampler">x</a>'
-    (tmp_path / "index.html").write_text(f'{text}<a href="https://example.org">y</a><script src="site.js"></script>')
-    assert check.faults(tmp_path) == []
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("page", "old", "new", "fault"),
-    [
-        ("index.html", "api/data.html#", "api/date.html#", "index.html: no reference/api/date.html#"),
-        ("index.html", "data.html#distopt.data", "data.html#distopt.date", "index.html: no .*#distopt.date.Sh"),
-        ("index.html", 'src="site.js"', 'src="site.css"', "index.html: no site.css"),
-        ("index.html", 'src="site.js"', 'src="//example.org/site.js"', "index.html loads //example.org/site.js from"),
-        ("reference/api/data.html", "data_partition", "data_part", "distopt.data.data_partition is on no page"),
-    ],
-)
-def test_the_check_finds_a_fault(site, page, old, new, fault):
-    text = (site / page).read_text()
-    assert old in text
-    (site / page).write_text(text.replace(old, new))
-    (found,) = check.faults(site)
-    assert re.match(fault, found)

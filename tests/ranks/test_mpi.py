@@ -22,6 +22,7 @@ from distopt.errors import (
     UsageError,
     WireMemoryError,
 )
+from tests.conformance.scenes import disagree
 
 
 @pytest.fixture(scope="module")
@@ -169,23 +170,14 @@ def peers(job):
     communicator.close()
 
 
-@pytest.mark.parametrize("kind", ["count", "empty", "dtype", "op", "label", "collective", "root"])
-def test_mismatch_names_both_sides(peers, kind):
-    last = peers.topology.rank == peers.topology.world_size - 1
-    calls = {
-        "count": lambda: peers.all_reduce(np.zeros(4 if last else 3, np.float32)),
-        "empty": lambda: peers.all_reduce(np.zeros(0 if last else 300_000, np.float32)),
-        "dtype": lambda: peers.all_reduce(np.zeros(4, np.int32 if last else np.float32)),
-        "op": lambda: peers.all_reduce(np.zeros(4), "max" if last else "sum"),
-        "label": lambda: peers.all_reduce(np.zeros(4), label="bias" if last else "weight"),
-        "collective": lambda: peers.broadcast(np.zeros(4)) if last else peers.all_reduce(np.zeros(4)),
-        "root": lambda: peers.broadcast(np.zeros(4), int(last)),
-    }
-    with pytest.raises(MismatchError, match=r"rank \d \(host .* is in .*#0.*, rank \d \(host .* in .*#0") as caught:
-        calls[kind]().wait()
-    mine = next(call for call in caught.value.calls if call.rank == peers.topology.rank)
+@pytest.mark.parametrize("which", ["operation", "count", "empty", "dtype", "reduction", "label", "root"])
+def test_mismatch_names_both_sides(peers, job, which):
+    with pytest.raises(MismatchError, match=r"rank \d \(host .* is in .*#1.*, rank \d \(host .* in .*#1") as caught:
+        disagree(job, lambda _: peers, which)
+    mine = next(call for call in caught.value.calls if call.rank == job.topology.rank)
     assert len(caught.value.ranks) == len(caught.value.calls) == 2
-    assert (mine.number, mine.label) == (0, ("bias" if last else "weight") if kind == "label" else "")
+    last = job.topology.rank == job.topology.world_size - 1
+    assert (mine.number, mine.label) == (1, "bucket 4" if last else "bucket 3") or which != "label"
     with pytest.raises(MismatchError) as again:
         peers.all_reduce(np.zeros(4))
     assert str(again.value) == str(caught.value)

@@ -119,32 +119,6 @@ def test_strategies_change_between_steps(tmp_path):
     assert all(np.abs(rank["residual"]).max() > 0 for rank in ranks)
 
 
-# -- states and statistics --------------------------------------------------------------------------------------------
-def counted(optimizer) -> dict[str, np.ndarray]:
-    net = build(optimizer)
-    train(optimizer, net, range(3), Fp16())
-    first = optimizer.stats()
-    train(optimizer, net, range(3, 8), STRATEGIES["top-K"])
-    later = optimizer.stats() - first
-    # Two ranks send as much as there is. Gradients begin at multiples of 256 bytes: linear1.W is a bucket of its own;
-    # the 155, 5 and 31 elements of the others begin at 0, 192 and 256 in the second.
-    n = 651 + 256 + 31
-    assert parameters(net).size == 651 + 155 + 5 + 31
-    assert (first.steps, later.steps) == (3, 5)
-    assert first.total.dense_bytes == 3 * 4 * n  # two ranks
-    assert later.total.dense_bytes == 5 * 4 * n
-    assert {kind for _, kind in first.buckets} == {"Fp16"}
-    assert {kind for _, kind in later.buckets} == {"ErrorFeedback(TopK)"}
-    assert sum(cost.wire_bytes for cost in later.buckets.values()) == later.total.wire_bytes
-    assert 0 < later.total.wire_bytes < 0.4 * later.total.dense_bytes
-    assert later.total.select_seconds > 0
-    return {}
-
-
-def test_statistics_count_what_was_sent(tmp_path):
-    on_ranks(tmp_path, 2, counted)
-
-
 def main(folder: str) -> None:
     """A rank of mpiexec."""
     optimizer = opt.DistOpt(opt.SGD())

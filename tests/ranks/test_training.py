@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from distopt import launch, opt, singa_wrap, tensor
-from distopt.compress import Fp32
 from distopt.errors import RankFailedError
 from tests.ranks.small_net import (
     SMALL,
@@ -279,36 +278,6 @@ def frozen_on_one_rank(rank: int, world_size: int, ticket) -> None:
 def test_freezing_on_one_rank_alone_is_an_error_on_all():
     with pytest.raises(RankFailedError, match=r"rank 1 .*all ranks must call the same collectives in the same order"):
         launch.spawn(frozen_on_one_rank, 2, (singa_wrap.NcclIdHolder(),))
-
-
-# -- batches of other sizes -------------------------------------------------------------------------------------------
-def weighted(optimizer) -> dict[str, np.ndarray]:
-    """Rank r has 5 + 4 r samples. Weighted by its share, each sample counts the same."""
-    dist = new(optimizer.communicator)
-    net = build(dist)
-    size = 5 + 4 * dist.global_rank
-    total = sum(5 + 4 * rank for rank in range(dist.world_size))
-    for number in range(UPDATES):
-        x, y = (tensor.from_numpy(part.to_numpy()[:size]) for part in batch(number, dist.global_rank))
-        net(x, y, lambda loss: dist.reduce_and_update(loss * (size * dist.world_size / total), Fp32(), SMALL))
-    results = {"parameters": parameters(net)}
-
-    single = rule()
-    net = build(single)
-    for number in range(UPDATES):
-        parts = [[part.to_numpy()[: 5 + 4 * rank] for part in batch(number, rank)] for rank in range(dist.world_size)]
-        x, y = (tensor.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
-        net(x, y, single)
-    results["one process"] = parameters(net)
-    return results
-
-
-@pytest.mark.slow(kept=1)
-@WORLDS
-def test_batches_of_other_sizes_count_by_their_weight(tmp_path, world_size):
-    ranks = on_ranks(tmp_path, world_size, weighted)
-    assert_equal_bits(ranks, "parameters")
-    np.testing.assert_allclose(ranks[0]["parameters"], ranks[0]["one process"], atol=1e-6)
 
 
 # -- learning rate ----------------------------------------------------------------------------------------------------

@@ -55,22 +55,19 @@ def _power_sgd(group: Any, hook: Any, start: int = 2) -> tuple[object, Any]:
     ), hook
 
 
-# Of each: state and function by the group; whether callbacks call collectives. The quantization hooks want the results
-# of all_gather as NCCL gives them, in one tensor; over Gloo they fail with the same IndexError as here.
-HOOKS: dict[str, tuple[Callable[[Any], tuple[object, Any]], bool]] = {
-    "allreduce": (lambda group: (group, default.allreduce_hook), False),
-    "fp16": (lambda group: (group, default.fp16_compress_hook), False),
-    "power_sgd": (lambda group: _power_sgd(group, power_sgd.powerSGD_hook), True),
-    "batched_power_sgd": (lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook), True),
-    "late_batched_power_sgd": (lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook, LATE), True),
-    "fp16_power_sgd": (lambda group: _power_sgd(group, default.fp16_compress_wrapper(power_sgd.powerSGD_hook)), True),
-    "post_local_sgd": (
-        lambda group: (local_sgd.PostLocalSGDState(group, group, 3), local_sgd.post_localSGD_hook),
-        False,
-    ),
-    "zero_step": (lambda group: (group, zero.hook_with_zero_step), True),  # PyTorch refuses it over Gloo, too
-    "zero_step_interleaved": (lambda group: (group, zero.hook_with_zero_step_interleaved), True),
-    "adding": (lambda group: (group, adding), True),
+# Of each: state and function by the group. The quantization hooks want the results of all_gather as NCCL gives them, in
+# one tensor; over Gloo they fail with the same IndexError as here. PyTorch refuses `zero_step` over Gloo, too.
+HOOKS: dict[str, Callable[[Any], tuple[object, Any]]] = {
+    "allreduce": lambda group: (group, default.allreduce_hook),
+    "fp16": lambda group: (group, default.fp16_compress_hook),
+    "power_sgd": lambda group: _power_sgd(group, power_sgd.powerSGD_hook),
+    "batched_power_sgd": lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook),
+    "late_batched_power_sgd": lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook, LATE),
+    "fp16_power_sgd": lambda group: _power_sgd(group, default.fp16_compress_wrapper(power_sgd.powerSGD_hook)),
+    "post_local_sgd": lambda group: (local_sgd.PostLocalSGDState(group, group, 3), local_sgd.post_localSGD_hook),
+    "zero_step": lambda group: (group, zero.hook_with_zero_step),
+    "zero_step_interleaved": lambda group: (group, zero.hook_with_zero_step_interleaved),
+    "adding": lambda group: (group, adding),
 }
 
 
@@ -88,7 +85,7 @@ def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: 
     widths = (*sizes, sizes[0])
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group, bucket_cap_mb=1e-4)
-    state, hook = HOOKS[name][0](group)
+    state, hook = HOOKS[name](group)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if name.startswith("zero"):
         optimizer = ZeroRedundancyOptimizer(
