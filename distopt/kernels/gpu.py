@@ -46,6 +46,8 @@ class _DeviceLists(Lists):
         return _at(self._state), *room, _at(self._candidates.indices), _at(self._candidates.values), capacity
 
 
+_copying: dict[Any, Any] = {}  # pinned memory by the event behind its copy
+
 empty = cupy.empty
 new_lists = _DeviceLists
 
@@ -68,12 +70,20 @@ def copy_where(flag: Array, source: Array, target: Array) -> None:
     cupy.copyto(target, source, where=flag)
 
 
+def keep_until(copied: Any, memory: Any) -> None:
+    """Local. Keep pinned memory until an event behind its copy: CuPy gives what is let go to others at once."""
+    for event in [event for event in list(_copying) if event.done]:
+        _copying.pop(event, None)
+    _copying[copied] = memory
+
+
 def fetch(array: Array) -> Callable[[], Array]:
     """See `Kernels.fetch`; waits for the copy alone, not for what the stream holds behind it."""
     out = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
     array.get(out=out, blocking=False)
     event = cupy.cuda.Event(disable_timing=True)
     event.record()
+    keep_until(event, out)
 
     def arrived() -> Array:
         if not event.done:

@@ -52,7 +52,9 @@ class Staging:
         if device.kind == "cpu":
             self._tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
             return
-        self._cuda = device.xp.cuda
+        from ..kernels.gpu import keep_until
+
+        self._cuda, self._keep_until = device.xp.cuda, keep_until
         self._slots = [_Slot(device, arrays), _Slot(device, arrays)]
         self._stream = self._cuda.Stream(non_blocking=True)
         # The tensors are zeroed on the current stream; copies must come after that.
@@ -76,6 +78,7 @@ class Staging:
         for tensor, array in zip(slot.tensors, slot.host, strict=True):
             tensor.array.set(array, self._stream)
         slot.copied.record(self._stream)
+        self._keep_until(slot.copied, slot.host)
         current.wait_event(slot.copied)
         self._slots.reverse()
         return slot.tensors

@@ -244,6 +244,17 @@ def test_wrong_arguments_are_refused():
         gpu.scatter_sum(x, [], [], 3, 11)
 
 
+def test_a_copy_whose_result_is_never_read_writes_into_no_other_memory():
+    """As in a step that an exception ends."""
+    x = cupy.arange(1000, dtype=np.int64)
+    gpu.fetch(x)
+    other = np.frombuffer(cupy.cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size)
+    other[...] = -1
+    cupy.cuda.get_current_stream().synchronize()
+    assert (other == -1).all()
+    assert gpu.fetch(x)().tolist() == list(range(1000))
+
+
 def test_state_goes_to_the_host_and_back():
     x = cupy.asarray(np.arange(5, dtype=F32))
     copy = gpu.to_host(x)

@@ -140,6 +140,20 @@ def test_products_of_shapes_that_do_not_fit():
             gpu_base.product(zeros(2, 3), b, **options)
 
 
+def test_gradients_of_a_linear_layer_lie_in_a_bucket():
+    """At any address of its own, and nothing beside them changes."""
+    x, w, b, dy = array((6, 5), "float32"), array((5, 7), "float32", 1), array(7, "float32", 2), array((6, 7), "float32", 3)
+    bucket = cupy.full(45, 7, "float32")
+    dw, db = bucket[1:36].reshape(5, 7), bucket[37:44]
+    _, saved = gpu.linear(*map(to_device, (x, w, b)), relu=True)
+    dx = gpu.linear_backward(to_device(dy), saved, dw, db)
+    expected = np.empty_like(w), np.empty_like(b)
+    _, saved = cpu.linear(x, w, b, relu=True)
+    for got, wanted in ((dx, cpu.linear_backward(dy, saved, *expected)), (dw, expected[0]), (db, expected[1])):
+        np.testing.assert_allclose(got.get(), wanted, rtol=1e-5, atol=1e-5)
+    assert bucket.get()[[0, 36, 44]].tolist() == [7, 7, 7]
+
+
 # -- labels ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])
 def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, monkeypatch):

@@ -8,6 +8,8 @@ from tests.gpu import require_gpu
 
 require_gpu()
 
+import cupy  # noqa: E402
+
 from distopt import device  # noqa: E402
 from distopt.nn.kernels import gpu  # noqa: E402
 from distopt.nn.staging import Staging  # noqa: E402
@@ -41,6 +43,18 @@ def test_a_batch_stays_while_the_device_computes_on_it():
             y = gpu.relu(y)
         results.append(y)
     assert [float(y.get().sum()) for y in results] == [1000.0 * step for step in range(6)]
+
+
+def test_a_batch_arrives_though_its_staging_is_gone():
+    """As the last one of an epoch: others get the pinned memory, while the device still copies."""
+    staging = Staging(device.create_cuda_gpu(), ((1000,), np.float32))
+    staging.fill()[0][...] = 3
+    (x,) = staging.send()
+    del staging
+    others = [np.frombuffer(cupy.cuda.alloc_pinned_memory(4000), np.float32, 1000) for _ in range(2)]
+    for other in others:
+        other[...] = 9
+    assert float(x.array.get().sum()) == 3000.0
 
 
 def test_on_the_cpu_the_arrays_are_the_tensors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import weakref
 from typing import Any
 
 import _emulation as _emulated
@@ -32,6 +33,7 @@ __all__ = [
 
 _local = threading.local()
 _pinned: dict[int, int] = {}  # size in bytes, by address
+_free_pinned: dict[int, list[int]] = {}  # addresses by size
 host_waits: list[str] = []  # what the host waited for: not CuPy's, for tests
 
 
@@ -184,11 +186,17 @@ def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    """Host memory from which the device copies by itself: an object with the buffer protocol, `ptr` and `size()`."""
-    address = _emulated.malloc_host(max(size, 1))  # for the life of the process
+    """Host memory from which the device copies by itself: an object with the buffer protocol, `ptr` and `size()`.
+
+    As in CuPy, memory that is let go serves again at once, even if the device still copies.
+    """
+    free = _free_pinned.setdefault(size, [])
+    address = free.pop() if free else _emulated.malloc_host(max(size, 1))
     _pinned[address] = size
     kind = type("PinnedMemoryPointer", (ctypes.c_char * max(size, 1),), {"ptr": address, "size": lambda _: size})
-    return kind.from_address(address)  # type: ignore[attr-defined]
+    memory = kind.from_address(address)  # type: ignore[attr-defined]
+    weakref.finalize(memory, free.append, address)
+    return memory
 
 
 def is_pinned(array: np.ndarray[Any, Any]) -> bool:
