@@ -90,7 +90,13 @@ def rectified() -> bool:
 
 def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch, loaded_anew):
     assert rectified()
-    assert len([*loaded_anew.glob("distopt-*.cubin")]) == 1
+    (kept,) = loaded_anew.glob("distopt-*.cubin")
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-1], b"[1]" + whole):
+        kept.write_bytes(damaged)
+        monkeypatch.setattr(cuda, "_functions", {})
+        assert rectified()
+        assert kept.read_bytes() == whole
     monkeypatch.setattr(cuda, "_functions", {})
     monkeypatch.setattr(cuda, "compiled", None)
     assert rectified()

@@ -216,17 +216,19 @@ def _compiled(source: str, names: Sequence[str], architecture: str) -> tuple[dic
     """As `compiled`, from the cache if it is there."""
     key = repr((*_texts(source), sorted(names), architecture, _OPTIONS, nvrtc.getVersion())).encode()
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    path = folder / f"distopt-{hashlib.sha256(key).hexdigest()}.cubin"
+    path = folder / f"distopt-{_digest(key)}.cubin"
     try:
-        mangled, _, cubin = path.read_bytes().partition(b"\n")
-        return json.loads(mangled), cubin
-    except OSError:  # it is not there, or may not be read
+        head, _, cubin = path.read_bytes().partition(b"\n")
+        mangled, digest = json.loads(head)
+        if digest == _digest(cubin):
+            return mangled, cubin
+    except (OSError, ValueError):  # it is not there, may not be read, or is damaged
         pass
     result, cubin, _ = compiled(source, names, architecture)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            file.write(json.dumps(result).encode() + b"\n" + cubin)
+            file.write(json.dumps([result, _digest(cubin)]).encode() + b"\n" + cubin)
     except OSError as error:
         _log.warning("compiled kernels cannot be kept, so every process compiles them (%s); set CUPY_CACHE_DIR", error)
     return result, cubin
@@ -266,6 +268,10 @@ def compiled(
         ) from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _texts(source: str) -> tuple[str, dict[bytes, bytes]]:
