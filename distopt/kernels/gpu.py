@@ -32,7 +32,7 @@ class _DeviceLists(Lists):
         super().__init__(cupy, capacity)
         self._state: Array = cupy.empty(_SELECT_STATE_BYTES, np.uint8)
         self._tiles: Array = cupy.empty(0, np.uint64)
-        self._candidates = Lists(cupy, 0)
+        self._candidates = Lists(cupy, 1)  # never without an address, which would mean all of the array
 
     def workspace(self, n: int, capacity: int) -> tuple[int, ...]:
         """The fields of Workspace in select.cu, for a selection from `n` elements with that many candidates."""
@@ -156,13 +156,9 @@ def first_nonfinite(x: Array) -> int | None:
 
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.accumulate`."""
-    findings.fill(0)
-    if accumulation.residual is None:
-        _find_nonfinite(x, findings[2:])
-    elif x.size:
-        source, vectors = _source(x, accumulation)
-        launch_strided("accumulate", blocks(x.size, 4), source, x.size, vectors, findings)
+    """See `Kernels.accumulate`; a selection above a bound that no element reaches."""
+    assert isinstance(lists, _DeviceLists)
+    _select(x, 0, (0, 0, _NO_KEY), 0, accumulation, lists, findings)
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:

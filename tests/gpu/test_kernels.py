@@ -30,7 +30,7 @@ def test_every_kernel_of_every_source_is_known():
     assert cuda.kernels()["encode"].template == ("Type", "with_residual", "unit")
     assert cuda.kernels()["find_beyond"].parameters == ("*", "size_t", "bool", "T", "*")
     assert len(cuda.instances("codec.cu")) == 2 * 2 * 2 + 2 + 2 + 2
-    assert "relu" in cuda.instances("elementwise.cu")
+    assert "relu_backward" in cuda.instances("elementwise.cu")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_every_kernel_of_every_source_is_known():
 def test_arguments_that_do_not_fit_are_refused(arguments, error):
     x, y = negatives()
     with pytest.raises(error):
-        cuda.launch("relu", (1,), (32,), *arguments(x, y))
+        cuda.launch("relu_backward", (1,), (32,), x, *arguments(x, y))
     with pytest.raises(KeyError):
-        cuda.launch("relu<half>", (1,), (32,), x, y, x.size, True)
+        cuda.launch("relu_backward<half>", (1,), (32,), x, x, y, x.size, True)
 
 
 def test_subnormal_numbers_stay():
@@ -84,7 +84,7 @@ def loaded_anew(monkeypatch, tmp_path):
 
 def rectified() -> bool:
     x, y = negatives()
-    cuda.launch("relu", (1,), (32,), x, y, x.size, True)
+    cuda.launch("relu_backward", (1,), (32,), x, x, y, x.size, True)
     return not y.get().any()
 
 

@@ -3,14 +3,6 @@
 #include "device.cuh"
 
 // -- elements ---------------------------------------------------------------------------------------------------------
-__global__ void relu(const float* x, float* y, size_t count, bool aligned) {
-  for_units(count, aligned, [&](auto width, size_t first) {
-    Unit<float, width> values = unit_at<width>(x + first);
-    for (float& value : values.e) value = rectify(value);
-    unit_at<width>(y + first) = values;
-  });
-}
-
 __global__ void relu_backward(const float* dy, const float* y, float* dx, size_t count, bool aligned) {
   for_units(count, aligned, [&](auto width, size_t first) {
     Unit<float, width> values = unit_at<width>(dy + first);
@@ -20,11 +12,13 @@ __global__ void relu_backward(const float* dy, const float* y, float* dx, size_t
   });
 }
 
-// y [count / columns, columns] += bias [columns] (or null), with ReLU if asked, in place. A unit lies within a row.
-__global__ void add_bias(float* y, const float* bias, size_t count, int columns, bool relu, bool aligned) {
+// y = x [count / columns, columns] + bias [columns] (or null), with ReLU if asked; perhaps in place. A unit lies within a
+// row.
+__global__ void add_bias(const float* x, const float* bias, float* y, size_t count, int columns, bool relu,
+                         bool aligned) {
   for_units(count, aligned, [&](auto width, size_t first) {
-    Unit<float, width> values = unit_at<width>(y + first);
-    const size_t column = first % size_t(columns);
+    Unit<float, width> values = unit_at<width>(x + first);
+    const size_t column = bias ? first % size_t(columns) : 0;
     for (int i = 0; i < width; ++i) {
       const float value = bias ? values.e[i] + bias[column + i] : values.e[i];
       values.e[i] = relu ? rectify(value) : value;
@@ -102,12 +96,6 @@ __device__ inline double whole_sum(const double* sums, unsigned parts, size_t ch
   return warp_sum(sum);
 }
 
-__global__ void channel_parts(Batch batch, int pixels, const float* x, double* sums) {
-  double sum = 0;
-  for_part(channels_of(batch, pixels), [&](size_t at) { sum += double(x[at]); });
-  store_part(sums, sum);
-}
-
 // out[channel] = the sum of its planes over all images, added to the existing values if asked.
 __global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bool add, float* out) {
   for_rows(size_t(batch.channels), [&](size_t channel) {
@@ -117,18 +105,18 @@ __global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bo
 }
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
-// Sums over a channel of a, and of its products with b, normalized where a mean is given. A float's square is exact in
-// float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
+// Sums over a channel of a and, unless null, of its products with b, normalized where a mean is given. A float's square
+// is exact in float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
 __global__ void product_parts(Batch batch, int pixels, const float* a, const float* b, const float* mean,
                               const float* inverse_deviation, double* sums, double* products) {
   const float center = mean ? mean[blockIdx.x] : 0.0f, inverse = mean ? inverse_deviation[blockIdx.x] : 1.0f;
   double sum = 0, product = 0;
   for_part(channels_of(batch, pixels), [&](size_t at) {
     sum += double(a[at]);
-    product += double(a[at]) * double((b[at] - center) * inverse);
+    if (b) product += double(a[at]) * double((b[at] - center) * inverse);
   });
   store_part(sums, sum);
-  store_part(products, product);
+  if (b) store_part(products, product);
 }
 
 // Mean and inverse deviation of every channel; the running statistics are updated.

@@ -124,30 +124,3 @@ __global__ void max_pool_backward(Batch batch, Window s, const float* dy, const 
     });
   });
 }
-
-__global__ void avg_pool(Batch batch, Window s, const float* x, float* y) {
-  const size_t places = places_of(s), pixels = pixels_of(s);
-  const float share = 1.0f / float(s.kh * s.kw);
-  for_planes(planes_of(batch), [&](unsigned plane) {
-    for_each(places, [&](size_t place) {
-      const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
-      float sum = 0.0f;
-      for (int iy = max(top, 0); iy < min(top + s.kh, s.h); ++iy)
-        for (int ix = max(left, 0); ix < min(left + s.kw, s.w); ++ix)
-          sum += x[plane * pixels + size_t(iy) * s.w + ix] * share;
-      y[plane * places + place] = sum;
-    });
-  });
-}
-
-__global__ void avg_pool_backward(Batch batch, Window s, const float* dy, float* dx) {
-  const size_t places = places_of(s), pixels = pixels_of(s);
-  const float share = 1.0f / float(s.kh * s.kw);
-  for_planes(planes_of(batch), [&](unsigned plane) {
-    for_each(pixels, [&](size_t pixel) {
-      float sum = 0.0f;
-      for_windows(s, int(pixel), [&](size_t place, int) { sum += dy[plane * places + place] * share; });
-      dx[plane * pixels + pixel] = sum;
-    });
-  });
-}

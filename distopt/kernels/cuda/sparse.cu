@@ -1,20 +1,8 @@
-// Accumulation without a selection, and sums of sparse lists.
+// Sums of sparse lists.
 #include "source.cuh"
 
 constexpr unsigned tile = 4096;  // of the dense array, in shared memory; see gpu.py
 
-// new_residual and new_momentum as a selection would leave them. Per element 8 bytes read and 4 written, with momentum
-// 12 and 8.
-__global__ void __launch_bounds__(block_threads) accumulate(Source from, size_t n, bool vectors, Findings* findings) {
-  const float scale = scale_of(from);
-  for (size_t at = thread_index() * 4; at < n; at += thread_stride() * 4) {
-    const unsigned available = static_cast<unsigned>(min(n - at, size_t{4}));
-    const Four x = accumulate_four(from, scale, at, available, vectors);
-    report_nonfinite(x, at, n, findings);
-  }
-}
-
-// -- sparse lists -----------------------------------------------------------------------------------------------------
 // The number of indices below the bound; all lanes of a warp look at the ends of as many parts at a time, since every
 // look waits for memory.
 __device__ unsigned lower_bound(const int* indices, unsigned count, long long bound) {

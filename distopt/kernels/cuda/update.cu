@@ -30,6 +30,7 @@ __global__ void adam(const bool* gate, float* param, const float* grad, float* m
   });
 }
 
+// AdaGrad, too: both shares are 1 then, which changes no bit.
 __global__ void rmsprop(const bool* gate, float* param, const float* grad, float* running, size_t count, float rate,
                         float kept, float share, float epsilon, float decay) {
   if (gate && *gate) return;
@@ -37,15 +38,5 @@ __global__ void rmsprop(const bool* gate, float* param, const float* grad, float
     const float g = grad[i] + decay * param[i];
     running[i] = kept * running[i] + share * g * g;
     param[i] -= rate * (g / sqrt(running[i] + epsilon));
-  });
-}
-
-__global__ void adagrad(const bool* gate, float* param, const float* grad, float* history, size_t count, float rate,
-                        float epsilon, float decay) {
-  if (gate && *gate) return;
-  for_each(count, [&](size_t i) {
-    const float g = grad[i] + decay * param[i];
-    history[i] += g * g;
-    param[i] -= rate * (g / sqrt(history[i] + epsilon));
   });
 }

@@ -58,7 +58,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     y = product(x, w)
     if b is not None or relu:
         aligned = are_aligned(y) and w.shape[1] * y.itemsize % 16 == 0
-        launch_units("add_bias", y.size, aligned, y, b, y.size, w.shape[1], relu)
+        launch_units("add_bias", y.size, aligned, y, b, y, y.size, w.shape[1], relu)
     return y, SavedLinear(x, w, y if relu else None)
 
 
@@ -79,7 +79,7 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
 def relu(x: Array) -> Array:
     """See `cpu.relu`."""
     y = _like(x)
-    launch_units("relu", y.size, are_aligned(x, y), x, y, y.size)
+    launch_units("add_bias", y.size, are_aligned(x, y), x, None, y, y.size, 1, True)
     return y
 
 
@@ -217,7 +217,8 @@ def update(
     """See `cpu.update`; the gate is read on the device."""
     arrays = [checked_or_none(array, param.shape) for array in (param, grad, *slots)]
     gate = checked_or_none(gate, (), np.bool_)
-    launch_each(rule, param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
+    kernel = "rmsprop" if rule == "adagrad" else rule
+    launch_each(kernel, param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
 
 
 def _adam_coefficients(
@@ -234,5 +235,5 @@ _COEFFICIENTS: dict[str, Callable[..., tuple[float, ...]]] = {
     "sgd": lambda lr, momentum, dampening, decay, nesterov: (lr, momentum, 1 - dampening, decay, nesterov),
     "adam": _adam_coefficients,
     "rmsprop": lambda lr, rho, eps, decay: (lr, rho, 1 - rho, eps, decay),
-    "adagrad": lambda lr, eps, decay: (lr, eps, decay),
+    "adagrad": lambda lr, eps, decay: (lr, 1.0, 1.0, eps, decay),
 }

@@ -25,7 +25,7 @@ CHANNEL_BLOCKS = 1024  # most blocks of a sum over channels: about as many as an
 class _SavedPool(NamedTuple):
     x_shape: tuple[int, ...]
     window: Sizes
-    taken: Array | None  # of max pooling
+    taken: Array
 
 
 class _Conv(NamedTuple):
@@ -140,7 +140,7 @@ def _channel_sums(rows: Array, add: bool, sums: Array) -> None:
     parts = parts_of((1, channels), pixels)
     workspace, given = cupy.empty((channels, parts), cupy.float64), (1, channels)
     if channels:
-        launch("channel_parts", (channels, parts), (THREADS,), given, pixels, rows, workspace)
+        launch("product_parts", (channels, parts), (THREADS,), given, pixels, rows, None, None, None, workspace, None)
     launch_rows("channel_sums", channels, given, workspace, parts, add, sums)
 
 
@@ -177,17 +177,12 @@ def max_pool2d_backward(dy: Array, saved: Any) -> Array:
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """See `cpu.avg_pool2d`."""
-    shape, window = _pooling(x, kernel, stride, padding)
-    y = cupy.empty(shape, np.float32)
-    launch_planes("avg_pool", shape[0] * shape[1], shape[2] * shape[3], shape[:2], window, x, y)
-    return y, _SavedPool(x.shape, window, None)
+    """See `cpu.avg_pool2d`; a convolution of each channel with equal weights."""
+    pool_out(x.shape, kernel, stride, padding)
+    weights = cupy.full((x.shape[1], 1, *kernel), 1 / (kernel[0] * kernel[1]), np.float32)
+    return conv2d(x, weights, None, stride, padding)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     """See `cpu.avg_pool2d_backward`."""
-    (n, c, h, w), window = saved.x_shape, saved.window
-    checked(dy, (n, c, *window[8:]))
-    dx = cupy.empty(saved.x_shape, np.float32)
-    launch_planes("avg_pool_backward", n * c, h * w, (n, c), window, dy, dx)
-    return dx
+    return conv2d_backward(dy, saved, None, None)
