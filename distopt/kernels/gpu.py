@@ -133,7 +133,7 @@ def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
 def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
     from_bad.data.memset_async(0, from_bad.itemsize)
     if x.size:
-        launch_strided(f"find_beyond<{c_type(x)}>", blocks(x.size, 4), x, x.size, are_aligned(x), limit, from_bad)
+        launch_strided(f"find_beyond<{c_type(x)}>", blocks(x.size, 4), x, x.size, limit, from_bad, are_aligned(x))
 
 
 def _find_nonfinite(x: Array, from_bad: Array) -> None:

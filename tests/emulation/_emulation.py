@@ -66,10 +66,6 @@ def stream_create(non_blocking: bool = False) -> int:
     return int(_made("cudaStreamCreateWithPriority", int(non_blocking), 0))
 
 
-def stream_query(stream: int) -> bool:
-    return _call("cudaStreamQuery", stream) == 0
-
-
 def stream_wait_event(stream: int, event: int) -> None:
     _call("cudaStreamWaitEvent", stream, event, 0)
 

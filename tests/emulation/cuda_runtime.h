@@ -59,7 +59,6 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);  // what is in it still runs when something depends on it
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
-cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);

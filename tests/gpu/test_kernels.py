@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt.errors import MissingDependencyError
+from distopt.errors import MissingDependencyError, UsageError
 from tests.gpu import require_gpu
 
 require_gpu()
@@ -17,6 +17,8 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt.kernels import cuda, gpu, host  # noqa: E402
+from distopt.nn.kernels import gpu as nn_gpu  # noqa: E402
+from distopt.nn.kernels import gpu_base  # noqa: E402
 
 
 def negatives(n: int = 4):
@@ -28,7 +30,7 @@ def test_every_kernel_of_every_source_is_known():
         declared = re.findall(r"__global__", path.read_text())
         assert len(declared) == sum(kernel.source == path.name for kernel in cuda.kernels().values()), path.name
     assert cuda.kernels()["encode"].template == ("Type", "with_residual", "unit")
-    assert cuda.kernels()["find_beyond"].parameters == ("*", "size_t", "bool", "T", "*")
+    assert cuda.kernels()["find_beyond"].parameters == ("*", "size_t", "T", "*", "bool")
     assert len(cuda.instances("codec.cu")) == 2 * 2 * 2 + 2 + 2 + 2
     assert "relu_backward" in cuda.instances("elementwise.cu")
 
@@ -50,6 +52,19 @@ def test_arguments_that_do_not_fit_are_refused(arguments, error):
         cuda.launch("relu_backward", (1,), (32,), x, *arguments(x, y))
     with pytest.raises(KeyError):
         cuda.launch("relu_backward<half>", (1,), (32,), x, x, y, x.size, True)
+
+
+def test_arrays_of_another_gpu_are_refused():
+    """As in a thread that a script has made, where GPU 0 is the current one."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    with cupy.cuda.Device(1):
+        x, _ = negatives()
+        square = x.reshape(2, 2)
+        on_own = gpu_base.product(square, square)
+    for use in (lambda: nn_gpu.relu(x), lambda: gpu_base.product(square, square, on_own)):
+        with pytest.raises(UsageError, match=r"on GPU 1, but this thread computes on GPU 0; call .*Device\(1\)\.use"):
+            use()
 
 
 def test_subnormal_numbers_stay():

@@ -29,7 +29,7 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
 )
 def test_on_the_emulated_gpu(file):
     build.build()
-    environment = {"CUDA_VISIBLE_DEVICES": "0", "DISTOPT_DEVICE": "cuda"}
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1", "DISTOPT_DEVICE": "cuda"}
     command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}"]
     ended = Program(command, {**environment, "PATH": os.environ["PATH"]}).end()
     assert ended.code == 0, ended.stdout + ended.stderr

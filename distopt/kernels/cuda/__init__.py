@@ -15,7 +15,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nvrtc
 
-from ...errors import MissingDependencyError, pip_install
+from ...errors import MissingDependencyError, UsageError, pip_install
 from ...files import atomic_write
 
 Array: TypeAlias = Any  # cupy.ndarray
@@ -97,6 +97,7 @@ def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments:
 
     Raises:
         MissingDependencyError: it cannot be compiled.
+        UsageError: see `check_device`.
     """
     function, converters = _functions.get((cupy.cuda.runtime.getDevice(), name)) or load(name)
     function(grid, block, [convert(value) for convert, value in zip(converters, arguments, strict=True)])
@@ -180,10 +181,10 @@ def instances(source: str) -> list[str]:
     return names
 
 
-def _converter(kind: str) -> Callable[[Any], Any]:
+def _converter(kind: str, device: int) -> Callable[[Any], Any]:
     """The function that makes an argument for CuPy of one for a parameter of this type."""
     if kind == "*":
-        return _pointer
+        return partial(_pointer, device)
     if kind in _SCALARS:
         return _SCALARS[kind]
     layout = _STRUCTS[kind]
@@ -191,10 +192,21 @@ def _converter(kind: str) -> Callable[[Any], Any]:
     return lambda fields: np.frombuffer(layout.pack(*fields), dtype)  # CuPy passes arrays of one element by value
 
 
-def _pointer(value: Any) -> Any:
-    if value is not None and not isinstance(value, (cupy.ndarray, int)):
+def _pointer(device: int, value: Any) -> Any:
+    if isinstance(value, cupy.ndarray):
+        check_device(value, device)
+    elif value is not None and not isinstance(value, int):
         raise TypeError(f"kernels take CuPy arrays and addresses, not {type(value).__name__}")
     return value
+
+
+def check_device(array: Array, device: int) -> None:
+    """Local. Raises a UsageError for an array on another GPU than the current one, which a new thread sets to 0."""
+    if array.data.device_id != device:
+        raise UsageError(
+            f"an array is on GPU {array.data.device_id}, but this thread computes on GPU {device}; call "
+            f"cupy.cuda.Device({array.data.device_id}).use() in this thread"
+        )
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------
@@ -208,7 +220,8 @@ def load(name: str) -> Function:
     for each in names:
         base, _, arguments = each.rstrip(">").partition("<")
         kinds = (arguments if kind == "T" else kind for kind in kernels()[base].parameters)
-        _functions[device, each] = module.get_function(mangled[each]), tuple(map(_converter, kinds))
+        converters = tuple(_converter(kind, device) for kind in kinds)
+        _functions[device, each] = module.get_function(mangled[each]), converters
     return _functions[device, name]
 
 

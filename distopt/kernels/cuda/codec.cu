@@ -110,19 +110,13 @@ __global__ void __launch_bounds__(block_threads)
 // *from_bad as in Findings, of elements that are NaN or beyond +-limit. Reads once.
 template <class T>
 __global__ void __launch_bounds__(block_threads)
-    find_beyond(const T* x, size_t n, bool vectors, T limit, unsigned long long* from_bad) {
-  const auto beyond = [limit](T value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
-  constexpr int unit = 16 / sizeof(T);
-  const size_t thread = thread_index(), stride = thread_stride();
-  const size_t units = vectors ? n / unit : 0;
+    find_beyond(const T* x, size_t n, T limit, unsigned long long* from_bad, bool aligned) {
   size_t bad = n;
-  for (size_t u = thread; u < units && bad == n; u += stride) {
-    const Unit<T, unit> elements = unit_at<unit>(x + u * unit);
+  for_units(n, aligned, [&](auto width, size_t first) {
+    const Unit<T, width> values = unit_at<width>(x + first);
 #pragma unroll
-    for (int i = unit; i-- > 0;)
-      if (beyond(elements.e[i])) bad = u * unit + i;
-  }
-  for (size_t i = units * unit + thread; i < n && bad == n; i += stride)
-    if (beyond(x[i])) bad = i;
+    for (int i = width; i-- > 0;)
+      if (!((values.e[i] <= limit) & (-limit <= values.e[i]))) bad = min(bad, first + i);  // NaN, too
+  });
   if (bad != n) atomicMax(from_bad, static_cast<unsigned long long>(n - bad));
 }

@@ -15,6 +15,7 @@ import cupy
 import numpy as np
 
 from ...errors import MissingDependencyError, pip_install
+from ...kernels.cuda import check_device
 
 Array: TypeAlias = Any  # cupy.ndarray
 
@@ -74,6 +75,7 @@ def product(
     Raises:
         ValueError: the shapes do not fit.
         MissingDependencyError: cuBLAS cannot be loaded.
+        UsageError: see `check_device`.
     """
     *pairs, inner, rows = a.shape if a_transposed else (*a.shape[:-2], a.shape[-1], a.shape[-2])
     columns = b.shape[-2] if b_transposed else b.shape[-1]
@@ -88,7 +90,8 @@ def product(
         if not accumulate:
             out.fill(0)
         return out
-    device, stream = out.device.id, current_stream()
+    device, stream = cupy.cuda.runtime.getDevice(), current_stream()
+    check_device(out, device)
     cublas = _handles.get(device) or _open_cublas(device)
     workspace = _workspaces.get((device, stream))
     if workspace is None:

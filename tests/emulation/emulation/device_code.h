@@ -68,7 +68,6 @@ T shuffle(const char* operation, unsigned mask, T value, int source, bool inside
 
 // -- synchronisation
 inline void __syncthreads() { emulation::block_barrier(); }
-inline void __syncwarp(unsigned mask = 0xffffffff) { emulation::warp_exchange("__syncwarp", mask, 0); }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 

@@ -67,7 +67,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, 
   const auto step = [=] { return std::memmove(to, from, bytes) == to; };
   if (const cudaError_t code = enqueue_node(stream, {cudaGraphNodeTypeMemcpy, to, from, step})) return code;
   const bool pageable = target == Place::pageable || source == Place::pageable;
-  return pageable ? synchronize_stream(stream, true) : cudaSuccess;
+  return pageable ? synchronize_stream(stream) : cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {

@@ -120,12 +120,11 @@ std::shared_ptr<Queue> find(cudaStream_t stream) {
 
 Position end_of(const std::shared_ptr<Queue>& queue) { return {queue, queue->added}; }
 
-cudaError_t synchronize_stream(cudaStream_t stream, bool wait) {
+cudaError_t synchronize_stream(cudaStream_t stream) {
   std::vector<Position> ends;
   if (const cudaError_t code = ends_of(stream, ends)) return code;
-  bool finished = true;
-  for (const Position& end : ends) finished = advance(end, wait) && finished;
-  return finished ? cudaSuccess : cudaErrorNotReady;
+  for (const Position& end : ends) advance(end, true);
+  return cudaSuccess;
 }
 
 void synchronize_device(int device) {
@@ -183,8 +182,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
                                                                            : cudaErrorInvalidResourceHandle;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize_stream(stream, true); }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return synchronize_stream(stream, false); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize_stream(stream); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Position position;

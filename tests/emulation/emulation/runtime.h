@@ -95,7 +95,6 @@ std::shared_ptr<Queue> find(cudaStream_t stream);
 std::shared_ptr<Queue>& legacy_queue(int device);
 Position end_of(const std::shared_ptr<Queue>& queue);
 cudaError_t enqueue_node(cudaStream_t stream, Node node);
-// All that is in the stream; without `wait` cudaErrorNotReady where that is not finished.
-cudaError_t synchronize_stream(cudaStream_t stream, bool wait);
+cudaError_t synchronize_stream(cudaStream_t stream);
 
 }  // namespace emulation

@@ -121,17 +121,17 @@ class MemoryPointer:
 
 
 class MemoryPool:
-    """Memory that goes back to this pool, by stream and size; what it has is from `allocator`."""
+    """Memory that goes back to this pool, by device, stream and size; what it has is from `allocator`."""
 
     def __init__(self, allocator: Any = None) -> None:
         self.spoils = allocator is None
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(size), 0))
         self._all: list[BaseMemory] = []  # else the collector would free what it finds in a cycle with who had it
-        self.free: dict[tuple[int, int], list[BaseMemory]] = {}
+        self.free: dict[tuple[int, int, int], list[BaseMemory]] = {}
 
     def malloc(self, size: int) -> MemoryPointer:
         stream, rounded = get_current_stream().ptr, -(-max(size, 1) // 512) * 512
-        free = self.free.setdefault((stream, rounded), [])
+        free = self.free.setdefault((runtime.getDevice(), stream, rounded), [])
         try:
             whole = free.pop()
         except IndexError:
@@ -156,7 +156,7 @@ class _Lent(BaseMemory):
         with contextlib.suppress(RuntimeError):  # the stream may be gone; then nothing can be ordered behind it
             if self._pool.spoils or capturing(self._stream):
                 memset(self.ptr, 0xFF, self.size, self._stream)
-        self._pool.free[self._stream, self.size].append(self._whole)
+        self._pool.free[self.device_id, self._stream, self.size].append(self._whole)
 
 
 _default_pool = MemoryPool()
