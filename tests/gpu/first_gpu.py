@@ -5,14 +5,13 @@
 
 Every part is a process of its own with a time limit, so that one which hangs or crashes does not keep the others from
 running. After each, OUT/first-gpu.md has what is known so far; the output of part N is in OUT/N-NAME.txt. The exit code
-is 0 if every part passed, 1 if one failed, 77 if none failed but some were not run.
+is 0 if every part passed, 1 if one failed, 77 if none failed but some were not run, as without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -20,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -36,12 +35,11 @@ SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX
 
 @dataclass(frozen=True)
 class Part:
-    """A command of Python's, what it needs, and how long it may take."""
+    """A command of Python's, and how long it may take."""
 
     name: str
     seconds: float
     arguments: tuple[str, ...]
-    needs: tuple[str, ...] = ("GPU",)
     environment: Mapping[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()  # a command that runs Python, such as compute-sanitizer
     alone: bool = True  # whether it measures, so that nothing may run beside it
@@ -67,7 +65,7 @@ def tests(*names: str) -> tuple[str, ...]:
 
 
 def gpu_tests(name: str, seconds: float, *more: str) -> Part:
-    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), ("GPU", "pytest"), alone=False)
+    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), alone=False)
 
 
 def measures(only: str, *more: str) -> tuple[str, ...]:
@@ -76,20 +74,19 @@ def measures(only: str, *more: str) -> tuple[str, ...]:
 
 def sanitized(tool: str) -> Part:
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no")
-    needs = ("GPU", "compute-sanitizer")
-    return Part(f"every kernel under {tool}", 120, checks("kernels"), needs, before=command, alone=False)
+    return Part(f"every kernel under {tool}", 120, checks("kernels"), before=command, alone=False)
 
 
 # Versions first, as all else may fail for their sake, then the smallest uses of each library. Tests run four at a time,
 # the longest first: two minutes on an H100. Measurements come last.
 TOGETHER = 4
-VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"), ())
-NCCL = ("GPU", "pytest", "NCCL 2.30")
+VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"))
+GPU = Part("GPU", 60, checks("gpu"))
 ON_GPU = (
     gpu_tests("kernels", 60),
-    Part("products", 60, tests("tests/gpu/test_ops.py", "-k", "products"), ("GPU", "pytest"), alone=False),
-    Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), ("GPU", "pytest"), alone=False),
-    Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), NCCL, alone=False),
+    Part("products", 60, tests("tests/gpu/test_ops.py", "-k", "products"), alone=False),
+    Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), alone=False),
+    Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), alone=False),
     Part(
         "MNIST",
         120,
@@ -102,13 +99,13 @@ ON_GPU = (
     gpu_tests("ops", 120),
     gpu_tests("training", 120, "-k", "not replays"),
     gpu_tests("torch_codecs", 150),
-    Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest"), alone=False),
+    Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), alone=False),
     gpu_tests("functions", 60),
     gpu_tests("tensor", 60),
     gpu_tests("staging", 30),
     sanitized("memcheck"),
     sanitized("racecheck"),
-    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), NCCL, SHARING),
+    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), SHARING),
     Part("ceilings", 60, measures("ceilings")),
     *(
         Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n)))
@@ -125,31 +122,9 @@ EMULATED = (
     "tests/conformance/test_gpus_refused.py",
 )
 WITHOUT_GPU = (
-    Part("every kernel compiles, without spills", 150, checks("compile"), ()),
-    Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "c++")),
+    Part("every kernel compiles, without spills", 150, checks("compile")),
+    Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED)),
 )
-
-
-def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
-    """Why `needs` are not met here; empty if they are."""
-    return "; ".join(dict.fromkeys(reason for need in needs if (reason := facts.get(need, ""))))
-
-
-def look_around(environment: Mapping[str, str], python: str, seconds: float = 60) -> dict[str, str]:
-    """For each possible need, why it is not met, or an empty text. A look that hangs or crashes rules nothing out."""
-    facts = {tool: "" if _which(tool) else f"there is no {tool}" for tool in ("compute-sanitizer", "c++")}
-    code = (
-        "import json\nfrom importlib.util import find_spec\nfrom tests.gpu.first_parts import lacks\n"
-        "tools = {'pytest': '' if find_spec('pytest') else 'pytest is not installed'}\n"
-        "print(json.dumps({**lacks(), **tools}))"
-    )
-    try:
-        ended = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, timeout=seconds, env=environment, check=True
-        )
-        return {**facts, **json.loads(ended.stdout.splitlines()[-1])}
-    except (subprocess.SubprocessError, ValueError, IndexError):
-        return facts
 
 
 def _which(tool: str) -> str | None:
@@ -158,7 +133,10 @@ def _which(tool: str) -> str | None:
 
 def run_part(part: Part, seconds: float, log: Path, python: str, environment: Mapping[str, str]) -> Row:
     """Run `part` in a process group of its own, which is killed as a whole when `seconds` are over."""
-    tool = [_which(part.before[0]) or part.before[0], *part.before[1:]] if part.before else []
+    found = [_which(tool) for tool in part.before[:1]]
+    if found == [None]:
+        return Row(part.name, says=f"there is no {part.before[0]}")
+    tool = [*found, *part.before[1:]]
     is_pytest = part.arguments[:2] == ("-m", "pytest")
     began = time.monotonic()
     row = Row(part.name)
@@ -196,27 +174,22 @@ def run_part(part: Part, seconds: float, log: Path, python: str, environment: Ma
 def run_parts(
     parts: Sequence[Part],
     out: Path,
-    facts: Mapping[str, str],
     minutes: float,
     python: str,
     environment: Mapping[str, str],
     head: str = "",
 ) -> list[Row]:
-    """Run what the facts allow within `minutes`, and write after each part what is known."""
+    """Run the parts within `minutes`, and write after each of them what is known."""
     end = time.monotonic() + 60 * minutes
     rows: list[Row] = [Row(part.name, says="its turn has not come") for part in parts]
     lock = Lock()
 
     def run(number: int) -> None:
         part, left = parts[number], end - time.monotonic()
-        if reason := missing(part.needs, facts) or ("" if left > 1 else f"{minutes:g} minutes are over"):
-            row = Row(part.name, says=reason)
-        else:
+        row = Row(part.name, says=f"{minutes:g} minutes are over")
+        if left > 1:
             log = out / f"{number:02}-{''.join(c if c.isalnum() else '-' for c in part.name)}.txt"
-            try:
-                row = run_part(part, min(part.seconds, left), log, python, environment)
-            except OSError as error:
-                row = Row(part.name, "failed", 0.0, str(error))
+            row = run_part(part, min(part.seconds, left), log, python, environment)
         with lock:
             rows[number] = row
             print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
@@ -264,21 +237,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
     environment.pop("DISTOPT_DEVICE", None)
-    facts = look_around(environment, sys.executable)
-    has_gpu = not facts.get("GPU", "")
-    parts = (VERSIONS, *ON_GPU, *(() if has_gpu else WITHOUT_GPU))
-    if not has_gpu:  # what can be run comes first
-        parts = (VERSIONS, *WITHOUT_GPU, *ON_GPU)
-        print(f"no GPU can be used here: {facts['GPU']}", flush=True)
+    asked = run_part(GPU, GPU.seconds, out / "GPU.txt", sys.executable, environment)
+    has_gpu = asked.result != NOT_RUN  # an answer that hangs or crashes rules nothing out
+    print(asked.says, flush=True)
+    parts = (VERSIONS, *(ON_GPU if has_gpu else WITHOUT_GPU))
     if options.only:
         parts = tuple(part for part in parts if any(word in part.name for word in options.only))
-    gpu = facts.get("name", "") or "no GPU"
-    head = f"{gpu}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
+    head = f"{asked.says}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
     minutes = options.minutes or (MINUTES if has_gpu else MINUTES_WITHOUT_GPU)
-    rows = run_parts(parts, out, facts, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head)
+    rows = run_parts(parts, out, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head)
     counts = {result: sum(row.result == result for row in rows) for result in sorted({row.result for row in rows})}
     print(f"{', '.join(f'{count} {result}' for result, count in counts.items())}; see {out}/first-gpu.md")
-    return exit_code(rows)
+    return exit_code(rows) or (0 if has_gpu else SKIPPED)
 
 
 if __name__ == "__main__":

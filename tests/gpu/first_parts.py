@@ -15,30 +15,20 @@ ARCHITECTURES = (80, 90, 100)
 NOT_RUN = 77
 
 
-def lacks() -> dict[str, str]:
-    """Why needs are not met here: of a GPU, and of an NCCL that lets two ranks share it; and the GPU's name."""
-    from distopt.comm.gpu import dotted_version, gpu_stack
-    from distopt.errors import MissingDependencyError
+def find_gpu() -> int:
+    """Print the name of the GPU, or why none can be used."""
     from distopt.kernels.discovery import find_cupy
 
     cupy, missing = find_cupy()
-    facts = {"GPU": missing, "name": "", "NCCL 2.30": missing}
     if cupy is None:
-        return facts
-    runtime = cupy.cuda.runtime
-    if runtime.getDeviceCount() == 0:
-        return {**facts, "GPU": "no GPU is visible; check CUDA_VISIBLE_DEVICES"}
+        print(missing)
+        return NOT_RUN
+    runtime, driver = cupy.cuda.runtime, Path("/proc/driver/nvidia/version")
     major, rest = divmod(runtime.driverGetVersion(), 1000)
-    facts["name"] = f"{runtime.getDeviceProperties(0)['name'].decode()}, driver for CUDA {major}.{rest // 10}"
-    driver = Path("/proc/driver/nvidia/version")
-    if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text() if driver.exists() else ""):
-        facts["name"] += f" ({found[0]})"
-    try:
-        version = gpu_stack().nccl_version
-        facts["NCCL 2.30"] = "" if version >= 23000 else f"NCCL {dotted_version(version)} gives a GPU to one rank only"
-    except MissingDependencyError as error:
-        facts["NCCL 2.30"] = str(error)
-    return facts
+    found = re.findall(r"\b\d{3}\.\d+(?:\.\d+)?\b", driver.read_text() if driver.exists() else "")
+    name = runtime.getDeviceProperties(0)["name"].decode()
+    print(f"{name}, driver {' '.join(found[:1])} for CUDA {major}.{rest // 10}")
+    return 0
 
 
 # -- without a GPU -----------------------------------------------------------------------------------------------------
@@ -165,6 +155,7 @@ def _image_kernels(cupy: Any) -> None:
 
 
 PARTS = {
+    "gpu": find_gpu,
     "compile": compile_kernels,
     "kernels": every_kernel,
 }
