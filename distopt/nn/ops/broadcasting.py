@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike
 from ...kernels import array_module
 from ..core.arithmetic import Add, Broadcast, Div, Mul, Sub, broadcast
 from ..core.array import Array, float32
-from ..core.operation import Arrays
+from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
 
 __all__ = [
@@ -37,25 +38,30 @@ __all__ = [
 ]
 
 
-def add(a: Tensor, b: Tensor | float) -> Tensor:
-    """`a + b`, with broadcasting."""
-    return Add()(a, a.operand(b))
+def _of_two(name: str, text: str, operation: Callable[[], Operation]) -> Callable[[Tensor, Tensor | float], Tensor]:
+    """The function `name`, with the docstring `text`: an operation on a tensor and a tensor, array or number."""
+
+    def function(a: Tensor, b: Tensor | float) -> Tensor:
+        return operation()(a, a.operand(b))
+
+    function.__name__, function.__doc__ = name, text
+    return function
 
 
-def sub(a: Tensor, b: Tensor | float) -> Tensor:
-    """`a - b`, with broadcasting."""
-    return Sub()(a, a.operand(b))
+def _of_several(name: str, text: str, operation: Callable[[], Operation]) -> Callable[..., Tensor]:
+    """The function `name`, with the docstring `text`: an operation on one or more tensors."""
+
+    def function(*xs: Tensor) -> Tensor:
+        return operation()(*xs)
+
+    function.__name__, function.__doc__ = name, text
+    return function
 
 
-def mul(a: Tensor, b: Tensor | float) -> Tensor:
-    """`a * b`, with broadcasting."""
-    return Mul()(a, a.operand(b))
-
-
-def div(a: Tensor, b: Tensor | float) -> Tensor:
-    """`a / b`, with broadcasting."""
-    return Div()(a, a.operand(b))
-
+add = _of_two("add", "`a + b`, with broadcasting.", Add)
+sub = _of_two("sub", "`a - b`, with broadcasting.", Sub)
+mul = _of_two("mul", "`a * b`, with broadcasting.", Mul)
+div = _of_two("div", "`a / b`, with broadcasting.", Div)
 
 # a to the power b, float32 for integers. The gradient of b is 0 where a is 0.
 Pow = broadcast(
@@ -64,12 +70,7 @@ Pow = broadcast(
     lambda dy, a, b: dy * b * a ** array_module(dy).where(b == 0, 1, b - 1),
     lambda dy, a, b: dy * a**b * array_module(dy).log(array_module(dy).where(a == 0, 1, a)),
 )
-
-
-def pow(a: Tensor, b: Tensor | float) -> Tensor:
-    """`a` to the power `b`, with broadcasting. The gradient of `b` is 0 where `a` is 0."""
-    return Pow()(a, a.operand(b))
-
+pow = _of_two("pow", "`a` to the power `b`, with broadcasting. The gradient of `b` is 0 where `a` is 0.", Pow)
 
 # x where it is at least 0, else slope * x (He et al., arXiv 1502.01852).
 PRelu = broadcast(
@@ -120,14 +121,10 @@ class Sum(Broadcast):
         return [self.reduced(dy.copy(), i) if need else None for i, need in enumerate(self.needs)]
 
 
-def sum(*xs: Tensor) -> Tensor:
-    """The sum of tensors, element by element, with broadcasting; `reduce_sum` adds the elements of one."""
-    return Sum()(*xs)
-
-
-def add_all(*xs: Tensor) -> Tensor:
-    """The sum of tensors, with broadcasting; as `sum`."""
-    return sum(*xs)
+sum = _of_several(
+    "sum", "The sum of tensors, element by element, with broadcasting; `reduce_sum` adds the elements of one.", Sum
+)
+add_all = _of_several("add_all", "The sum of tensors, with broadcasting; as `sum`.", Sum)
 
 
 class Mean(Sum):
@@ -141,9 +138,7 @@ class Mean(Sum):
         return super().gradients(dy, into)
 
 
-def mean(*xs: Tensor) -> Tensor:
-    """The mean of tensors, element by element, with broadcasting."""
-    return Mean()(*xs)
+mean = _of_several("mean", "The mean of tensors, element by element, with broadcasting.", Mean)
 
 
 class Max(Broadcast):
@@ -170,20 +165,15 @@ class Max(Broadcast):
         return gradients
 
 
-def max(*xs: Tensor) -> Tensor:
-    """The greatest of tensors, element by element, with broadcasting. The first of equal ones has the gradient."""
-    return Max()(*xs)
-
-
 class Min(Max):
     """The least of arrays, element by element; see `Max`."""
 
     choice = "minimum"
 
 
-def min(*xs: Tensor) -> Tensor:
-    """The least of tensors, element by element, with broadcasting. The first of equal ones has the gradient."""
-    return Min()(*xs)
+_CHOICE = "of tensors, element by element, with broadcasting. The first of equal ones has the gradient."
+max = _of_several("max", f"The greatest {_CHOICE}", Max)
+min = _of_several("min", f"The least {_CHOICE}", Min)
 
 
 # -- comparisons and logic: 1.0 for true, 0.0 for false, without a gradient -------------------------------------------
@@ -204,34 +194,12 @@ class Truth(Broadcast):
         return [None] * len(self.needs)
 
 
-def greater(x: Tensor, y: Tensor | float) -> Tensor:
-    """1.0 where `x > y`, else 0.0."""
-    return Truth("greater")(x, x.operand(y))
-
-
-def less(x: Tensor, y: Tensor | float) -> Tensor:
-    """1.0 where `x < y`, else 0.0."""
-    return Truth("less")(x, x.operand(y))
-
-
-def equal(x: Tensor, y: Tensor | float) -> Tensor:
-    """1.0 where `x == y`, else 0.0."""
-    return Truth("equal")(x, x.operand(y))
-
-
-def logical_and(a: Tensor, b: Tensor) -> Tensor:
-    """1.0 where both are not 0, else 0.0."""
-    return Truth("logical_and")(a, b)
-
-
-def logical_or(a: Tensor, b: Tensor) -> Tensor:
-    """1.0 where one is not 0, else 0.0."""
-    return Truth("logical_or")(a, b)
-
-
-def logical_xor(a: Tensor, b: Tensor) -> Tensor:
-    """1.0 where exactly one is not 0, else 0.0."""
-    return Truth("logical_xor")(a, b)
+greater = _of_two("greater", "1.0 where `a > b`, else 0.0.", partial(Truth, "greater"))
+less = _of_two("less", "1.0 where `a < b`, else 0.0.", partial(Truth, "less"))
+equal = _of_two("equal", "1.0 where `a == b`, else 0.0.", partial(Truth, "equal"))
+logical_and = _of_two("logical_and", "1.0 where both are not 0, else 0.0.", partial(Truth, "logical_and"))
+logical_or = _of_two("logical_or", "1.0 where one is not 0, else 0.0.", partial(Truth, "logical_or"))
+logical_xor = _of_two("logical_xor", "1.0 where exactly one is not 0, else 0.0.", partial(Truth, "logical_xor"))
 
 
 def logical_not(x: Tensor) -> Tensor:
