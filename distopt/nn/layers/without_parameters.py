@@ -28,17 +28,13 @@ __all__ = [
 class ReLU(TensorLayer):
     """max(x, 0)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Local. The larger of x and 0, for each element x."""
-        return elementwise.relu(x)
+    forward = staticmethod(elementwise.relu)
 
 
 class Sigmoid(TensorLayer):
     """1 / (1 + exp(-x))."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Local. 1 / (1 + exp(-x)), for each element x."""
-        return elementwise.sigmoid(x)
+    forward = staticmethod(elementwise.sigmoid)
 
 
 class SoftMax(TensorLayer):
@@ -82,9 +78,7 @@ class Dropout(TensorLayer):
 class Add(TensorLayer):
     """The sum of two tensors."""
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Local. `a + b`, with broadcasting."""
-        return broadcasting.add(a, b)
+    forward = staticmethod(broadcasting.add)
 
 
 class Cat(TensorLayer):
@@ -101,30 +95,22 @@ class Cat(TensorLayer):
 class SoftMaxCrossEntropy(TensorLayer):
     """Mean cross entropy of softmax(logits); see `loss.softmax_cross_entropy`."""
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Local. The loss, of shape (1,); `labels` are class indices [N], or distributions [N, classes]."""
-        return loss.softmax_cross_entropy(logits, labels)
+    forward = staticmethod(loss.softmax_cross_entropy)
 
 
 class CrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities; see `loss.cross_entropy`."""
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Local. The loss, of shape (1,), of probabilities `x` and distributions `t`, both [N, classes]."""
-        return loss.cross_entropy(x, t)
+    forward = staticmethod(loss.cross_entropy)
 
 
 class BinaryCrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities of two classes each; see `loss.binary_cross_entropy`."""
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Local. The loss, of shape (1,), of probabilities `x` and targets `t`, both [N, ...]."""
-        return loss.binary_cross_entropy(x, t)
+    forward = staticmethod(loss.binary_cross_entropy)
 
 
 class MeanSquareError(TensorLayer):
     """Mean over all elements of (x - target)**2."""
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Local. The loss, of shape (1,), of `x` and `target` of one shape."""
-        return loss.mse_loss(x, target)
+    forward = staticmethod(loss.mse_loss)

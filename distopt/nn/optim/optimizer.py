@@ -26,12 +26,6 @@ from .schedules import DecayScheduler
 from .slots import SlotStore
 
 
-def passes_gate(apply: Callable[..., None]) -> Callable[..., None]:
-    """Local. Mark an `_apply` that hands `Optimizer._gate` to the kernels, which then do all of its work."""
-    apply.passes_gate = True  # type: ignore[attr-defined]
-    return apply
-
-
 class Optimizer:
     """Base of all optimizers.
 
@@ -127,10 +121,8 @@ class Optimizer:
 
     @property
     def can_gate(self) -> bool:
-        """Local. Whether `gated` can keep this optimizer from updating: a user's own rule, it cannot."""
-        kind = type(self)
-        own = (kind.apply, kind.update, kind.step) == (Optimizer.apply, Optimizer.update, Optimizer.step)
-        return own and getattr(kind._apply, "passes_gate", False) and self._clip_grad_norm is None
+        """Local. Whether `gated` can keep this optimizer from updating; not if scripts define its rule."""
+        return False
 
     @contextmanager
     def gated(self, flag: Array) -> Iterator[Callable[[], None]]:

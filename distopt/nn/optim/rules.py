@@ -15,13 +15,36 @@ from ..core.array import Array, float32
 from ..kernels import kernels_of
 from ..singa.views import CurrentValue, SlotView
 from .hyperparameters import Hyperparameter
-from .optimizer import Optimizer, passes_gate
+from .optimizer import Optimizer
 from .schedules import Constant, DecayScheduler
 
 __all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
 
 
-class SGD(Optimizer):
+class _Rule(Optimizer):
+    """A rule that one kernel applies; see `distopt.nn.kernels.cpu.update`."""
+
+    _kernel: ClassVar[str]  # its name
+    _kernel_slots: ClassVar[tuple[str, ...]]  # the slots that it takes, in its order; a missing one is None
+    _kernel_values: ClassVar[tuple[str, ...]]  # the hyperparameters that it takes, in its order
+
+    @property
+    def can_gate(self) -> bool:
+        """Local. See `Optimizer.can_gate`. The kernel reads the gate, so no other code may update."""
+        kind, base = type(self), _Rule
+        own = kind.apply, kind.update, kind.step, kind._apply
+        return own == (base.apply, base.update, base.step, base._apply) and self._clip_grad_norm is None
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        arrays = [slots.get(name) for name in self._kernel_slots]
+        kernels_of(param).update(self._kernel, param, grad, arrays, *self._numbers(), gate=self._gate)
+
+    def _numbers(self) -> list[float]:
+        """The numbers that the kernel takes."""
+        return [self.values[name] for name in self._kernel_values]
+
+
+class SGD(_Rule):
     """Stochastic gradient descent.
 
     g = grad + weight_decay * param; with momentum, buffer = momentum * buffer + (1 - dampening) * g (initially 0), and
@@ -32,6 +55,7 @@ class SGD(Optimizer):
     """
 
     nesterov: bool
+    _kernel, _kernel_slots, _kernel_values = "sgd", ("momentum",), ("lr", "momentum", "dampening", "weight_decay")
     former_slots: ClassVar[tuple[str, ...]] = ("momentum",)
     moments = SlotView("momentum")
     momentum, mom_value = Hyperparameter(), CurrentValue("momentum")
@@ -65,14 +89,11 @@ class SGD(Optimizer):
         """Local. See `Optimizer.constants`."""
         return super().constants() | {"nesterov": self.nesterov}
 
-    @passes_gate
-    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        values = self.values
-        rule = values["lr"], values["momentum"], values["dampening"], values["weight_decay"], self.nesterov
-        kernels_of(param).update("sgd", param, grad, [slots.get("momentum")], *rule, gate=self._gate)
+    def _numbers(self) -> list[float]:
+        return [*super()._numbers(), self.nesterov]
 
 
-class Adam(Optimizer):
+class Adam(_Rule):
     """Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1), with weight decay added to the gradient.
 
     The t of its bias corrections is the number of this step, counted from 1, for all parameters.
@@ -81,8 +102,8 @@ class Adam(Optimizer):
         UsageError: a value is negative or not finite, or a beta is not below 1.
     """
 
-    slots = ("m", "v")
-    _decoupled = False  # whether weight decay acts on the parameter, not on the gradient
+    slots = _kernel_slots = ("m", "v")
+    _kernel, _kernel_values = "adam", ("lr", "beta_1", "beta_2", "epsilon", "weight_decay")
     m, v = SlotView("m"), SlotView("v")
     beta_1, beta_1_value = Hyperparameter("[0, 1)"), CurrentValue("beta_1")
     beta_2, beta_2_value = Hyperparameter("[0, 1)"), CurrentValue("beta_2")
@@ -103,14 +124,8 @@ class Adam(Optimizer):
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
-    @passes_gate
-    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        values, weight_decay = self.values, self.values["weight_decay"]
-        if self._decoupled:
-            param *= 1 - values["lr"] * weight_decay
-            weight_decay = 0.0
-        rule = self._steps + 1, values["lr"], values["beta_1"], values["beta_2"], values["epsilon"], weight_decay
-        kernels_of(param).update("adam", param, grad, [slots["m"], slots["v"]], *rule, gate=self._gate)
+    def _numbers(self) -> list[float]:
+        return [self._steps + 1, *super()._numbers()]
 
 
 class AdamW(Adam):
@@ -121,9 +136,6 @@ class AdamW(Adam):
     Raises:
         UsageError: as `Adam`.
     """
-
-    _decoupled = True
-    can_gate = False  # the kernel does not apply the decay
 
     def __init__(
         self,
@@ -138,8 +150,15 @@ class AdamW(Adam):
     ) -> None:
         super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype, clip_grad_norm=clip_grad_norm)
 
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        param *= 1 - self.values["lr"] * self.values["weight_decay"]
+        super()._apply(param, grad, slots)
 
-class RMSProp(Optimizer):
+    def _numbers(self) -> list[float]:
+        return [*super()._numbers()[:-1], 0.0]  # the kernel adds no weight decay to the gradient
+
+
+class RMSProp(_Rule):
     """RMSProp (Tieleman and Hinton, lecture 6.5, 2012): steps divided by the root of the mean squared gradient.
 
     g = grad + weight_decay * param; mean = rho * mean + (1 - rho) * g * g (initially 0);
@@ -149,7 +168,8 @@ class RMSProp(Optimizer):
         UsageError: a value is negative or not finite, or rho is not below 1.
     """
 
-    slots = ("running",)
+    slots = _kernel_slots = ("running",)
+    _kernel, _kernel_values = "rmsprop", ("lr", "rho", "epsilon", "weight_decay")
     running_average = SlotView("running")
     rho, rho_value = Hyperparameter("[0, 1)"), CurrentValue("rho")
     epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
@@ -168,14 +188,8 @@ class RMSProp(Optimizer):
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.rho, self.epsilon, self.weight_decay = rho, epsilon, weight_decay
 
-    @passes_gate
-    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        values = self.values
-        rule = values["lr"], values["rho"], values["epsilon"], values["weight_decay"]
-        kernels_of(param).update("rmsprop", param, grad, [slots["running"]], *rule, gate=self._gate)
 
-
-class AdaGrad(Optimizer):
+class AdaGrad(_Rule):
     """AdaGrad (Duchi et al., JMLR 12, 2011): steps divided by the root of the sum of squared gradients.
 
     g = grad + weight_decay * param; history += g * g (initially 0); param -= lr * g / sqrt(history + epsilon).
@@ -184,7 +198,8 @@ class AdaGrad(Optimizer):
         UsageError: a value is negative or not finite.
     """
 
-    slots = ("history",)
+    slots = _kernel_slots = ("history",)
+    _kernel, _kernel_values = "adagrad", ("lr", "epsilon", "weight_decay")
     history = SlotView("history")
     epsilon, epsilon_value = Hyperparameter(), CurrentValue("epsilon")
     weight_decay, decay_value = Hyperparameter(), CurrentValue("weight_decay")
@@ -200,9 +215,3 @@ class AdaGrad(Optimizer):
     ) -> None:
         super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.epsilon, self.weight_decay = epsilon, weight_decay
-
-    @passes_gate
-    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        values = self.values
-        rule = values["lr"], values["epsilon"], values["weight_decay"]
-        kernels_of(param).update("adagrad", param, grad, [slots["history"]], *rule, gate=self._gate)
