@@ -35,6 +35,10 @@ def beside(x, values):
     return Tensor(data=values, device=x.device, dtype=values.dtype)
 
 
+def whole(*shape):
+    return Tensor(data=np.arange(math.prod(shape), dtype=np.int32).reshape(shape))
+
+
 def rounded(x):
     return np.trunc(x + np.copysign(0.5, x))
 
@@ -492,6 +496,7 @@ def test_gradients_are_found_by_id_and_scaled_by_a_number():
         (lambda x: autograd.flatten(x, 3), r"axis 3 is not in \[-2, 2\]"),
         (lambda x: autograd.transpose(x, [0]), "by 2 axes, not 1"),
         (lambda x: autograd.reshape(x, (5, -1)), "cannot take the shape"),
+        (lambda x: autograd.reshape(x, (-2, x.size())), "cannot take the shape"),
         (lambda x: autograd.squeeze(x, 0), "only those of length 1"),
         (lambda x: autograd.cat([x, Tensor((3,))]), "cannot be joined"),
         (lambda x: autograd.split(x, 1, [2, 3]), "do not make up"),
@@ -537,6 +542,12 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
         (lambda x: autograd.embedding(x, x), "indices are integers, got float32"),
         (lambda x: autograd.embedding(Tensor(data=np.array([0, 7])), x), "range of axis 0"),
         (lambda x: autograd.scatter_elements(x, [[5]], [[1.0]]), "does not lie in the tensor"),
+        (lambda x: autograd.scatter_elements(whole(2, 2), [[1]], [[math.nan]]), "a tensor of int32 takes no floats"),
+        (lambda x: autograd.scatter_elements(whole(2, 2), [[1]], Tensor((1, 1))), "a tensor of int32 takes no floats"),
+        (lambda x: autograd.scatter_elements(x, [[0, 1]], [[1.0], [2.0, 3.0]]), "tensors compute with"),
+        (lambda x: autograd.pad(whole(3), "constant", [1, 1], math.nan), "a tensor of int32 takes no floats"),
+        (lambda x: autograd.pad(whole(3), "constant", [1, 1], 0.5), "a tensor of int32 takes no floats"),
+        (lambda x: autograd.pad(whole(3), "constant", [1, 1], 2**40), "a tensor of int32 takes no int64"),
         (lambda x: autograd.cat([]), "cat needs at least one tensor"),
         (lambda x: autograd.sum(), "Sum needs at least one tensor"),
         (lambda x: autograd.max(), "Max needs at least one tensor"),
@@ -547,6 +558,16 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
 def test_other_misuse_is_explained(call, match):
     with pytest.raises(UsageError, match=match):
         call(Tensor((3, 4)))
+
+
+def test_integers_take_integers_alone():
+    x = whole(2, 3)
+    padded = autograd.pad(x, "constant", [1, 0, 0, 1], 7.0)
+    scattered = autograd.scatter_elements(x, [[1, 0, 1]], [[-1, -2, -3]])
+    assert padded.dtype == scattered.dtype == np.int32
+    assert padded.to_numpy().tolist() == [[7, 7, 7, 7], [0, 1, 2, 7], [3, 4, 5, 7]]
+    assert scattered.to_numpy().tolist() == [[0, -2, 2], [-1, 4, -3]]
+    assert autograd.pad(x, "constant", [0, 0, 0, 1]).to_numpy().tolist() == [[0, 1, 2, 0], [3, 4, 5, 0]]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])

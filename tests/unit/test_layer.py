@@ -378,6 +378,30 @@ def test_registered_layers_are_named_by_class_and_number():
     assert "last.W" in net.get_params()
 
 
+def test_parameters_in_lists_and_dictionaries_are_found_once_under_the_name_of_an_attribute_if_they_have_one():
+    class Scaled(layer.Layer):
+        def __init__(self):
+            self.linear = layer.Linear(3)
+            self.scales = [Tensor(data=np.arange(3.0) + n, stores_grad=True) for n in range(2)]
+            self.shifts = {"out": (Tensor((3,), stores_grad=True), Tensor((3,)))}
+            self.again = [self.scales, self.shifts["out"]]
+
+        def initialize(self, x):
+            self.linear(x)
+            self.weights = [self.linear.W]
+
+        def forward(self, x):
+            return self.linear(x) * self.scales[0] * self.scales[1] + self.shifts["out"][0]
+
+    net = Scaled()
+    net(Tensor((2, 5)))
+    assert list(net.get_params()) == ["linear.W", "linear.b", "scales.0", "scales.1", "shifts.out.0"]
+    assert net.get_params()["scales.1"].to_numpy().tolist() == [1, 2, 3]
+    assert "Scaled, 27 parameters\n  linear Linear: W [5, 3], b [3], 18 parameters" in str(net)
+    net.requires_grad = False
+    assert not net.scales[1].requires_grad
+
+
 def test_a_layer_made_for_the_first_input_knows_its_path():
     class Outer(layer.Layer):
         def initialize(self, x):

@@ -104,9 +104,11 @@ class Reshape(Operation):
     def forward(self, x: Array) -> Array:
         self.saved = x.shape
         try:
-            return x.reshape(self.shape)
+            if min(self.shape, default=0) >= -1:  # NumPy takes every negative number for -1
+                return x.reshape(self.shape)
         except (TypeError, ValueError):
-            raise ShapeError(f"a tensor of shape {x.shape} cannot take the shape {self.shape}") from None
+            pass
+        raise ShapeError(f"a tensor of shape {x.shape} cannot take the shape {self.shape}")
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         return (dy.reshape(self.saved),)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -480,12 +479,24 @@ class Tensor:
         given = self.operand(other)
         if self.in_graph or given.in_graph:
             return compute(self, given)
-        fits = np.can_cast(given.dtype, self.dtype, "same_kind" if given is other else "safe")
-        if self.dtype.kind != "f" and (not fits or change is operator.itruediv):
-            taken = given.dtype if given.dtype.kind != "f" and change is not operator.itruediv else "floats"
-            raise UsageError(f"a tensor of {self.dtype} takes no {taken} in place; convert it first, by to_type")
+        # A quotient is a float, even of integers.
+        self.check_takes(self.operand(0.5) if change is operator.itruediv else given, given is other)
         change(self.changed().array, given.array)
         return self
+
+    def check_takes(self, values: Tensor, same_kind: bool = False) -> None:
+        """Local. Check that elements of this tensor can hold `values`; floats can hold all.
+
+        Args:
+            values: a result of `operand`.
+            same_kind: whether integers of a wider type are taken, too.
+
+        Raises:
+            UsageError: they cannot.
+        """
+        if self.dtype.kind != "f" and not np.can_cast(values.dtype, self.dtype, "same_kind" if same_kind else "safe"):
+            given = "floats" if values.dtype.kind == "f" else values.dtype
+            raise UsageError(f"a tensor of {self.dtype} takes no {given}; convert it first, by to_type")
 
     def _computed(self, operation: Operation, *operands: Any) -> Tensor:
         """The result of an arithmetic operation. It is in the graph only if it depends on a parameter that trains.
@@ -509,10 +520,12 @@ class Tensor:
         if isinstance(value, Tensor):
             return value
         check_unmasked(value)
-        given = value if hasattr(value, "dtype") else np.asarray(value)
-        if given.dtype.kind == "O" and isinstance(value, int):
-            with suppress(OverflowError):  # too large for a float: refused below
+        try:
+            given = value if hasattr(value, "dtype") else np.asarray(value)
+            if given.dtype.kind == "O" and isinstance(value, int):
                 given = np.asarray(float(value))
+        except (OverflowError, ValueError):  # an integer beyond the floats, or lists of several lengths: refused below
+            given = np.asarray(None)
         if given.dtype.kind not in "biuf":
             raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")
         dtype = np.dtype(float32) if given.dtype.kind == "f" != self.dtype.kind else self.dtype

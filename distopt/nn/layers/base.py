@@ -1,8 +1,8 @@
 """The base of layers and models.
 
 A layer finds its sub-layers and parameters among its attributes, so a model only needs `self.conv1 = Conv2d(...)`. A
-parameter's name is its path, such as "conv1.W". Layers in lists, tuples and dictionaries are found, too, and named by
-index or key; a layer that a function refers to is named by the function's variable ("downsample.conv.W").
+parameter's name is its path, such as "conv1.W". Layers and parameters in lists, tuples and dictionaries are found, too,
+and named by index or key; a layer that a function refers to is named by the function's variable ("downsample.conv.W").
 """
 
 from __future__ import annotations
@@ -93,14 +93,19 @@ class Layer:
     # -- parameters and states ---------------------------------------------------------------------------------------
     def get_params(self) -> dict[str, Tensor]:
         """The parameters of this layer and its sub-layers, by path. Shared ones are listed once."""
-        params: dict[str, Tensor] = {}
-        listed: set[int] = set()
-        for path, layer in self._sublayers():
-            for key, value in vars(layer).items():
-                if _is_parameter(value) and id(value) not in listed:
-                    listed.add(id(value))
-                    params[path + key] = value
-        return params
+        return {path + key: param for path, key, param in self._owned_params()}
+
+    def _owned_params(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Each parameter once, after the prefix of its layer and its name there.
+
+        Parameters in lists, tuples and dictionaries come last, so that the names of attributes take precedence.
+        """
+        layers, seen = list(self._sublayers()), set[int]()
+        for nested in (False, True):
+            for path, layer in layers:
+                for key, value in vars(layer).items():
+                    if isinstance(value, (list, tuple, dict)) is nested:
+                        yield from ((path, *found) for found in _params_at(key, value, seen))
 
     @property
     def requires_grad(self) -> bool:
@@ -160,10 +165,9 @@ class Layer:
 
     def __str__(self) -> str:
         """A line for this layer and for each sub-layer, with the shapes and the number of its parameters."""
-        lines, listed = [], set[int]()
+        lines, owned = [], list(self._owned_params())
         for path, layer in self._sublayers():
-            own = {k: p for k, p in vars(layer).items() if _is_parameter(p) and id(p) not in listed}
-            listed.update(map(id, own.values()))
+            own = {key: param for prefix, key, param in owned if prefix == path}
             shapes = ", ".join(f"{key} {list(param.shape)}" for key, param in own.items())
             count = f": {shapes}, {sum(p.size() for p in own.values()):,} parameters" if own else ""
             lines.append(f"  {path.removesuffix('.')} {type(layer).__name__}{count}")
@@ -232,6 +236,19 @@ class TensorLayer(Layer):
 
 def _is_parameter(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.stores_grad
+
+
+def _params_at(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that an attribute refers to, by name; `seen` has the identities of those listed before."""
+    if id(value) in seen:
+        return
+    if _is_parameter(value):
+        seen.add(id(value))
+        yield path, value
+    elif isinstance(value, (list, tuple, dict)):
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _params_at(f"{path}.{key}", item, seen)
 
 
 def has_relu(activation: str | None) -> bool:

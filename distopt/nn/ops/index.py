@@ -118,14 +118,12 @@ def scatter_elements(x: Tensor, indices: Tensor | ArrayLike, updates: Tensor | A
     Args:
         x: any tensor.
         indices: as many dimensions as x. Along the other axes, an element has the same position as its index.
-        updates: the new values, of the shape of `indices`.
+        updates: the new values, of the shape of `indices`; integers if x holds integers.
         axis: the axis along which `indices` are positions.
     """
     (axis,) = axes_of(x, axis)
-    index, new = (
-        _index(x, indices),
-        updates if isinstance(updates, Tensor) else Tensor(data=updates, device=x.device, dtype=x.dtype),
-    )
+    index, new = _index(x, indices), x.operand(updates)
+    x.check_takes(new, new is updates)
     if index.ndim != x.ndim() or index.shape != new.shape:
         raise ShapeError(
             f"indices and updates have one shape, of {x.ndim()} dimensions as x; got {index.shape} and {new.shape}"
@@ -170,7 +168,7 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
         x: any tensor.
         mode: "constant", "reflect" or "edge".
         pads: how many elements to add before each dimension, then how many after each.
-        constant: the value for the first mode.
+        constant: the value for the first mode; an integer if x holds integers.
     """
     n, pads = x.ndim(), [check_integer("a width of pad", width) for width in pads]
     if mode not in ("constant", "reflect", "edge") or len(pads) != 2 * n or any(width < 0 for width in pads):
@@ -180,6 +178,7 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
         )
     if mode != "constant" and any(length == 0 < max(pads[i], pads[n + i]) for i, length in enumerate(x.shape)):
         raise ShapeError(f"shape {x.shape} has a dimension without elements, which {mode!r} cannot enlarge")
+    x.check_takes(x.operand(int(constant) if float(constant).is_integer() else constant))
     return Pad([(pads[i], pads[n + i]) for i in range(n)], mode, constant)(x)
 
 

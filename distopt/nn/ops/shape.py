@@ -139,11 +139,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps x's dimension."""
     sizes = [check_integer("a size of the shape", n) for n in several(shape)]
-    wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
-    try:
-        return Reshape(wanted)(x)
-    except ValueError:
-        raise ShapeError(f"the {x.size()} elements of shape {x.shape} cannot take the shape {tuple(sizes)}") from None
+    return Reshape([x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)])(x)
 
 
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
