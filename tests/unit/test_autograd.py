@@ -282,6 +282,10 @@ def test_misuse_is_explained():
         autograd.mse_loss(x, Tensor((4,)))
     with pytest.raises(UsageError, match=r"not in \[0, 1\)"):
         autograd.dropout(x, ratio=1.0)
+    with pytest.raises(UsageError, match=r"Tensor\(\[3\], int32, cpu:0\) cannot train: its gradient would be rounded"):
+        next(autograd.backward(autograd.reduce_sum(Tensor(data=[1, 2, 3], stores_grad=True) * 0.5)))
+    with pytest.raises(UsageError, match=r"parts by index .* are outside the graph"):
+        next(autograd.backward(autograd.reduce_sum(w[:2])))
     labels = Tensor((2, 3), stores_grad=True, dtype=np.float64)
     with pytest.raises(UsageError, match="SoftMaxCrossEntropy has no gradient for its input"):
         list(autograd.backward(autograd.softmax_cross_entropy(parameter("w", (2, 3)), labels)))

@@ -65,7 +65,7 @@ def backward(
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
-            for an input that needs one.
+            for an input that needs one; or a parameter holds integers.
     """
     _check(loss)
     if isinstance(dy, (int, float)):
@@ -124,7 +124,10 @@ def tape(loss: Tensor) -> list[Operation]:
             "(Model.train() or autograd.training = True)"
         )
     if True not in loss.creator.needs:
-        raise UsageError("no parameter behind this tensor trains; set requires_grad of one to True")
+        raise UsageError(
+            "no parameter behind this tensor trains; set requires_grad of one to True, and compute by operators and "
+            "functions of autograd: copies, parts by index and results of functions of tensor are outside the graph"
+        )
     found = {loss.creator}
     stack = [loss.creator]
     while stack:
@@ -182,6 +185,8 @@ def _plan(loss: Tensor) -> list[_Visit]:
             visit.adds.append(sink in met)
             met.add(sink)
             if isinstance(sink, Tensor):
+                if sink.dtype.kind != "f":
+                    raise UsageError(f"{sink!r} cannot train: its gradient would be rounded; convert it by to_type")
                 last.pop(sink, None)  # reinsert at the end: gradients are ordered by last use
                 last[sink] = visit
         visits.append(visit)
