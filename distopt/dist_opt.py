@@ -120,8 +120,8 @@ class DistOpt:
         self.local_rank = communicator.topology.local_rank
         self.bucket_elements = bucket_elements
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
-        cut = None if shards is None else Shards(shards, seed, communicator.topology)
-        self._engine = Engine(communicator, non_finite, check_every, cut)
+        of_steps = None if shards is None else Shards(shards, seed, communicator.topology)
+        self._engine = Engine(communicator, non_finite, check_every, of_steps)
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
         self._accumulation = GradientAccumulation()
@@ -295,18 +295,18 @@ class DistOpt:
             UsageError: the optimizer has no shards, the batch cannot be cut equally, or a turn has not called the
                 optimizer once.
         """
-        cut = self._engine.shards
-        if cut is None:
+        shards = self._engine.shards
+        if shards is None:
             raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
-        return cut.walk(batch, self._engine.statistics, get_default_device().seeded)
+        return shards.walk(batch, self._engine.statistics, get_default_device().seeded)
 
     @property
     def watch_statistics(self) -> Callable[..., RunningStatistics] | None:
         """Local. For layers with running statistics: takes them into steps in shards; None without shards."""
-        cut = self._engine.shards
-        if cut is None:
+        shards = self._engine.shards
+        if shards is None:
             return None
-        return lambda owner, arrays, momentum: cut.watch(owner, RunningStatistics(arrays, momentum))
+        return lambda owner, arrays, momentum: shards.watch(owner, RunningStatistics(arrays, momentum))
 
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ.
@@ -339,20 +339,20 @@ class DistOpt:
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
         timeline.phase("backward")
-        cut = self._engine.shards
+        shards = self._engine.shards
         step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
         if layout is not self._layout:
             self._adopt(layout)
-        goes_on = cut is not None and cut.precedes_last
+        more_shards = shards is not None and shards.precedes_last
         for param, grad in self._pairs:  # in every step: scripts may have assigned None, as they do for PyTorch
-            param.grad = None if goes_on else grad  # the sum over shards keeps the arrays that it is given
+            param.grad = None if more_shards else grad  # the sum over shards keeps the arrays that it is given
         with step:
             pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
             if self._accumulation.sums:
                 pairs = self._accumulation.taken(pairs)
-            if cut is not None and goes_on:
-                cut.fold(step, {id(param): grad.array for param, grad in pairs})
+            if shards is not None and more_shards:
+                shards.fold(step, {id(param): grad.array for param, grad in pairs})
                 return None
             for param, _ in pairs:
                 step.final(param)

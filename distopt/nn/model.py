@@ -16,7 +16,6 @@ from .core.mode import mode as process_mode
 from .core.tensor import Tensor
 from .devices.device import Device
 from .layers.base import Layer
-from .layers.normalization import BatchNorm2d, SyncBatchNorm2d
 from .replay.graphs import StepGraphs
 
 _FORMAT = {"format": "distopt states", "version": "1"}
@@ -246,10 +245,7 @@ class Model(Layer):
     def _attach(self) -> None:
         if self._compiled and self._optimizer is not None:
             for _, layer in self._sublayers():
-                if isinstance(layer, SyncBatchNorm2d):
-                    layer.take(getattr(self._optimizer, "reduce", None))
-                elif isinstance(layer, BatchNorm2d):
-                    layer.let_watch(getattr(self._optimizer, "watch_statistics", None))
+                layer.use_optimizer(self._optimizer)
             self._optimizer.attach(self.get_params().values())
 
     def shared_states(self, names: Iterable[str]) -> set[str]:

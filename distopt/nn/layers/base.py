@@ -71,6 +71,9 @@ class Layer:
         """Tensors other than parameters to save with a model, by attribute name; sub-layers have their own."""
         return {}
 
+    def use_optimizer(self, optimizer: Any) -> None:
+        """Local. Take what this layer needs of the model's optimizer; called by `Model` when it has one."""
+
     def register_layers(self, *layers: Layer | OrderedDict[str, Layer]) -> None:
         """Make layers attributes of this one, named "CLASS_INDEX" ("ReLU_0"), or by the keys of one OrderedDict.
 

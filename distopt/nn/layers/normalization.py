@@ -79,8 +79,9 @@ class BatchNorm2d(TensorLayer):
         """Local. Running mean and variance, in place."""
         return self.running_mean.array, self.running_var.array
 
-    def let_watch(self, watch: normalization.Watch | None) -> None:
-        """Local. Let an optimizer decide when batches enter the running statistics, instead of at once."""
+    def use_optimizer(self, optimizer: Any) -> None:
+        """Local. Let an optimizer with `watch_statistics` update the running statistics at the end of a step."""
+        watch = getattr(optimizer, "watch_statistics", None)
         self.running = None if watch is None else watch(self, self.arrays, 1 - self.momentum)
 
 
@@ -113,15 +114,14 @@ class SyncBatchNorm2d(BatchNorm2d):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"reduce": self.reduce if self._is_given else None}
 
-    def take(self, reduce: normalization.Reduce | None) -> None:
-        """Local. Use `reduce`, from the model's optimizer, unless the constructor was given another."""
+    def use_optimizer(self, optimizer: Any) -> None:
+        """Local. Sum statistics by the `reduce` of an optimizer, unless the constructor was given another."""
         if not self._is_given:
-            self.reduce = reduce
+            self.reduce = getattr(optimizer, "reduce", None)
 
     def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
         if self.reduce is None or not mode.training:
             return super()._operation(x)
         if x.device.capturing:
             raise UsageError(f"{self._label} sums over ranks, which a CUDA graph cannot hold")
-        running = self.running_mean.array, self.running_var.array
-        return normalization.SyncBatchNorm2d(*running, 1 - self.momentum, self.eps, self.reduce)
+        return normalization.SyncBatchNorm2d(*self.arrays(), 1 - self.momentum, self.eps, self.reduce)

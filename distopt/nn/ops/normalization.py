@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from ..core.array import Array
@@ -44,16 +43,10 @@ class Reduce(Protocol):
 
 
 class Running(Protocol):
-    """Running statistics that batches enter later."""
+    """Running statistics of a layer, which an optimizer may update at the end of a step."""
 
     def note(self) -> tuple[Array, Array]:
-        """Local. Arrays for a batch to be taken in: zeros, or mean and variance themselves."""
-
-
-class Watch(Protocol):
-    """Makes the running statistics of a layer, from its arrays and the weight of a batch. Local."""
-
-    def __call__(self, layer: object, arrays: Callable[[], tuple[Array, Array]], momentum: float, /) -> Running: ...
+        """Local. The arrays that a batch updates: mean and variance, or zeros that the optimizer adds to them later."""
 
 
 class SyncBatchNorm2d(BatchNorm2d):

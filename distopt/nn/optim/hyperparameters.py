@@ -38,5 +38,5 @@ class Hyperparameter:
         )
         optimizer.values[self._name] = number_of(schedule(optimizer._steps))
         optimizer._schedules[self._name] = schedule
-        if optimizer._store.of:  # a momentum that was 0 until now needs a slot
+        if optimizer._store.slots:  # a momentum that was 0 until now needs a slot
             optimizer._store.add(optimizer.slots)

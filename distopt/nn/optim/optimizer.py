@@ -192,7 +192,7 @@ class Optimizer:
             UsageError: shapes or dtypes differ.
         """
         check_gradient(param_value, param_grad)
-        slots = self._store.of.get(param_value)
+        slots = self._store.slots.get(param_value)
         if slots is None:
             slots = self._store.meet(param_value, self.slots)
         self._apply(param_value.array, param_grad.array, slots)

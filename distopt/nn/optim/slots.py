@@ -17,11 +17,11 @@ class SlotStore:
     """The slots of parameters; loaded ones wait until their parameter is met. All methods are local.
 
     Attributes:
-        of: the slots of each parameter that has been met, by name.
+        slots: the slots of each parameter that has been met, by name.
     """
 
     def __init__(self) -> None:
-        self.of: dict[Tensor, dict[str, Array]] = {}
+        self.slots: dict[Tensor, dict[str, Array]] = {}
         self._waiting: dict[str, dict[str, Array]] = {}  # loaded slots of parameters not met yet, by name
 
     def meet(self, param: Tensor, names: Iterable[str]) -> dict[str, Array]:
@@ -36,7 +36,7 @@ class SlotStore:
         else:
             slots = {name: xp.asarray(array) for name, array in loaded.items()}
             del self._waiting[str(param.name)]
-        self.of[param] = slots
+        self.slots[param] = slots
         return slots
 
     def check_waiting(self, param: Tensor) -> dict[str, Array] | None:
@@ -52,14 +52,14 @@ class SlotStore:
 
     def add(self, names: Iterable[str]) -> None:
         """Give all parameters slots of zeros with those of the names that they do not have yet."""
-        for param, slots in self.of.items():
-            self.of[param] = {**_new(param, names), **slots}
+        for param, slots in self.slots.items():
+            self.slots[param] = {**_new(param, names), **slots}
 
     def tensors(self, name: str) -> dict[str | None, Tensor]:
         """A slot of all parameters, by their names, as tensors that share its memory."""
         return {
             param.name: Tensor.of(slots[name], param.device, requires_grad=False)
-            for param, slots in self.of.items()
+            for param, slots in self.slots.items()
             if name in slots
         }
 
@@ -70,7 +70,7 @@ class SlotStore:
             UsageError: a parameter has no unique name.
         """
         states: dict[str, np.ndarray[Any, Any]] = {}
-        for param, slots in self.of.items():
+        for param, slots in self.slots.items():
             for name, array in slots.items():
                 key = f"{param.name}:{name}"
                 if param.name is None or key in states:
@@ -117,13 +117,13 @@ class SlotStore:
                     f"the states of parameter {owner} are {sorted(slots)}, where {rule} as it is set up has "
                     f"{sorted(names)}"
                 )
-        for param in self.of:
+        for param in self.slots:
             _check_fit(param, loaded.get(str(param.name), {}))
         return loaded
 
     def load(self, loaded: dict[str, dict[str, Array]]) -> None:
         """Continue with slots that `checked` has returned; those of other parameters begin anew."""
-        met, self.of, self._waiting = self.of, {}, loaded
+        met, self.slots, self._waiting = self.slots, {}, loaded
         for param in met:
             if param.name in loaded:
                 self.meet(param, ())
