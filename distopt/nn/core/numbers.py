@@ -16,8 +16,8 @@ def number_of(value: Any) -> float:
     Raises:
         UsageError: it is something else.
     """
-    if isinstance(value, float):
-        return value
+    if isinstance(value, (int, float)):
+        return float(value)
     array = value.to_numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise UsageError(f"{value!r} is neither a number nor a tensor of one element; schedules and states need one")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
+
 from ...errors import ShapeError, UsageError
 from ...kernels import array_module
 from ..core.array import Array, float32, settled
 from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
+
+Formula: TypeAlias = Callable[..., Array]  # of array module, x and t
 
 __all__ = [
     "binary_cross_entropy",
@@ -74,34 +79,27 @@ class _Loss(Operation):
 
     own_type = True
 
-    def terms(self, x: Array, t: Array) -> Array:
-        """The term of each element, of the shape of x."""
-        raise NotImplementedError
-
-    def slope(self, x: Array, t: Array) -> Array:
-        """The derivative of `terms` in x."""
-        raise NotImplementedError
+    term: ClassVar[Formula]
+    slope: ClassVar[Formula]  # the derivative of `term` in x
 
     def forward(self, x: Array, t: Array) -> Array:
         if x.shape != t.shape:
             raise ShapeError(f"{type(self).__name__} needs equal shapes, got {x.shape} and {t.shape}")
         self.saved = x, array_module(x).asarray(t, x.dtype)
-        return settled(self.terms(*self.saved).sum() / max(len(x), 1), x).reshape(1)
+        return settled(self.term(array_module(x), *self.saved).sum() / max(len(x), 1), x).reshape(1)
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         x, t = self.saved
         dy /= max(len(x), 1)
-        return self.slope(x, t) * dy, None
+        return self.slope(array_module(x), x, t) * dy, None
 
 
-class CrossEntropy(_Loss):
-    """-t log(x), summed over x [N, ...], and divided by N."""
+def _loss(name: str, term: Formula, slope: Formula) -> type[_Loss]:
+    return type(name, (_Loss,), {"term": staticmethod(term), "slope": staticmethod(slope)})
 
-    def terms(self, x: Array, t: Array) -> Array:
-        return -t * array_module(x).log(x)
 
-    def slope(self, x: Array, t: Array) -> Array:
-        return -t / x
+# -- a term of the elements x and t, and its derivative in x -----------------------------------------------------------
+CrossEntropy = _loss("CrossEntropy", lambda xp, x, t: -t * xp.log(x), lambda xp, x, t: -t / x)
 
 
 def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
@@ -109,17 +107,12 @@ def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
     return CrossEntropy()(x, t)
 
 
-class BinaryCrossEntropy(_Loss):
-    """-t log(x + e) - (1 - t) log(1 - x + e), where e is 0.0001, summed over x [N, ...], and divided by N."""
-
-    margin = 1e-4  # SINGA's
-
-    def terms(self, x: Array, t: Array) -> Array:
-        log = array_module(x).log
-        return (t - 1) * log(1 + self.margin - x) - t * log(x + self.margin)
-
-    def slope(self, x: Array, t: Array) -> Array:
-        return (1 - t) / (1 + self.margin - x) - t / (x + self.margin)
+_MARGIN = 1e-4  # SINGA's
+BinaryCrossEntropy = _loss(
+    "BinaryCrossEntropy",
+    lambda xp, x, t: (t - 1) * xp.log(1 + _MARGIN - x) - t * xp.log(x + _MARGIN),
+    lambda xp, x, t: (1 - t) / (1 + _MARGIN - x) - t / (x + _MARGIN),
+)
 
 
 def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import ClassVar
 
 from ...errors import UsageError
 from ..core.array import Array
@@ -19,44 +20,33 @@ __all__ = [
 
 
 class _Pool2d(Operation):
-    fill: float  # of the border: a value without effect on the result
+    function: ClassVar[str]  # of the kernels; that of the gradient has `_backward` after its name
+    fill: ClassVar[float]  # of the border: a value without effect on the result
 
     def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding
 
-    def with_even_padding(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
-        """Images and window as kernels take them."""
+    def forward(self, x: Array) -> Array:
         pool_out(x.shape, self.kernel, self.stride, self.padding)  # its error names the padding that was given
         x, padding = with_even_padding(x, self.kernel, self.stride, self.padding, self.fill)
-        return x, (self.kernel, self.stride, padding)
+        y, self.saved = getattr(kernels_of(x), self.function)(x, self.kernel, self.stride, padding)
+        return y
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        dx = getattr(kernels_of(dy), f"{self.function}_backward")(dy, self.saved)
+        return (without_uneven_border(dx, self.padding),)
 
 
 class MaxPool2d(_Pool2d):
     """The maximum of each window of x [N, C, H, W]."""
 
-    fill = -inf
-
-    def forward(self, x: Array) -> Array:
-        x, window = self.with_even_padding(x)
-        y, self.saved = kernels_of(x).max_pool2d(x, *window)
-        return y
-
-    def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (without_uneven_border(kernels_of(dy).max_pool2d_backward(dy, self.saved), self.padding),)
+    function, fill = "max_pool2d", -inf
 
 
 class AvgPool2d(_Pool2d):
     """The mean of each window of x [N, C, H, W]; padding counts as zeros."""
 
-    fill = 0.0
-
-    def forward(self, x: Array) -> Array:
-        x, window = self.with_even_padding(x)
-        y, self.saved = kernels_of(x).avg_pool2d(x, *window)
-        return y
-
-    def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (without_uneven_border(kernels_of(dy).avg_pool2d_backward(dy, self.saved), self.padding),)
+    function, fill = "avg_pool2d", 0.0
 
 
 def globalaveragepool(x: Tensor, data_format: str = "channels_first") -> Tensor:

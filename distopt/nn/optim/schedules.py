@@ -40,16 +40,6 @@ class DecayScheduler:
         raise NotImplementedError(f"{type(self).__name__} has no value; define call(self, step)")
 
 
-class Constant(DecayScheduler):
-    """The same value at every step."""
-
-    def __call__(self, step: Any) -> Any:
-        """Local. `init_value`: a number for a number, a tensor [1] for a tensor."""
-        return _like(step, self.init_value)
-
-    call = __call__
-
-
 class _Formula(DecayScheduler):
     """A schedule of numbers: a subclass defines `at`."""
 
@@ -61,6 +51,14 @@ class _Formula(DecayScheduler):
     def at(self, step: float) -> float:
         """The value at `step`."""
         raise NotImplementedError
+
+
+class Constant(_Formula):
+    """The same value at every step."""
+
+    def at(self, step: float) -> float:
+        """`init_value`."""
+        return self.init_value
 
 
 class ExponentialDecay(_Formula):
