@@ -69,7 +69,6 @@ class Model(Layer):
     _compiled: bool = False
     _optimizer: TrainingOptimizer | None = None
     _device: Device | None = None
-    _graph_device: Device | None = None  # set by `compile`
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -111,7 +110,7 @@ class Model(Layer):
         return ""
 
     def _step_graphs(self) -> StepGraphs | None:
-        device = self._graph_device
+        device = self._device if self._compiled else None
         if device is None or device.kind == "cpu" or not device.graph_enabled() or device.verbosity:
             self._graphs = None
         elif self._graphs is None or not self._graphs.fits():
@@ -193,13 +192,13 @@ class Model(Layer):
         Raises:
             UsageError: the model is not compiled.
         """
-        if self._graph_device is None:
+        if self._device is None or not self._compiled:
             raise UsageError(f"{type(self).__name__} is not compiled; call compile(inputs, use_graph=...) instead")
-        self._use_graph(self._graph_device, _is_on("mode", mode))
+        self._use_graph(self._device, _is_on("mode", mode))
 
     def _use_graph(self, device: Device, wish: bool) -> None:
         device.EnableGraph(wish)
-        self._graph_device, self._graphs = device, None
+        self._device, self._graphs = device, None
 
     def on_device(self, device: Device) -> None:
         """Create the parameters on `device` in `compile`, or move them there if they exist."""

@@ -76,16 +76,13 @@ def backward(
     if loss.device.capturing == "forward":
         raise UsageError("the backward pass begins while the forward pass is captured; call self.optimizer(loss)")
     visits = _plan(loss)
-    if dy is None:
-        if loss.size() != 1:
-            raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
-        pending = {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
-    elif dy.shape != loss.shape:
+    if dy is None and loss.size() != 1:
+        raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
+    if dy is not None and dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is not a gradient of a tensor of shape {loss.shape}")
-    else:
-        pending = {visits[0].op: dy.array.copy()}
-        if visits[0].scale != 1:
-            pending[visits[0].op] *= dy.dtype.type(visits[0].scale)
+    pending = {visits[0].op: loss.device.xp.ones_like(loss.array) if dy is None else dy.array.copy()}
+    if visits[0].scale != 1:
+        pending[visits[0].op] *= visits[0].scale
     del loss  # the traversal frees arrays as soon as it can
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
