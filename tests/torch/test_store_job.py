@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from distopt.torch.codecs.gpu import StoreJob
 from distopt.torch.codecs.parameters import TrainedParameter, device_of
+from distopt.torch.store_job import StoreJob
 
 
 def store_of(job: LocalJob) -> dist.Store:

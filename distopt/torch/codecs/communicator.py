@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ...comm import Communicator
 from ...errors import DistoptError, UsageError
 from ...settings import Settings
-from ..join import communicator_of_store
-from .gpu import StoreJob, communicator_on
+from ..join import connected
+from .gpu import communicator_on
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
@@ -50,8 +50,8 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device
     seconds = Settings.from_env().timeout
     ranks = dist.get_process_group_ranks(group)
     if device.type == "cuda":
-        return communicator_on(device, StoreJob(store, rank, ranks, seconds), ranks)
-    communicator = communicator_of_store(store, rank, ranks, seconds)
+        return communicator_on(device, store, rank, ranks, seconds)
+    communicator = connected(store, rank, ranks, seconds, "codecs")[0]
     if not _open:
         atexit.register(_close_at_exit)
     _open.add(communicator)
