@@ -393,6 +393,17 @@ def test_the_data_of_a_sampler_are_no_sampler(given):
         ResumableSampler(given, 1)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_does_not_make_batches_of_batches(workers):
+    data = torch.arange(12.0)
+    sampler = ResumableSampler(data, 4, shuffle=False)
+    loaders = DataLoader(data, batch_sampler=sampler), DataLoader(data, sampler=sampler, batch_size=None)
+    for batches in loaders:
+        assert [batch.tolist() for batch in batches] == data.view(3, 4).tolist()
+    with pytest.raises(UsageError, match=r"gives whole batches; pass it as DataLoader\(data, batch_sampler=sampler\)"):
+        next(iter(DataLoader(data, sampler=sampler, num_workers=workers)))
+
+
 @pytest.mark.parametrize(
     "front", [Checkpoint, load, checkpoint.Checkpoint, checkpoint.load], ids=lambda f: f.__module__
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ...checks import check_integer
 from ...data import ShardedSampler
@@ -73,7 +74,16 @@ class ResumableSampler(ShardedSampler):
         self._at_start: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the current epoch, lists of indices; see `ShardedSampler`."""
+        """The batches of the current epoch, lists of indices; see `ShardedSampler`.
+
+        Raises:
+            UsageError: a loader has it as `sampler`, and would make a batch of each `batch_size` batches.
+        """
+        if sys._getframe(1).f_code is BatchSampler.__iter__.__code__:
+            raise UsageError(
+                "a ResumableSampler gives whole batches; pass it as DataLoader(data, batch_sampler=sampler), without "
+                "batch_size"
+            )
         # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
         at_start, self._at_start = self._at_start, None
         if at_start is not None and self._first:

@@ -199,6 +199,7 @@ class _Fragment:
             (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
             for param in params
         ]
+        self._averages = [average for _, average in self._pairs]
         self._sent: list[torch.Tensor] = []  # the changes under way, and the engine's states before they were sent
         self._before: dict[str, torch.Tensor] = {}
 
@@ -206,7 +207,7 @@ class _Fragment:
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
         self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
-        self._before = tensors_of(self.engine.get_states())
+        self._before = self._states()
         self.send_again()
 
     @on_current_stream
@@ -214,11 +215,10 @@ class _Fragment:
         """Collective. Send the changes that were under way when the states were saved."""
         if not self._sent or self.step is not None:
             return
-        averages = [average for _, average in self._pairs]
-        step = self.step = self.engine.begin(*self._sent_by, lambda: averages, self._rule)
+        step = self.step = self.engine.begin(*self._sent_by, lambda: self._averages, self._rule)
         views = views_of(step.layout)
         with step:
-            for average, change in zip(averages, self._sent, strict=True):
+            for average, change in zip(self._averages, self._sent, strict=True):
                 views[id(average)].copy_(change)
                 step.final(average)
 
@@ -248,23 +248,26 @@ class _Fragment:
             for tensor, average in self._pairs:
                 average.tensor.copy_(tensor)
 
+    def _states(self) -> dict[str, torch.Tensor]:
+        return tensors_of(self.engine.get_states(), self._averages)
+
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         """Local. See `DiLoCo.state_dict`; while an average is under way, the changes that were sent, too."""
-        engine = self._before if self._sent else tensors_of(self.engine.get_states())
-        averages = {average.name: average.tensor.detach().clone() for _, average in self._pairs}
+        engine = self._before if self._sent else self._states()
+        averages = {average.name: average.tensor.detach().clone() for average in self._averages}
         return {"engine": engine, "averages": averages, "sent": list(self._sent)}
 
     @on_current_stream
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Local. See `DiLoCo.load_state_dict`; the next step sends changes that were under way again."""
-        engine, averages = arrays_in(states), states["averages"]
-        if averages.keys() != {average.name for _, average in self._pairs}:
+        engine, averages = arrays_in(states, self._averages), states["averages"]
+        if averages.keys() != {average.name for average in self._averages}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")
         self.engine.set_states(engine)
-        for _, average in self._pairs:
+        for average in self._averages:
             average.tensor.detach().copy_(averages[average.name])
-        self._sent, self._before = [change.clone() for change in states["sent"]], tensors_of(engine)
+        self._sent, self._before = [change.clone() for change in states["sent"]], self._states()
 
 
 def _parts_of(params: list[TrainedParameter], count: int) -> list[list[TrainedParameter]]:

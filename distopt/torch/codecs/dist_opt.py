@@ -214,7 +214,7 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
-        return {**self.optimizer.state_dict(), "engine": tensors_of(self._engine.get_states())}
+        return {**self.optimizer.state_dict(), "engine": tensors_of(self._engine.get_states(), self._params)}
 
     @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ class DistOpt(torch.optim.Optimizer):
         Raises:
             StateError: the states do not fit.
         """
-        engine = arrays_in(state_dict)
+        engine = arrays_in(state_dict, self._params)
         self._engine.check_states(engine)
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "engine"})
         self._engine.set_states(engine)

@@ -66,7 +66,7 @@ class CodecHook:
             for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if (param := self._params.get(id(tensor))) is None:
                     raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
-                views[id(param)].copy_(grad)
+                views[id(param)].copy_(param.from_memory(grad))
                 step.final(param)
             self._taken.append((bucket, future))
             if bucket.is_last():
@@ -76,6 +76,8 @@ class CodecHook:
     def _begun(self) -> GradientCounter:
         """Collective. See `Engine.begin`."""
         params = [*self._params.values()][::-1]
+        for param in params:
+            param.check_order()
         return self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
 
     def _finish(self, step: GradientCounter) -> None:
@@ -90,7 +92,8 @@ class CodecHook:
                 if verdict is not None:
                     grad.fill_(torch.nan)
                 else:
-                    grad.copy_(views[id(self._params[id(tensor)])])
+                    param = self._params[id(tensor)]
+                    param.from_memory(grad).copy_(views[id(param)])
             future.set_result(bucket.buffer())
 
     def shards(self, *batch: Any) -> Iterator[Any]:
@@ -109,7 +112,7 @@ class CodecHook:
     @on_current_stream
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
-        return {"engine": tensors_of(self._engine.get_states())}
+        return {"engine": tensors_of(self._engine.get_states(), self._params.values())}
 
     @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -118,7 +121,7 @@ class CodecHook:
         Raises:
             StateError: the states do not fit; nothing was changed.
         """
-        self._engine.set_states(arrays_in(state_dict))
+        self._engine.set_states(arrays_in(state_dict, self._params.values()))
 
 
 def hook(

@@ -60,6 +60,18 @@ class TrainedParameter:
             raise UsageError(f"parameter {name} of strides {tensor.stride()} has gaps; make it contiguous()")
         self.permuted = () if tensor.is_contiguous() else tuple(self._dims)
 
+    def check_order(self) -> None:
+        """Local. Check that its dimensions have the order in memory that they had.
+
+        Raises:
+            UsageError: they have another one.
+        """
+        if not self.tensor.permute(self._dims).is_contiguous():
+            raise UsageError(
+                f"parameter {self.name} of strides {self.tensor.stride()} had another memory format when the hook was "
+                "made; convert the model before DDP and its hook"
+            )
+
     def check_unconverted(self) -> None:
         """Local. Check that it has the type and the device that it had.
 
@@ -100,8 +112,12 @@ class TrainedParameter:
 
     def tensor_of(self, array: Array) -> torch.Tensor:
         """Local. An array like `array` as a tensor of the parameter's shape and strides; a view."""
-        row = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
-        return row.permute([self._dims.index(dim) for dim in range(len(self._dims))])
+        return self.from_memory(torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array))
+
+    def from_memory(self, row: torch.Tensor) -> torch.Tensor:
+        """Local. Numbers in the order of the parameter's memory, a contiguous tensor, in its shape; a view."""
+        shape = [self.tensor.shape[dim] for dim in self._dims]
+        return row.view(shape).permute([self._dims.index(dim) for dim in range(len(shape))])
 
 
 class GradientHook:
@@ -269,13 +285,21 @@ def views_of(layout: Layout) -> dict[int, torch.Tensor]:
     return views
 
 
-def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-    """Local. The states of an engine as tensors, which share the memory of the arrays."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def tensors_of(arrays: Mapping[str, Array], params: Iterable[TrainedParameter]) -> dict[str, torch.Tensor]:
+    """Local. The states of an engine as tensors, which share the memory of the arrays.
+
+    A state with an element for each one of a parameter gets the shape of the parameter, so that a later run may keep
+    the parameter in another memory format.
+    """
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    for key, param in _permuted(arrays, params):
+        if arrays[key].shape == param.array.shape:
+            tensors[key] = param.tensor_of(arrays[key])
+    return tensors
 
 
-def arrays_in(state_dict: Mapping[str, Any]) -> dict[str, Array]:
-    """Local. What `tensors_of` was given, from a state dictionary with its result as "engine".
+def arrays_in(state_dict: Mapping[str, Any], params: Iterable[TrainedParameter]) -> dict[str, Array]:
+    """Local. The arrays that `tensors_of` was given, from a state dictionary with its result as "engine".
 
     Raises:
         StateError: there is none.
@@ -285,7 +309,18 @@ def arrays_in(state_dict: Mapping[str, Any]) -> dict[str, Array]:
             f"the states have no engine, only {', '.join(map(str, state_dict)) or 'nothing'}; pass the result of "
             "state_dict of the same class, and load those of an optimizer before it is wrapped"
         )
-    return {name: tensor.cpu().numpy() for name, tensor in state_dict["engine"].items()}
+    tensors = {key: tensor.cpu() for key, tensor in state_dict["engine"].items()}
+    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
+    for key, param in _permuted(arrays, params):
+        if tensors[key].shape == param.tensor.shape:
+            arrays[key] = param.array_like(tensors[key])
+    return arrays
+
+
+def _permuted(keys: Iterable[str], params: Iterable[TrainedParameter]) -> list[tuple[str, TrainedParameter]]:
+    """The keys of states of parameters whose dimensions have another order in memory, with these parameters."""
+    named = {param.name: param for param in params if param.permuted}
+    return [(key, named[name]) for key in keys if (name := key.split("/", 2)[-1]) in named]
 
 
 class Rule:

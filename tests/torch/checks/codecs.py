@@ -546,6 +546,45 @@ def check_codec_states_resume(r: Ranks) -> None:
             same(one, other, make.__name__)
 
 
+def check_codec_states_in_memory_formats(r: Ranks) -> None:
+    """Residuals have the shapes of parameters, whatever the format; all dimensions of a kernel are of one length."""
+    codec = compress.create("top-k", ratio=0.3, error_feedback=True)
+    images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(r.rank))
+
+    def after_a_step(front: str, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
+        torch.manual_seed(4)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3), torch.nn.Tanh(), torch.nn.Conv2d(3, 3, 3))
+        trained, optimizer = model.to(memory_format=memory_format), sgd(model)
+        if front == "hook":
+            trained = DistributedDataParallel(model)
+            states, function = distopt.torch.hook(trained, codec)
+            trained.register_comm_hook(states, function)
+        elif front == "local":
+            states = distopt.torch.DiLoCo(model, optimizer, sgd(model), sync_every=1, codec=codec)
+        else:
+            optimizer = states = dist_opt(model, optimizer, codec=codec)
+        trained(images).square().mean().backward()
+        optimizer.step()
+        return states, copy.deepcopy(residuals(states))
+
+    for front in ("optimizer", "hook", "local"):
+        (one, first), (other, second) = (
+            after_a_step(front, each) for each in (torch.contiguous_format, torch.channels_last)
+        )
+        for key, tensor in first.items():
+            torch.testing.assert_close(tensor, second[key], rtol=1e-3, atol=1e-6)
+        other.load_state_dict(one.state_dict())
+        for key, tensor in residuals(other).items():
+            same(tensor, first[key], (front, key))
+
+
+def residuals(states: Any) -> dict[str, torch.Tensor]:
+    """The residuals that an object with `state_dict` keeps."""
+    saved = states.state_dict()
+    engine = saved["engine"] if "engine" in saved else saved["fragments"][0]["engine"]
+    return {key: tensor for key, tensor in engine.items() if "/residual/" in key}
+
+
 def check_diloco(r: Ranks) -> None:
     """Against one process that trains a copy of the model for each rank."""
     for fragments, delay in ((1, 0), (2, 0), (2, 1)):
@@ -701,6 +740,11 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     with pytest.raises(UsageError, match=r"outer_optimizer has lost parameter 2\.weight"):
         inner.step()
     local.close()
+    ddp = DistributedDataParallel(torch.nn.Conv2d(3, 3, 3))
+    ddp.register_comm_hook(*distopt.torch.hook(ddp, "fp16"))
+    ddp.to(memory_format=torch.channels_last)
+    with pytest.raises(UsageError, match=r"weight of strides \(27, 1, 9, 3\) had another memory format when the hook"):
+        ddp(torch.ones(1, 3, 4, 4)).sum().backward()
     # Cubic kernels: the arrays differ in nothing but the meaning of their dimensions.
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Conv2d(3, 3, 3))
     model.to(memory_format=torch.channels_last if r.rank == r.size - 1 else torch.contiguous_format)
