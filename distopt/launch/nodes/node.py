@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..processes import ENDING_SIGNALS
 from ..stopwatch import Stopwatch
 
 NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
@@ -91,9 +92,19 @@ class Nodes(list[Node]):
         return [node for node in self if node.number >= 0]
 
     @property
+    def n_ranks(self) -> int:
+        """Local. How many ranks all nodes start."""
+        return sum(node.ranks for node in self)
+
+    @property
     def signals(self) -> list[int]:
         """Local. The signals that agents have passed on to their ranks."""
         return [signum for node in self for signum in node.signals]
+
+    @property
+    def ending_signals(self) -> list[int]:
+        """Local. Those of them that end the job."""
+        return [signum for signum in self.signals if signum in ENDING_SIGNALS]
 
     @property
     def names(self) -> str:
@@ -110,3 +121,11 @@ class Nodes(list[Node]):
     def first_rank(self, node: Node) -> int:
         """Local. The first rank of a node that has a number."""
         return sum(other.ranks for other in self[: node.number])
+
+    def of_rank(self, rank: int) -> Node:
+        """Local. The node that starts a rank of this attempt."""
+        return max((node for node in self.members if self.first_rank(node) <= rank), key=self.first_rank)
+
+    def steps(self) -> list[int]:
+        """Local. The newest step that each rank has done, in rank order; 0 of ranks whose agent reports none."""
+        return [step for node in self for step in (node.steps or [0] * node.ranks)[: node.ranks]]

@@ -4,25 +4,29 @@ An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endp
 all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
 its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.nodes`
 describes their messages.
+
+A job goes through the phases of `Phase`. Where all nodes have reported the end of their ranks, `_decide` finishes the
+job or starts all ranks again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import selectors
 import signal
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
 from ..addresses import is_own
 from ..gate import Gate, Link
-from ..processes import ENDING_SIGNALS, SAVING_SECONDS
+from ..processes import SAVING_SECONDS
 from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
+from .healing import Healing
 from .node import NO_RANK, Node, Nodes
 
 if TYPE_CHECKING:
@@ -33,9 +37,16 @@ _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
 SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
-_SIGNALLED = 128  # the exit code of a rank that signal n has ended is 128 + n
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
-_MOST_ATTEMPTS = 5  # attempts of healing without a new step
+
+
+class Phase(Enum):
+    """The phases of a job. After `ENDING` comes `RUNNING`, as often as all ranks start again."""
+
+    GATHERING = auto()  # nodes come; no rank has been started under this owner
+    RUNNING = auto()
+    ENDING = auto()  # a rank has failed, or all are to start again: the agents end their ranks and report that
+    FINISHED = auto()  # the agents have been told to leave
 
 
 class Owner(Gate):
@@ -70,19 +81,21 @@ class Owner(Gate):
         self._by_link: dict[Link, Node] = {}
         self._job = f"{options.run_id}_{os.urandom(4).hex()}"
         self._salt = os.urandom(16).hex()
-        self._attempt = -1  # -1: none has been started
-        self._failures: dict[int, Failure] = {}  # by rank, in the order of the reports
-        self._killed = False
+        self._phase = Phase.GATHERING
         self._clock = Stopwatch()
-        self._end_by = float("inf")  # on that clock
-        self._finished = False
-        self._warned = False
         self._came_at = 0.0  # when the last node came, on the clock
-        self._has_stepped = False  # whether this attempt has led to a step
-        self._newcomers = ""  # the nodes for which all ranks end and start again
         self._say_at = Settings.from_env().stall_warning  # when to print how many nodes are missing, on the clock
-        self._healed: list[tuple[int, str]] = []  # the last step and the reason of each restart since a new step
-        self._failed_at = 0.0  # on the clock
+        self._has_warned = False  # of a stranger
+        # Of the attempt, which is a start of all ranks:
+        self._attempt = -1  # its number; -1: none has been started
+        self._has_stepped = False  # whether it has led to a step
+        self._failures: dict[int, Failure] = {}  # by rank, in the order of the reports
+        self._is_killed = False  # by a second Ctrl-C
+        self._newcomers = ""  # the nodes for which all ranks end and start again
+        self._failed_at = 0.0  # when it began to end, on the clock
+        self._end_by = float("inf")  # when nodes that have not reported the end of their ranks count as lost
+        # Of healing:
+        self._healing = Healing(self._nodes)
         self._cause = ""  # the last failure, until a step has been done after it
 
     # -- reports of agents -----------------------------------------------------------------------------------------
@@ -108,8 +121,7 @@ class Owner(Gate):
                 self._hello(node, message)
             else:
                 self._report(node, message)
-            if not self._finished and all(each.ended for each in self._nodes):
-                self._decide()
+            self._decide()
 
     def _stepped(self, step: int) -> None:
         if self._cause:
@@ -125,7 +137,7 @@ class Owner(Gate):
             self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
             return
         self._came_at = self._clock.seconds()
-        if self._attempt < 0:
+        if self._phase is Phase.GATHERING:
             self._begin(self._nodes.most)
         elif node.number < 0:
             self._warn(f"{node.name} has come, and takes part after the next step that a Checkpoint counts")
@@ -138,13 +150,13 @@ class Owner(Gate):
             failure = Failure(**one)
             # A rank that cannot start may be reported as ended, too.
             self._failures.setdefault(failure.rank, failure)
-        self._killed |= say == "kill"
+        self._is_killed |= say == "kill"
         node.ended |= say == "ended"
         if self._failures or say == "kill":
             self._end()
 
     def _begin(self, least: int) -> None:
-        """Start all ranks for the first time under this owner, if so many nodes have come."""
+        """Start all ranks for the first time under this owner, if at least `least` nodes have come."""
         if len(self._nodes) >= least and all(each.ranks for each in self._nodes):
             self._nodes.number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
@@ -162,50 +174,45 @@ class Owner(Gate):
         """Give all other nodes a sign of life, and look for theirs."""
         for link, node in list(self._by_link.items()):
             node.send({"do": "beat"})
-            if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
+            if self._phase is not Phase.GATHERING and node.heard.seconds() > SILENT_SECONDS:
                 self._drop(link)
                 self._lost(link)
 
     def look(self) -> None:
         """Local. Act on timeouts."""
         self._drop_slow_strangers()
-        now = self._clock.seconds()
-        if self._attempt < 0 and now > self._came_at + _LAST_CALL_SECONDS:
-            self._begin(self._nodes.least)
-        if self._attempt < 0:
-            came = f"{len(self._nodes)} of {self._nodes.most} nodes have come: {self._nodes.names}"
-            if now > self._options.timeout:
-                self._finish(
-                    2,
-                    f"{came}; within {self._options.timeout:g} s no other has. Run the same line on every node, with "
-                    "the same endpoint, and see whether a firewall separates them",
-                )
-            elif now > self._say_at:
-                self._say_at = float("inf")
-                self._warn(f"waiting for the other nodes: {came}")
-        elif now > self._end_by:
+        if self._phase is Phase.GATHERING:
+            self._look_for_nodes()
+        elif self._phase is Phase.ENDING and self._clock.seconds() > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
             for node in self._nodes:
                 if node.away and node.heard.seconds() > self._options.timeout:
-                    self._finish(
-                        1, f"{self._failures[self._nodes.first_rank(node)].text}; no other has come in its place"
-                    )
+                    fact = self._failures[self._nodes.first_rank(node)].text
+                    self._finish(1, f"{fact}; no other has come in its place")
+
+    def _look_for_nodes(self) -> None:
+        now = self._clock.seconds()
+        if now > self._came_at + _LAST_CALL_SECONDS:
+            self._begin(self._nodes.least)
+            if self._phase is not Phase.GATHERING:
+                return
+        came = f"{len(self._nodes)} of {self._nodes.most} nodes have come: {self._nodes.names}"
+        if now > self._options.timeout:
+            self._finish(
+                2,
+                f"{came}; within {self._options.timeout:g} s no other has. Run the same line on every node, with "
+                "the same endpoint, and see whether a firewall separates them",
+            )
+        elif now > self._say_at:
+            self._say_at = float("inf")
+            self._warn(f"waiting for the other nodes: {came}")
 
     # -- the gate --------------------------------------------------------------------------------------------------
     def _refusal(self, link: Link, size: int) -> str:
-        who = f"{link.host} (pid {link.pid})"
-        if self._options.heal and self._attempt >= 0:
-            for old, node in list(self._by_link.items()):
-                # The agent has noticed before this one that it was cut off.
-                if (node.host, node.pid) == (link.host, link.pid):
-                    self._drop(old)
-                    self._lost(old)
-            if self._place_of(link) is not None or (
-                size == self._nodes.most > max(self._nodes.least, len(self._nodes))
-            ):
-                return ""
-        reason = ""
+        if self._options.heal and self._attempt >= 0 and self._has_room(link, size):
+            return ""
+        who, reason = f"{link.host} (pid {link.pid})", ""
         if size != self._nodes.most:
             reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._nodes.most}"
         elif link.rank != NO_RANK and link.rank in [node.wanted for node in self._nodes]:
@@ -218,6 +225,14 @@ class Owner(Gate):
         if reason:
             self._finish(2, f"{reason}; correct the line on one of them")
         return reason
+
+    def _has_room(self, link: Link, size: int) -> bool:
+        """Whether a job that heals takes this agent: it comes back, or in another's place, or in addition."""
+        for old, node in list(self._by_link.items()):
+            if (node.host, node.pid) == (link.host, link.pid):  # it has noticed before this one that it was cut off
+                self._drop(old)
+                self._lost(old)
+        return self._place_of(link) is not None or size == self._nodes.most > max(self._nodes.least, len(self._nodes))
 
     def _admitted(self, link: Link) -> None:
         def send(message: dict[str, Any]) -> None:
@@ -249,14 +264,14 @@ class Owner(Gate):
 
     def _lost(self, link: Link) -> None:
         node = self._by_link.pop(link)
-        if self._attempt < 0:  # it may come again
+        if self._phase is Phase.GATHERING:  # it may come again
             self._nodes.remove(node)
         else:
             self._gone(node)
 
     def _turned_away(self, link: Link) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._has_warned:
+            self._has_warned = True
             self._warn(
                 f"turned away a connection from {link.address} that is not a node of this job: it has another "
                 "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
@@ -264,6 +279,7 @@ class Owner(Gate):
 
     # -- decisions -------------------------------------------------------------------------------------------------
     def _start(self, text: str) -> None:
+        self._phase = Phase.RUNNING
         # Kept states of a later attempt are newer, even if another owner has counted it.
         self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
@@ -272,12 +288,11 @@ class Owner(Gate):
         self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them
         if self._nodes.is_elastic:
             self._nodes.number()
-        first, total = 0, sum(node.ranks for node in self._nodes)
         common = {
             "do": "start",
             "text": text,
             "attempt": self._attempt,
-            "size": total,
+            "size": self._nodes.n_ranks,
             "nodes": len(self._nodes),
             "job": self._job,
             "owner": self._own.name,
@@ -288,18 +303,20 @@ class Owner(Gate):
         for node in self._nodes:
             node.ended = False
         for node in list(self._nodes):
-            node.send({**common, "first": first, "node": node.number, "ranks": node.ranks})
-            first += node.ranks
+            node.send({**common, "first": self._nodes.first_rank(node), "node": node.number, "ranks": node.ranks})
 
     def _end(self) -> None:
-        patience = 0.0 if self._options.heal else _FAILURE_SECONDS
+        """Have all agents end their ranks; a second call may only shorten the time that these get."""
         codes = [failure.code for failure in self._failures.values()]
-        if self._killed or any(failure.is_final for failure in self._failures.values()):
+        patience = _FAILURE_SECONDS
+        if self._is_killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
-        elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._nodes.signals):
+        elif self._nodes.ending_signals or any(128 + signum in codes for signum in self._nodes.signals):
             patience = SAVING_SECONDS
-        if self._end_by == float("inf"):
-            self._failed_at = self._clock.seconds()
+        elif self._options.heal:
+            patience = 0.0
+        if self._phase is Phase.RUNNING:
+            self._phase, self._failed_at = Phase.ENDING, self._clock.seconds()
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
@@ -307,7 +324,7 @@ class Owner(Gate):
                 node.send({"do": "end", "patience": patience})
 
     def _gone(self, node: Node) -> None:
-        if self._finished:
+        if self._phase is Phase.FINISHED:
             return
         if node.number < 0:
             self._nodes.remove(node)
@@ -320,85 +337,56 @@ class Owner(Gate):
         self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
         if self._options.heal:
             node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
-            self._warn(f"{text}; {self._cure}")
+            cure = "waiting for it, or for the same line typed on another in its place"
+            if (left := self._nodes.n_present) >= self._nodes.least:
+                cure = f"continuing with {left} of {self._nodes.most} nodes"
+            self._warn(f"{text}; {cure}")
         self._end()
-        if all(each.ended for each in self._nodes):
-            self._decide()
-
-    @property
-    def _cure(self) -> str:
-        left = self._nodes.n_present
-        if left >= self._nodes.least:
-            return f"continuing with {left} of {self._nodes.most} nodes"
-        return "waiting for it, or for the same line typed on another in its place"
+        self._decide()
 
     def _decide(self) -> None:
-        """Finish the job or start it again: all ranks have ended, and each node that is not away can start them."""
+        """Finish the job or start it again, if all ranks have ended, and the nodes that it needs are not away."""
+        if self._phase is Phase.FINISHED or not all(node.ended for node in self._nodes):
+            return
         lacks = self._nodes.n_present < min(self._nodes.least, len(self._nodes))
-        if lacks and not any(signum in ENDING_SIGNALS for signum in self._nodes.signals):
+        if lacks and not self._nodes.ending_signals:
             return
         if not self._failures:
             self._finish(0, "")
             return
         first = first_of(self._failures.values(), between_hosts=len(self._nodes) > 1)
-        total = sum(node.ranks for node in self._nodes)
-        cure = "; to take out one node, end its distopt run by SIGKILL" if self._nodes.is_elastic else ""
-        by_signal = [signum for signum in self._nodes.signals if first.code == 128 + signum]
-        if first.is_consequence and not by_signal:
-            by_signal = [signum for signum in self._nodes.signals if signum in ENDING_SIGNALS]
-        if by_signal:
-            ended = "the rank has" if total == 1 else f"all {total} ranks have"
-            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended{cure}")
-        elif any(signum in ENDING_SIGNALS for signum in self._nodes.signals):
-            self._finish(first.code, f"{first.text}{cure}")
+        if self._nodes.ending_signals or first.code - 128 in self._nodes.signals:
+            self._finish_by_signal(first)
         elif self._newcomers and first.is_consequence:
             self._start_again(self._newcomers)
-        elif self._options.heal and (first.is_of_node or not first.is_final or self._spare(first)):
-            self._heal(first)
+        elif self._options.heal and self._healing.can_mend(first):
+            again, text = self._healing.judge(first)
+            self._start_again(text) if again else self._finish(first.code, text)
         elif first.is_final or self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
             self._start(f"{first.text}; {again}")
 
-    def _heal(self, first: Failure) -> None:
-        """Start all ranks again, unless they keep failing at the same step."""
-        # An agent without --heal reports no steps.
-        steps = [step for node in self._nodes for step in (node.steps or [0] * node.ranks)[: node.ranks]]
-        step = max(steps) if first.is_of_node else steps[first.rank]
-        if self._healed and step > self._healed[-1][0]:
-            self._healed.clear()
-            for node in self._nodes:  # ranks that kept failing get another chance
-                node.ranks = node.most
-        text = re.sub(r" \(pid \d+\)|; flight record in \S+", "", first.text)
-        if (short := self._spare(first)) is not None and (first.is_final or (step, text) in self._healed):
-            short.ranks -= 1
-            self._healed = [(step, "")]
-            self._start_again(f"{first.text}; continuing with {short.ranks} of {short.most} ranks on {short.name}")
-        elif (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
-            self._finish(first.code, f"{first.text}; so it did before, after step {step}")
-        elif len(self._healed) == _MOST_ATTEMPTS:
-            self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")
+    def _finish_by_signal(self, first: Failure) -> None:
+        """Say that a signal has ended the job, or which rank has failed of its own after one had come."""
+        cure = "; to take out one node, end its distopt run by SIGKILL" if self._nodes.is_elastic else ""
+        by_signal = [signum for signum in self._nodes.signals if first.code == 128 + signum]
+        if not by_signal and first.is_consequence:
+            by_signal = self._nodes.ending_signals
+        if by_signal:
+            total = self._nodes.n_ranks
+            ended = "the rank has" if total == 1 else f"all {total} ranks have"
+            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended{cure}")
         else:
-            self._healed.append((step, text))
-            self._start_again(first.text)
+            self._finish(first.code, f"{first.text}{cure}")
 
     def _start_again(self, cause: str) -> None:
         self._start(f"{self._cause}; no step was done since" if self._cause else "")
         self._cause = cause
 
-    def _spare(self, first: Failure) -> Node | None:
-        """The node of a rank that has been killed or cannot be started, if the node may do without it."""
-        if first.is_of_node or not (first.code >= _SIGNALLED or first.is_final):
-            return None
-        node = max(
-            (node for node in self._nodes.members if self._nodes.first_rank(node) <= first.rank),
-            key=self._nodes.first_rank,
-        )
-        return node if node.ranks > node.most - node.spare else None
-
     def _finish(self, code: int, text: str) -> None:
-        if not self._finished:
-            self._finished = True
+        if self._phase is not Phase.FINISHED:
+            self._phase = Phase.FINISHED
             for node in list(self._nodes):
                 node.send({"do": "finish", "code": code, "text": text})
