@@ -23,30 +23,26 @@ from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
 from ..gate import CONNECT_SECONDS
-from ..heal.slots import Slots
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, listen
 from ..stopwatch import Stopwatch
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
-from ..supervise.screen import outputs
+from ..supervise.screen import Streams
 from .node import NO_RANK, Node
 from .owner import BEAT_SECONDS, SILENT_SECONDS, Owner
 from .remote import Caller, Remote
 from .variables import variables
+from .warm import WarmStart
 
 if TYPE_CHECKING:
-    from ..heal.fork_server import ForkServer
     from .options import RunOptions
     from .watch import Monitor
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-_STILL_SECONDS = 1.0  # then the last lines of a job that has failed, or must end, are dropped if no reader takes them
 _RECONNECT_SECONDS = 0.25  # then an attempt to reach a lost owner gives up
-# Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
-_STOPPED_SECONDS = 0.05
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
 
@@ -76,41 +72,39 @@ class _Agent:
     def __init__(self, options: RunOptions, caught: list[int], selector: selectors.BaseSelector) -> None:
         self._options = options
         self._caught = caught  # signals that have not been acted on
+        self._signals: list[int] = []  # those that have been
         self._selector = selector
-        self._streams = outputs(selector, self._print, table=options.watch == "table")
-        self._outputs = list(dict.fromkeys(self._streams))  # a terminal may be both
+        self._streams = Streams(selector, "distopt run", table=options.watch == "table")
+        self._print = self._streams.print
         self._monitor: Monitor | None = None
         if options.watch:
             from .watch import Monitor
 
-            self._monitor = Monitor(options.watch, self._streams[1], socket.gethostname())
+            self._monitor = Monitor(options.watch, self._streams.outputs[1], socket.gethostname())
         self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
-        self._signals: list[int] = []
         self._owner: Owner | Remote | None = None
-        self._inbox: deque[dict[str, Any]] = deque()
+        self._inbox: deque[dict[str, Any]] = deque()  # orders of the owner
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
+        self._warm = WarmStart(options, selector, self._print) if options.heal else None
+        self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`: a Stopwatch would be late
         self._ranks: LocalRanks | None = None
-        self._attempt = -1  # the last one that it was part of
+        self._common: dict[str, str] = {}  # environment of the ranks
+        self._attempt = -1  # the last one that this agent was part of
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
-        self._code: int | None = None
-        self._slots = Slots(options.ranks, 3 if options.nodes > 1 else 2) if options.heal else None
-        self._server: ForkServer | None = None
-        self._common: dict[str, str] = {}  # environment of the ranks
-        self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
-        self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`
+        self._code: int | None = None  # of this process, once it is to leave
 
     def run(self) -> int:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
         self._meet()
         while self._code is None:
-            seconds = BEAT_SECONDS if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
+            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.look_seconds)
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
@@ -118,39 +112,19 @@ class _Agent:
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
             if self._code is None:
-                self._look_at_link()
+                self._look_at_owner()
             self._look_at_ranks()
             self._show_ranks()
         return self._code
 
     def close(self) -> None:
         """Local. Kill ranks that still run, and write the output that waits for a reader."""
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._server is not None:
-            self._server.close()
-        if self._slots is not None:
-            self._slots.close()
-        if self._owner is not None:
-            self._owner.close()
-        for output in self._outputs:
-            if output.dropped:
-                lines = "line" if output.dropped == 1 else "lines"
-                self._print(f"{output.dropped} {lines} of {output.name} could not be written")
-        ending = any(signum in ENDING_SIGNALS for signum in self._signals)
-        before, clock = 0, Stopwatch()
-        while unread := sum(len(output.unread) for output in self._outputs):
-            if unread != before:
-                before, clock = unread, Stopwatch()
-            elif (self._code or self._caught or ending) and clock.seconds() > _STILL_SECONDS:
-                break
-            handle_events(self._selector)
-        for output in self._outputs:
-            output.close()
+        for part in (self._ranks, self._warm, self._owner):
+            if part is not None:
+                part.close()
+        is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
+        self._streams.close(lambda: bool(self._code or self._caught or is_ending))
         self._held.close()
-
-    def _print(self, text: str) -> None:
-        self._streams[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
 
     # -- meeting ---------------------------------------------------------------------------------------------------
     def _meet(self) -> None:
@@ -180,7 +154,7 @@ class _Agent:
             self._owner = Remote(link, name, self._selector, self._inbox)
             self._hello()
 
-    def _look_at_link(self) -> None:
+    def _look_at_owner(self) -> None:
         """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
         owner, heals = self._owner, self._options.heal
         if isinstance(owner, Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
@@ -212,7 +186,7 @@ class _Agent:
         before, self._held = self._held, _hold_port()  # every attempt gets another
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
-        steps = self._slots.steps if self._slots is not None else []
+        steps = self._warm.slots.steps if self._warm is not None else []
         message = {"say": say, "port": port, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
@@ -226,7 +200,7 @@ class _Agent:
         if do == "start":
             self._start(message)
         elif do == "end" and self._ranks is not None:
-            self._make_room()
+            self._streams.make_room()
             if message["patience"]:
                 if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
                     self._ranks.terminate()
@@ -250,7 +224,9 @@ class _Agent:
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
-        self._common = variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
+        self._common = variables(order, options, self._key)
+        if self._warm is not None:
+            self._common |= self._warm.slots.variable
         try:
             for local_rank in range(order["ranks"]):
                 rank = order["first"] + local_rank
@@ -258,8 +234,9 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 env = {**self._common, DISTOPT_RUN.rank: str(rank), DISTOPT_RUN.local_rank: str(local_rank)}
+                server = None if self._warm is None else self._warm.server
                 with starting(rank):
-                    ranks.add(Program(rank, options.program, env, folder, self._streams, self._server))
+                    ranks.add(Program(rank, options.program, env, folder, self._streams.outputs, server))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
@@ -270,8 +247,11 @@ class _Agent:
         if ranks is None or self._code is not None or self._ended:
             return
         ranks.look()
-        if self._options.heal:
-            self._prepare_healing(ranks)
+        if self._warm is not None:
+            if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
+                self._say("stepped", step=done["step"])
+            self._warm.prepare(ranks, self._common)
+            self._warm.fail_stopped(ranks)
         if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:
@@ -291,26 +271,6 @@ class _Agent:
             send = self._owner.say if isinstance(self._owner, Remote) else None
             self._monitor.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
 
-    def _prepare_healing(self, ranks: LocalRanks) -> None:
-        """Prepare to start ranks again, and notice those that have been stopped while others run."""
-        if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
-            self._say("stepped", step=done["step"])
-        modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
-        if modules is not None and (self._server is None or self._server.ended):
-            from ..heal.fork_server import ForkServer
-
-            with contextlib.suppress(OSError):  # a limit has been reached
-                names, n_spares = modules["names"], self._options.ranks
-                self._server = ForkServer(names, n_spares, self._common, self._selector, self._print)
-        stopped = ranks.stopped
-        if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
-            self._stopped_at = float("inf")
-        elif self._stopped_at == float("inf"):
-            self._stopped_at = self._clock.seconds()
-        elif self._clock.seconds() > self._stopped_at + _STOPPED_SECONDS:
-            for rank in stopped:
-                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP or the freezer, while others ran")
-
     def _handle_signals(self) -> None:
         while self._caught:
             signum = self._caught.pop(0)
@@ -328,7 +288,7 @@ class _Agent:
                 self._ranks.kill()
                 self._say("kill", failures=[], signals=self._signals)
             else:
-                self._make_room()
+                self._streams.make_room()
                 self._ranks.signal(signum)
                 if interrupts:
                     self._kill_at = min(self._kill_at, self._clock.seconds() + SAVING_SECONDS)
@@ -336,10 +296,6 @@ class _Agent:
                 self._say("failed", failures=[], signals=self._signals)
                 if self._owner is None and signum in ENDING_SIGNALS:
                     self._code = 128 + signum
-
-    def _make_room(self) -> None:
-        for output in self._outputs:
-            output.make_room()
 
 
 def _owns(options: RunOptions) -> bool:

@@ -36,10 +36,10 @@ class Healing:
                 node.ranks = node.most
         failure = step, re.sub(r" \(pid \d+\)|; flight record in \S+", "", first.text)
         is_repeated = failure in self._failures
-        if (node := self._spare(first)) is not None and (first.is_final or is_repeated):
-            node.ranks -= 1
+        if (short := self._spare(first)) is not None and (first.is_final or is_repeated):
+            short.ranks -= 1
             self._failures = [(step, "")]
-            return True, f"{first.text}; continuing with {node.ranks} of {node.most} ranks on {node.name}"
+            return True, f"{first.text}; continuing with {short.ranks} of {short.most} ranks on {short.name}"
         if is_repeated and first.code < _SIGNALLED and not first.is_of_node:
             return False, f"{first.text}; so it did before, after step {step}"
         if len(self._failures) == _MOST_ATTEMPTS:

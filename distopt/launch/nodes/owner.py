@@ -360,8 +360,11 @@ class Owner(Gate):
         elif self._newcomers and first.is_consequence:
             self._start_again(self._newcomers)
         elif self._options.heal and self._healing.can_mend(first):
-            again, text = self._healing.judge(first)
-            self._start_again(text) if again else self._finish(first.code, text)
+            starts_again, text = self._healing.judge(first)
+            if starts_again:
+                self._start_again(text)
+            else:
+                self._finish(first.code, text)
         elif first.is_final or self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
         else:

@@ -1,7 +1,7 @@
-"""A terminal with a table below all output, redrawn in place.
+"""The standard streams of an agent; a terminal with a table below all output, redrawn in place.
 
-It needs three escape sequences, which all terminals have: the cursor goes up, the rest of the screen is cleared, and
-long lines are cut or not. The terminal has no other state to be restored, however this process ends.
+The table needs three escape sequences, which all terminals have: the cursor goes up, the rest of the screen is cleared,
+and long lines are cut or not. The terminal has no other state to be restored, however this process ends.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
+from ..sockets import handle_events
+from ..stopwatch import Stopwatch
 from .output import Output
 
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # lines that are too long
 _MOVES = re.compile(rb"\x1b\[[\d;]*[A-HJSTfsu]|\x1b[78M]")  # of the cursor, as by tqdm's `position`
+_STILL_SECONDS = 1.0  # then output that no reader takes is dropped, if it may be
 _SUSPENDED_SECONDS = 3.0  # without a new table: the shell has written below the last one
-
-
-def outputs(selector: selectors.BaseSelector, warn: Callable[[str], None], *, table: bool) -> tuple[Output, Output]:
-    """Local. Where stdout and stderr go; with `table`, stderr is a `Screen` if it is a terminal that can be one."""
-    if not (table and os.isatty(2) and (os.environ.get("TERM") or "dumb") != "dumb"):
-        return Output(1, selector, warn), Output(2, selector, warn)
-    screen = Screen(2, selector, warn)
-    same = os.isatty(1) and os.fstat(1).st_rdev == os.fstat(2).st_rdev
-    return screen if same else Output(1, selector, warn), screen
 
 
 class Screen(Output):
@@ -70,3 +64,56 @@ class Screen(Output):
     def _erased(self) -> bytes:
         up, self._up = self._up, 0
         return b"\r\x1b[%dA\x1b[J" % up if up else b""
+
+
+class Streams:
+    """Where the output of ranks is shown: stdout and stderr of this process.
+
+    Args:
+        selector: waits for their readers, and for the ranks' output.
+        name: begins the lines of this process itself.
+        table: whether stderr is a `Screen`, if it is a terminal that can be one.
+
+    Attributes:
+        outputs: for stdout, and for stderr. They are one if both are the same `Screen`.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, name: str, *, table: bool) -> None:
+        self._selector, self._name = selector, name
+        self.outputs: tuple[Output, Output]
+        if table and os.isatty(2) and (os.environ.get("TERM") or "dumb") != "dumb":
+            screen = Screen(2, selector, self.print)
+            is_same = os.isatty(1) and os.fstat(1).st_rdev == os.fstat(2).st_rdev
+            self.outputs = (screen if is_same else Output(1, selector, self.print), screen)
+        else:
+            self.outputs = (Output(1, selector, self.print), Output(2, selector, self.print))
+
+    def print(self, text: str) -> None:
+        """Local. Write a line of this process to stderr."""
+        self.outputs[1].write(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
+
+    def make_room(self) -> None:
+        """Local. From now on, ranks that end need not wait for readers; see `Output.make_room`."""
+        for output in self.outputs:
+            output.make_room()
+
+    def close(self, may_drop: Callable[[], bool]) -> None:
+        """Local. Wait until readers have taken all output, and close.
+
+        Args:
+            may_drop: whether the rest is dropped as soon as the readers take nothing for a second.
+        """
+        outputs = set(self.outputs)
+        for output in outputs:
+            if output.dropped:
+                lines = "line" if output.dropped == 1 else "lines"
+                self.print(f"{output.dropped} {lines} of {output.name} could not be written")
+        before, clock = 0, Stopwatch()
+        while unread := sum(len(output.unread) for output in outputs):
+            if unread != before:
+                before, clock = unread, Stopwatch()
+            elif may_drop() and clock.seconds() > _STILL_SECONDS:
+                break
+            handle_events(self._selector)
+        for output in outputs:
+            output.close()
