@@ -33,6 +33,8 @@ TRACKS = 1000  # numbers of tracks for each rank
 _FLUSH_SECONDS = 0.5  # between two writes: as much is lost when a process is killed
 _ROUNDS = 24  # exchanges to compare the clocks of two hosts
 _NOTHING = nullcontext()
+# How many times Slurm has started the job before, and torchrun or `distopt run` its ranks.
+_ATTEMPTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _STATES = {"copy states": COPIES, "save": SAVES}
 _now = time.perf_counter  # the monotonic clock on Linux, which csrc/base/flight.h reads, too
 
@@ -83,6 +85,7 @@ class Timeline:
         self._lines = ["["]
         low, high = lead_ns
         about = {"rank": rank, "host": os.uname().nodename, "low_ns": low, "high_ns": high, "began": time.time()}
+        about["attempt"] = [int(os.environ.get(name) or 0) for name in _ATTEMPTS]
         self._write("clock", "", ph="M", args=about)
         self._write("thread_name", "", ph="M", args={"name": "training"})
         with self._writing():

@@ -19,10 +19,22 @@ if TYPE_CHECKING:
     from ..launch.job.topology import Topology
 
 
-__all__ = ["Adapter", "Ranks", "State", "States", "adapters_of", "check_some", "copy_of", "look_at", "of_device"]
+__all__ = [
+    "Adapter",
+    "Ranks",
+    "State",
+    "States",
+    "adapters_of",
+    "check_some",
+    "copy_of",
+    "exchanged",
+    "look_at",
+    "of_device",
+]
 
 # Keys of notes on the arrays: on dictionaries of arrays, with their keys, and on NumPy's scalars.
 _GROUPS, _SCALARS = "", "()"
+LABEL = "checkpoint"  # of collectives, in messages
 
 
 class Ranks(Protocol):
@@ -30,8 +42,13 @@ class Ranks(Protocol):
 
     topology: Topology
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. The payload of every rank, in rank order; lengths may differ."""
+    def all_gather_bytes(self, payload: bytes, *, label: str = ...) -> list[bytes]:
+        """Collective. The payload of every rank, in rank order; lengths may differ. The label is for messages."""
+
+
+def exchanged(ranks: Ranks, value: Any) -> list[Any]:
+    """Collective. The value of JSON of every rank, in rank order."""
+    return [json.loads(each) for each in ranks.all_gather_bytes(json.dumps(value).encode(), label=LABEL)]
 
 
 class State(NamedTuple):

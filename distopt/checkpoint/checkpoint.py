@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from ..files import described, file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from ..timeline import timeline
-from .adapters import adapters_of, copy_of, look_at
+from .adapters import adapters_of, copy_of, exchanged, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .hashes import HashLog, settings_of
 from .load import communicator_of, first_reason, load_newest
@@ -169,9 +168,7 @@ class Checkpoint:
             except OSError as error:
                 reason = described(error, root)
         _raise(first_reason(self._communicator, reason))
-        run, names = json.loads(
-            self._communicator.all_gather_bytes(json.dumps([run, sorted(self._objects)]).encode())[0]
-        )
+        run, names = exchanged(self._communicator, [run, sorted(self._objects)])[0]
         try:
             if missing := sorted(self._objects.keys() - set(names)):
                 reason = f"it saves {', '.join(missing)}, which rank 0 does not; pass the same objects on all ranks"

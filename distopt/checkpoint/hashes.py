@@ -23,7 +23,7 @@ from ..errors import CheckpointError, StateError, UsageError
 from ..files import described
 from ..kernels import array_module
 from ..kernels.digest import digests
-from .adapters import look_at
+from .adapters import exchanged, look_at
 
 if TYPE_CHECKING:
     from .adapters import Adapter, Ranks
@@ -40,7 +40,7 @@ def settings_of(ranks: Ranks) -> dict[str, str]:
     if (torch := sys.modules.get("torch")) is not None:
         own |= {"torch": torch.__version__, "torch's instruction set": torch.backends.cpu.get_cpu_capability()}
     own |= {f"threads of {each['internal_api']}": str(each["num_threads"]) for each in ThreadpoolController().info()}
-    gathered = [json.loads(each) for each in ranks.all_gather_bytes(json.dumps(own).encode())]
+    gathered = exchanged(ranks, own)
     hosts = ranks.topology.hosts
     found = {"ranks of each host": ", ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))}
     for key in dict.fromkeys(key for each in gathered for key in each):

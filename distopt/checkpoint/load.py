@@ -16,7 +16,7 @@ from ..comm.single import SingleCommunicator
 from ..comm.world import current
 from ..errors import StateError
 from ..launch.job.topology import Topology
-from .adapters import State, adapters_of, copy_of, of_device
+from .adapters import State, adapters_of, copy_of, exchanged, of_device
 from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
 from .merge import by_adapter, merged, named, under
 
@@ -127,10 +127,9 @@ def communicator_of(objects: Mapping[str, Any]) -> Ranks:
 def first_reason(communicator: Ranks, reason: str) -> str:
     """Collective. The first reason that any rank gives, with its rank and host, or nothing if none does."""
     topology = communicator.topology
-    for rank, said in enumerate(communicator.all_gather_bytes(reason.encode(errors="replace"))):
+    for rank, said in enumerate(exchanged(communicator, reason)):
         if said:
-            where = f"rank {rank} ({topology.hosts[rank]}): " if topology.world_size > 1 else ""
-            return where + said.decode()
+            return f"rank {rank} ({topology.hosts[rank]}): {said}" if topology.world_size > 1 else str(said)
     return ""
 
 
@@ -147,7 +146,7 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
             begun = bool(names) and survey(root / names[-1]).begun
         except OSError as error:
             reason = f"{root} cannot be read: {error}; allow this user to read it"
-    names, begun, reason = json.loads(communicator.all_gather_bytes(json.dumps([names, begun, reason]).encode())[0])
+    names, begun, reason = exchanged(communicator, [names, begun, reason])[0]
     if reason:
         raise StateError(reason)
     return names, begun
@@ -156,7 +155,7 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
 def _common(communicator: Ranks, adapters: Mapping[str, Adapter]) -> set[str]:
     """Collective. Names of the random generators that all ranks have seeded equally."""
     seeds = {name: _digest(adapter.look()) for name, adapter in adapters.items() if adapter.random}
-    gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
+    gathered = exchanged(communicator, seeds)
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
 
 

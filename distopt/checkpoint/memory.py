@@ -24,7 +24,7 @@ import numpy as np
 from ..launch.end_together.report import supervisor
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.launchers.distopt_run import DISTOPT_RUN
-from .adapters import copy_of, look_at
+from .adapters import LABEL, copy_of, exchanged, look_at
 from .folder import share_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Memory:
         Newer states are dropped: those steps will be repeated.
         """
         kept = [self._node, [[slot.label, *slot.writer, slot.far] for slot in self._held if slot.label]]
-        gathered = [json.loads(each) for each in self._ranks.all_gather_bytes(json.dumps(kept).encode())]
+        gathered = exchanged(self._ranks, kept)
         self._nodes = [node for node, _ in gathered]
         self._far = self._neighbours()
         self._sends = len(set(self._nodes)) > 1
@@ -238,8 +238,7 @@ class Memory:
     def _pace(self) -> None:
         """Collective. Agree on the interval of copies from the cost of the last half of them."""
         step = (time.perf_counter() - self._since) / max(1, self._steps)
-        gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds / (self._n_copies // 2), step]).encode())
-        copies, steps = zip(*map(json.loads, gathered), strict=True)
+        copies, steps = zip(*exchanged(self._ranks, [self._seconds / (self._n_copies // 2), step]), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
 
     # -- between nodes -------------------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ class Memory:
 
     def _exchange(self, mine: bytes) -> Arrays:
         """Collective. The copies for the node before; no more of them if a rank has large states of its own."""
-        gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"")
+        gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"", label=LABEL)
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
 
@@ -273,7 +272,8 @@ class Memory:
             for number, copy in {**kept.far, str(kept.writer[0]): np.frombuffer(own, np.uint8)}.items():
                 if int(number) in wanted and self._givers[int(number)] == self._rank:
                     given.far[number] = copy
-        gathered = [Kept.read(each) for each in self._ranks.all_gather_bytes(given.to_bytes(label))]
+        payloads = self._ranks.all_gather_bytes(given.to_bytes(label), label=LABEL)
+        gathered = [Kept.read(each) for each in payloads]
         of_ranks.update({int(number): Kept.read(copy.data) for each in gathered for number, copy in each.far.items()})
         return {key: array for each in gathered for key, array in each.shared.items()}
 

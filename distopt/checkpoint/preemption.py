@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import signal
-import struct
 import subprocess
 import threading
 import time
@@ -21,12 +20,12 @@ from ..errors import Preempted, UsageError
 from ..launch.end_together.report import supervisor
 from ..launch.job.origin import origin
 from ..launch.processes import PREEMPTION_SIGNALS, ignore
+from .adapters import exchanged
 
 if TYPE_CHECKING:
     from .adapters import Ranks
 
 _INTERVAL_SECONDS = 1.0  # the longest delay, about, of a signal until the next exchange
-_MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
 _SLURM_SECONDS = 20.0  # then rank 0 gives up on Slurm, whose own MessageTimeout is 10 s
 
 _log = logging.getLogger("distopt")
@@ -60,13 +59,12 @@ class Preemption:
         if self._steps < self._every:
             return 0
         now = time.monotonic()
-        message = _MESSAGE.pack(self._caught, now - self._since)
-        gathered = [_MESSAGE.unpack(other) for other in self._communicator.all_gather_bytes(message)]
-        seconds = max(seconds for _, seconds in gathered)
+        signals, durations = zip(*exchanged(self._communicator, [self._caught, now - self._since]), strict=True)
+        seconds = max(durations)
         # The slowest rank counts. At most twice as many as before: first steps, or a few, may be untypically fast.
         self._every = max(1, min(2 * self._every, int(self._every * _INTERVAL_SECONDS / max(seconds, 1e-9))))
         self._steps, self._since = 0, now
-        return int(max(number for number, _ in gathered))
+        return int(max(signals))
 
     def leave(self, number: int, place: str) -> Preempted:
         """Collective. Request a restart of the job, from Slurm or the script's own handler.
@@ -88,7 +86,7 @@ class Preemption:
         if not asked:
             if rank == 0:
                 reason = requeue(job) if job else "start it again to resume from there"
-            reason = self._communicator.all_gather_bytes(reason.encode())[0].decode()
+            reason = exchanged(self._communicator, reason)[0]
         if rank == 0:
             cure = reason or "it will be started again"
             _log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
@@ -97,13 +95,13 @@ class Preemption:
     def _asked(self, number: int) -> bool:
         """Collective. Call the handler of the script, or of a launcher that requeues, such as submitit."""
         before: Any = self._before[signal.Signals(number)]
-        asked = b""
+        asked = False
         if callable(before) and origin.invitation is None:  # a handler of `spawn` does not requeue
             try:
                 before(number, None)
             except SystemExit:
-                asked = b"1"
-        return any(self._communicator.all_gather_bytes(asked))
+                asked = True
+        return any(exchanged(self._communicator, asked))
 
     def stop(self) -> int:
         """Local. Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""

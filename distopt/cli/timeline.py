@@ -47,7 +47,7 @@ def load(folder: Path) -> dict[int, Rank]:
     """Local. The timelines in a folder, by rank; their bars by beginning.
 
     Raises:
-        DataError: there are none, or a file is none.
+        DataError: there are none, or a file is none, or they are of several jobs.
     """
     bounds: dict[str, tuple[int, int]] = {}
     files = [_events_in(path) for path in folder.glob("rank-*.json")]
@@ -58,8 +58,15 @@ def load(folder: Path) -> dict[int, Rank]:
     if not files:
         raise DataError(f"there is no timeline in {folder}; run a job with DISTOPT_TIMELINE={folder}")
     ranks: dict[int, Rank] = {}
+    attempts: dict[int, list[int]] = {}
     for clock, *events in sorted(files, key=lambda events: events[0]["args"]["began"]):
         number, host, (low, high) = clock["args"]["rank"], clock["args"]["host"], bounds[clock["args"]["host"]]
+        attempt = clock["args"]["attempt"]
+        if number in attempts and attempt <= attempts[number]:  # else the rank has been started again
+            raise DataError(
+                f"{folder} has timelines of several jobs, as of rank {number}; keep each job in a folder of its own"
+            )
+        attempts[number] = attempt
         rank = ranks.setdefault(number, Rank(host, round((low + high) / 2e3), abs(high - low) / 2e3, []))
         bars = sorted((event for event in events if "ts" in event), key=lambda bar: (bar["ts"], -bar["dur"]))
         for bar in bars:
@@ -76,7 +83,7 @@ def load(folder: Path) -> dict[int, Rank]:
 def _events_in(path: Path) -> list[Event]:
     try:  # the last line may be cut
         events = [json.loads(line[:-1]) for line in path.read_text().splitlines()[1:] if line.endswith(",")]
-        events[0]["args"]["low_ns"]
+        events[0]["args"]["low_ns"], events[0]["args"]["attempt"]
     except (ValueError, LookupError, TypeError):
         raise DataError(f"{path} is no timeline of distopt; give a folder that has no other file rank-*.json") from None
     return events

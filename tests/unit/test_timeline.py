@@ -22,11 +22,20 @@ FORWARD, BACKWARD, ENCODE, DECODE, UPDATE = 1000, 3000, 200, 100, 50  # us
 
 
 def write(
-    folder: Path, rank: int, *, late: int = 0, host: str = "a", low: int = 0, high: int = 0, pid: int = 1
+    folder: Path,
+    rank: int,
+    *,
+    late: int = 0,
+    host: str = "a",
+    low: int = 0,
+    high: int = 0,
+    pid: int = 1,
+    attempt: int = 0,
 ) -> None:
     """A rank that waits until the last one of all, `late` us after the first, has sent."""
     shift = (low + high) // 2000
-    events = [{"name": "clock", "args": {"rank": rank, "host": host, "low_ns": low, "high_ns": high, "began": pid}}]
+    about = {"rank": rank, "host": host, "low_ns": low, "high_ns": high, "began": pid, "attempt": [0, attempt]}
+    events = [{"name": "clock", "args": about}]
     for step in range(STEPS):
         start = shift + pid * 1_000_000 + step * STEP_US + late
 
@@ -89,7 +98,7 @@ def test_no_rank_is_blamed_within_the_error_of_the_clocks(tmp_path):
 
 def test_a_rank_that_was_started_again_heals_in_between(tmp_path):
     write(tmp_path, 0, pid=1)
-    write(tmp_path, 0, pid=2)
+    write(tmp_path, 0, pid=2, attempt=1)
     rank = load(tmp_path)[0]
     (healing,) = rank.named("healing")
     before = max(
@@ -97,6 +106,15 @@ def test_a_rank_that_was_started_again_heals_in_between(tmp_path):
     )
     assert (healing["ts"], healing["ts"] + healing["dur"]) == (before, 2_000_000)
     assert {bar["tid"] for bar in rank.named("wire")} == {TRACKS + 1, TRACKS + 1 + TRACKS // 10}
+
+
+@pytest.mark.parametrize("attempts", [(0, 0), (0, 1, 0), (0, 1, 1)])
+def test_two_jobs_of_one_folder_are_refused(attempts, tmp_path):
+    write(tmp_path, 0)
+    for pid, attempt in enumerate(attempts):
+        write(tmp_path, 1, pid=pid, attempt=attempt)
+    with pytest.raises(DataError, match=r"several jobs, as of rank 1; keep each job in a folder of its own"):
+        load(tmp_path)
 
 
 def test_folders_without_timelines_are_refused(tmp_path, capsys):

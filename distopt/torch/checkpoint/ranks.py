@@ -26,8 +26,8 @@ class GroupRanks:
         hosts = tuple(name.decode() for name in self.all_gather_bytes(socket.gethostname().encode()))
         self.topology = Topology(rank, size, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), hosts)
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. Gather the payloads of all ranks, in rank order; lengths may differ."""
+    def all_gather_bytes(self, payload: bytes, *, label: str = "") -> list[bytes]:
+        """Collective. See `Ranks`; PyTorch's messages have no label."""
         payloads = [b""] * dist.get_world_size(self._group)
         dist.all_gather_object(payloads, payload, group=self._group)
         return payloads
