@@ -200,7 +200,7 @@ class Memory:
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
         if self._is_new and self._rank == 0:
-            supervisor.say("stepped", step=step)
+            supervisor.send("stepped", step=step)
         self._is_new = False
         for slot in self._own:
             slot.count(step)
@@ -229,7 +229,7 @@ class Memory:
         if self._n_copies == 1 and self._place == 0:
             mpi4py: Any = sys.modules.get("mpi4py")
             hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
-            supervisor.say("modules", names=[name for name in sys.modules if name != hidden])
+            supervisor.send("modules", names=[name for name in sys.modules if name != hidden])
         if self._n_copies & (self._n_copies - 1) == 0:
             if self._n_copies >= _FIRST_PACE:
                 self._pace()

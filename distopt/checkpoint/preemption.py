@@ -48,7 +48,7 @@ class Preemption:
         self._steps, self._every = 0, 1  # steps since the last exchange, and from one exchange to the next
         self._since = time.monotonic()
         self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
-        supervisor.say("leaves", does=True)
+        supervisor.send("leaves", does=True)
 
     def _catch(self, number: int, _: object) -> None:
         self._caught = number
@@ -105,7 +105,7 @@ class Preemption:
 
     def stop(self) -> int:
         """Local. Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""
-        supervisor.say("leaves", does=False)
+        supervisor.send("leaves", does=False)
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         return self._caught

@@ -329,7 +329,7 @@ class Communicator(Arguments, ABC):
     def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:
         """Local. Note all operations in the flight record; see `FlightRecord.open_group`."""
         self.flight = flight_record.open_group(name, ranks, rank, offers)
-        supervisor.say("records", ring=flight_record.offer()["ring"])
+        supervisor.send("records", ring=flight_record.offer()["ring"])
 
     def _next_number(self) -> int:
         """The number of the operation that is about to start; equal on all ranks."""

@@ -24,6 +24,10 @@ CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection
 _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
+# The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to end
+# together with other ranks, and to serve MPICH.
+FOR_AGENT, FOR_HOST_GROUP, FOR_WATCH, FOR_PMI = b"a", b"h", b"w", b"m"
+
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
 _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
@@ -86,7 +90,7 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
     Args:
         link: the connection.
         key: the secret of the job's processes.
-        purpose: one byte: the service that this process asks for.
+        purpose: of the connection, one of those above.
         rank: its number.
         size: how many ranks or nodes it expects.
         deadline: for all of it.

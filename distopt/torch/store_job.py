@@ -81,6 +81,6 @@ class StoreJob(Job):
         for number in range(1, self._round + 1):
             dist.PrefixStore(str(number), self._store).delete_key(str(self._rank))
 
-    def _meet(self) -> HostGroup:
+    def _make_host_group(self) -> HostGroup:
         local, limit = self.topology, Settings.from_env().stall_warning
         return HostGroup(self._secret, local.local_rank, local.local_size, self.seconds, Absence(limit))

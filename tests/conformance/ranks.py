@@ -39,7 +39,7 @@ class LocalJob(Job):
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._group.all_gather(payload)
 
-    def _meet(self) -> HostGroup:
+    def _make_host_group(self) -> HostGroup:
         raise AssertionError
 
 

@@ -24,7 +24,7 @@ class Told(Job):
     def all_gather(self, payload):
         return [payload if other is None else other for other in self.payloads]
 
-    def _meet(self):
+    def _make_host_group(self):
         raise AssertionError
 
 

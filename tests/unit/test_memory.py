@@ -92,7 +92,7 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
     again = memory_of(slots, monkeypatch)
     label = again.agree()
     assert label == Label(0, 3, 1, 1)
-    monkeypatch.setattr(supervisor, "say", lambda what, **content: said.append((what, content)))
+    monkeypatch.setattr(supervisor, "send", lambda what, **content: said.append((what, content)))
     said = []
     for step in (4, 5):
         again.due(step)

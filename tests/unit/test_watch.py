@@ -13,7 +13,7 @@ import pytest
 
 from distopt.flight.recorder import FlightRecord
 from distopt.flight.ring import Operation
-from distopt.launch.nodes.watch import Monitor, Row, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.nodes.monitor import Monitor, Row, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal
 

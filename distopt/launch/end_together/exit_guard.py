@@ -85,13 +85,13 @@ class ExitGuard:
             mpi_quirks.keep_hangups()
             end_with_parent(launched=True)
 
-    def watch(self, job: object) -> None:
-        """Local. Watch this process, which has joined a job."""
+    def joined(self, job: object) -> None:
+        """Local. This process has joined a job, which it may not leave early."""
         self._jobs.add(id(job))
         self._left = False
 
-    def forget(self, job: object) -> None:
-        """Local. Stop watching for a job that has been closed. After the last one, this process may end early."""
+    def closed(self, job: object) -> None:
+        """Local. This process has closed a job. After the last one, it may end early."""
         if id(job) in self._jobs:
             self._jobs.remove(id(job))
             self._left = not self._jobs
@@ -110,7 +110,7 @@ class ExitGuard:
     ) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
         code = 130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1
-        supervisor.raised(error, code)
+        supervisor.report_exception(error, code)
         if self._left or not self._is_rank:
             before(kind, error, trace)
             return

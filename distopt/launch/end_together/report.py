@@ -34,12 +34,8 @@ from ..mpi_quirks import shortened
 VARIABLE = "DISTOPT_AGENT"
 
 
-class Reports:
-    """The pipe to the supervisor of this process, if it is a rank that has one. Forked children report nothing.
-
-    Attributes:
-        is_heard: whether there is a supervisor.
-    """
+class Supervisor:
+    """The process that supervises this one, as this one sees it. A forked child of a rank has none."""
 
     def __init__(self) -> None:
         self._fd, self._pid = -1, 0
@@ -59,19 +55,21 @@ class Reports:
         self._fd, self._pid = fd, os.getpid()
 
     @property
-    def is_heard(self) -> bool:
+    def is_there(self) -> bool:
         """Local. Whether this process has a supervisor that reads its reports."""
         return self._fd >= 0 and os.getpid() == self._pid
 
-    def say(self, what: str, **content: Any) -> None:
+    def send(self, what: str, **content: Any) -> None:
         """Local. Send a message, if there is a supervisor."""
-        if self.is_heard:
+        if self.is_there:
             line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
             with contextlib.suppress(OSError):  # the supervisor has ended
                 while line:
                     line = line[os.write(self._fd, line) :]
 
-    def failed(self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False) -> None:
+    def report_failure(
+        self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False
+    ) -> None:
         """Local. Say why this rank fails, once; later failures follow from it.
 
         Args:
@@ -85,17 +83,19 @@ class Reports:
             error = error.__cause__
         if not self._has_failed:
             self._has_failed = True
-            self.say("failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence)
+            self.send(
+                "failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence
+            )
 
-    def raised(self, error: BaseException, code: int = 1) -> None:
+    def report_exception(self, error: BaseException, code: int = 1) -> None:
         """Local. Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""
-        if self.is_heard and not isinstance(error, KeyboardInterrupt):
+        if self.is_there and not isinstance(error, KeyboardInterrupt):
             lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
-            self.failed(code, next((line for line in lines if line[:1].strip()), "").strip(), error)
+            self.report_failure(code, next((line for line in lines if line[:1].strip()), "").strip(), error)
 
     def hook(self) -> None:
         """Local. From now on, report uncaught exceptions, if there is a supervisor."""
-        if self.is_heard:
+        if self.is_there:
             self._before, sys.excepthook = sys.excepthook, self._uncaught
 
     def unhook(self) -> Callable[..., object]:
@@ -103,9 +103,9 @@ class Reports:
         return self._before if self._before is not None and sys.excepthook == self._uncaught else sys.excepthook
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.raised(error)  # before the traceback is printed: the failure of another rank may end this one
+        self.report_exception(error)  # before the traceback is printed: the failure of another rank may end this one
         if self._before is not None:
             self._before(kind, error, trace)
 
 
-supervisor = Reports()
+supervisor = Supervisor()

@@ -28,7 +28,7 @@ import signal
 import socket
 import sys
 
-from ..gate import Gate, Link, proof
+from ..gate import FOR_PMI, Gate, Link, proof
 from ..sockets import handle_events, say
 from ..stopwatch import Stopwatch
 
@@ -98,7 +98,7 @@ class Server(Gate):
                 self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
-        links = self._mpi if link.purpose == b"m" else self._watchers
+        links = self._mpi if link.purpose == FOR_PMI else self._watchers
         name = f"rank {link.rank} on {link.host} (pid {link.pid})"
         if size != self._size:
             return f"{name} expects {size} ranks, rank 0 expects {self._size}"
@@ -109,7 +109,7 @@ class Server(Gate):
         return ""
 
     def _admitted(self, link: Link) -> None:
-        links = self._mpi if link.purpose == b"m" else self._watchers
+        links = self._mpi if link.purpose == FOR_PMI else self._watchers
         links[link.rank] = link
         if links is self._watchers and len(self._watchers) == self._size:
             self._began = True
@@ -147,7 +147,7 @@ class Server(Gate):
     def _serve(self, link: Link, line: str) -> None:
         if self._ended:
             return
-        if link.purpose != b"m":
+        if link.purpose != FOR_PMI:
             if line == "left":
                 self._finalized.add(link.rank)
             elif line.startswith("end "):

@@ -109,7 +109,7 @@ def speak_last(communicator: Closable) -> None:
     Args:
         communicator: makes the siblings fail when it closes.
     """
-    if parent_process() is None or supervisor.is_heard:
+    if parent_process() is None or supervisor.is_there:
         return
     process = current_process()
     if not isinstance(process.name, _LastWords):
@@ -152,7 +152,7 @@ def end_after(ranks: Iterable[Process]) -> None:
     torch.multiprocessing.spawn raises the error of the child that ends first, and ends the others. A rank that fails
     closes its communicators, which the others notice, some time before it ends.
     """
-    if parent_process() is None or supervisor.is_heard:
+    if parent_process() is None or supervisor.is_there:
         return
     for _, host, pid in ranks:
         if host == socket.gethostname() and pid not in (os.getpid(), *_awaited):

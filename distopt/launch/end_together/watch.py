@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...flight.recorder import flight_record
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say
 from ..stopwatch import Stopwatch
@@ -114,7 +114,7 @@ class Watch:
         self._left = False
         self._patience = 0.0  # seconds from the failure of another rank to the end of this process
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
-        self._link = self._connect(b"w", timeout)
+        self._link = self._connect(FOR_WATCH, timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
@@ -206,7 +206,7 @@ class Watch:
             return
         kind, code, speaker, text = line.split(" ", 3)
         flight_record.write(text)
-        supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
+        supervisor.report_failure(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):  # the script may have replaced the streams; this process ends in any case
             sys.stdout.flush()
             if text and int(speaker) == self._rank:

@@ -27,7 +27,7 @@ class Job(ABC):
         """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
         self._check_open()
         if self._group is None:
-            self._group = self._meet()
+            self._group = self._make_host_group()
         return self._group
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Job(ABC):
 
     # For subclasses.
     @abstractmethod
-    def _meet(self) -> HostGroup:
+    def _make_host_group(self) -> HostGroup:
         """Make the group of this host."""
 
     def _check_open(self) -> None:

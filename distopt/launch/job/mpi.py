@@ -61,7 +61,7 @@ class MpiJob(Job):
         self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
         cap_threads(len(local), [usable[peer] for peer in local])
         if size > 1:
-            guard.watch(self)
+            guard.joined(self)
         if comm is None and size > 1 and guard.others is None:
             guard.others = watch_ranks(self, self._settings.timeout)
             if guard.others is not None:
@@ -94,14 +94,14 @@ class MpiJob(Job):
         self._check_open()
         return all_gather(import_mpi(), self.comm, payload, self._settings)
 
-    def _meet(self) -> HostGroup:
+    def _make_host_group(self) -> HostGroup:
         topology, settings = self.topology, self._settings
         absence = Absence(settings.stall_warning, all_started=True)
         return HostGroup(self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence)
 
     def close(self) -> None:
         """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
-        guard.forget(self)
+        guard.closed(self)
         super().close()
         if self.comm is not None and not import_mpi().Is_finalized():
             self.comm.Free()

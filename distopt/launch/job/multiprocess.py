@@ -169,7 +169,7 @@ class MultiprocessJob(Job):
         """Collective. See `Job.all_gather`."""
         return self.host_group().all_gather(payload)
 
-    def _meet(self) -> HostGroup:
+    def _make_host_group(self) -> HostGroup:
         rank, size = self.topology.rank, self.topology.world_size
         settings = Settings.from_env()
         absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)

@@ -32,13 +32,13 @@ from ..supervise.ranks import Failure, LocalRanks, starting
 from ..supervise.screen import Streams
 from .node import NO_RANK, Node
 from .owner import BEAT_SECONDS, SILENT_SECONDS, Owner
-from .remote import Caller, Remote
+from .remote import Caller, RemoteOwner
 from .variables import variables
 from .warm import WarmStart
 
 if TYPE_CHECKING:
+    from .monitor import Monitor
     from .options import RunOptions
-    from .watch import Monitor
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -78,14 +78,14 @@ class _Agent:
         self._print = self._streams.print
         self._monitor: Monitor | None = None
         if options.watch:
-            from .watch import Monitor
+            from .monitor import Monitor
 
             self._monitor = Monitor(options.watch, self._streams.outputs[1], socket.gethostname())
         self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
-        self._owner: Owner | Remote | None = None
+        self._owner: Owner | RemoteOwner | None = None
         self._inbox: deque[dict[str, Any]] = deque()  # orders of the owner
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
@@ -102,7 +102,7 @@ class _Agent:
 
     def run(self) -> int:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
-        self._meet()
+        self._find_owner()
         while self._code is None:
             seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.look_seconds)
             handle_events(self._selector, 0.0 if self._inbox else seconds)
@@ -127,7 +127,7 @@ class _Agent:
         self._held.close()
 
     # -- meeting ---------------------------------------------------------------------------------------------------
-    def _meet(self) -> None:
+    def _find_owner(self) -> None:
         options = self._options
         listener = None
         if options.nodes > 1 and _owns(options):
@@ -151,13 +151,13 @@ class _Agent:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
-            self._owner = Remote(link, name, self._selector, self._inbox)
+            self._owner = RemoteOwner(link, name, self._selector, self._inbox)
             self._hello()
 
     def _look_at_owner(self) -> None:
         """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
         owner, heals = self._owner, self._options.heal
-        if isinstance(owner, Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
+        if isinstance(owner, RemoteOwner) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
             owner.close()
             self._owner = None
             lost = f"{owner.name} has ended or cannot be reached"
@@ -215,7 +215,7 @@ class _Agent:
         ranks.release()
         ranks.failures.clear()
         _reap()
-        if isinstance(self._owner, Remote):
+        if isinstance(self._owner, RemoteOwner):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         if self._monitor is not None:
             self._monitor.forget(order["size"])
@@ -256,7 +256,7 @@ class _Agent:
             ranks.kill()
         if not ranks.running:
             self._ended = True
-            if isinstance(self._owner, Remote):
+            if isinstance(self._owner, RemoteOwner):
                 self._show_ranks(at_the_end=True)
             if ranks.failures:
                 ranks.kill()  # kills the processes that they have started
@@ -268,7 +268,7 @@ class _Agent:
     def _show_ranks(self, *, at_the_end: bool = False) -> None:
         if self._monitor is not None and self._ranks is not None:
             again = "healing" if self._options.heal else "starting again"
-            send = self._owner.say if isinstance(self._owner, Remote) else None
+            send = self._owner.say if isinstance(self._owner, RemoteOwner) else None
             self._monitor.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
 
     def _handle_signals(self) -> None:

@@ -30,8 +30,8 @@ from .healing import Healing
 from .node import NO_RANK, Node, Nodes
 
 if TYPE_CHECKING:
+    from .monitor import Monitor
     from .options import RunOptions
-    from .watch import Monitor
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost

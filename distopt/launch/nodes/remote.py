@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call
+from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call
 from ..sockets import say
 from ..stopwatch import Stopwatch
 
@@ -45,7 +45,7 @@ class Caller:
         """
         options, address = self._options, (self._options.host, self._options.port)
         try:
-            return call(address, self._key, b"a", self._wanted, options.nodes, self._clock, seconds)
+            return call(address, self._key, FOR_AGENT, self._wanted, options.nodes, self._clock, seconds)
         except RefusedError as error:
             raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
         except OSError as error:
@@ -74,7 +74,7 @@ class Caller:
             return None
 
 
-class Remote:
+class RemoteOwner:
     """The owner, at the other end of a connection; an `Owner` for the agent of another node.
 
     Args:

@@ -23,7 +23,7 @@ from functools import partial
 
 from ...errors import LaunchError
 from ..end_together.siblings import Absence
-from ..gate import Gate, Link, RefusedError, StrangerError, introduce
+from ..gate import FOR_HOST_GROUP, Gate, Link, RefusedError, StrangerError, introduce
 from ..sockets import handle_events, in_slices, listener_of, peer_of, receive_exactly
 from ..stopwatch import GRACE_SECONDS, Deadline
 
@@ -252,7 +252,7 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
                 if peer_of(link)[1] != os.geteuid():
                     foreign = "; a process of another user listens in its place, so use a fresh ticket"
                     raise ConnectionRefusedError
-                introduce(link, ticket, b"h", rank, size, deadline)
+                introduce(link, ticket, FOR_HOST_GROUP, rank, size, deadline)
                 with _rank_named(0):
                     answer = _receive(link, Deadline(deadline.left() + GRACE_SECONDS))
                 stack.pop_all()

@@ -10,7 +10,7 @@ from functools import partial
 
 from ...errors import LaunchError
 from ..end_together.watch import Watch, start_server
-from ..gate import CONNECT_SECONDS
+from ..gate import CONNECT_SECONDS, FOR_PMI
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
 from ..sockets import in_slices, listen
@@ -50,7 +50,7 @@ class Member(Watch):
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._mpi = stack.enter_context(self._connect(b"m", timeout))
+            self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
             self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
 

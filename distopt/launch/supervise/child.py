@@ -226,7 +226,7 @@ def _report_unloadable(kind: type[BaseException], error: BaseException, trace: T
 def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int) -> None:
     """Run `fn(*args)` in this process, a rank, and report how it ends."""
     sys.excepthook = before
-    supervisor.say("begun")
+    supervisor.send("begun")
     die_with(parent)
     origin.invitation = (ticket, *args[:2])
     signal.signal(signal.SIGINT, _interrupt)
@@ -236,7 +236,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
         fn(*args)
     except Preempted as error:
-        supervisor.say("left")
+        supervisor.send("left")
         raise SystemExit(error.code) from None
     except KeyboardInterrupt as error:
         if signal.getsignal(signal.SIGINT) is not _nothing:  # the script has raised it
@@ -265,13 +265,13 @@ def _fail_by(error: BaseException) -> NoReturn:
 
 
 def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
-    if not supervisor.is_heard and origin.invitation is not None:  # the rank has forked this process, and continues
+    if not supervisor.is_there and origin.invitation is not None:  # the rank has forked this process, and continues
         forked = f"process {os.getpid()}, which rank {origin.invitation[1]} has forked,"
         sys.stderr.write(f"{forked} {text.rstrip()}\n")
         raise SystemExit(code & 0xFF or 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    supervisor.failed(code, text, error)
+    supervisor.report_failure(code, text, error)
     raise SystemExit(code & 0xFF or 1)
 
 
