@@ -272,8 +272,7 @@ def look_at(adapters: Mapping[str, Adapter]) -> States:
 
 def copy_of(array: Any) -> np.ndarray[Any, Any]:
     """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
-    copy: np.ndarray[Any, Any] = kernels_of(array).to_host(array)
-    return copy
+    return np.asarray(kernels_of(array).to_host(array))
 
 
 def of_device(name: str) -> bool:

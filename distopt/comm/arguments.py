@@ -128,8 +128,7 @@ class Arguments:
 
 
 def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
-    return address
+    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def check_kinds(*arrays: Array) -> None:

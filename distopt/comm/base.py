@@ -92,7 +92,7 @@ class Communicator(Arguments, ABC):
 
     A transport is a subclass that sets `name` and `topology`, and defines `create`, `barrier`, `close`, `_empty`,
     `_start` and `_start_ragged`. If it can, it also defines `_subgroup` and `_start_message`; `progress`, if bytes do
-    not move by themselves; and `together`. Where it takes less than others, it says so by `dtypes`, `ops`, `xp`,
+    not move by themselves; and `together`. Where it takes less than others, it declares that by `dtypes`, `ops`,
     `_moves` or `can_reduce`. The variables below tell the callers what they gain by it. A transport of csrc is a
     `NativeCommunicator`, which has most of this already.
     """

@@ -48,8 +48,7 @@ class NcclWork(Work):
 
     def done(self) -> bool:
         """Local. Whether the result is there."""
-        finished: bool = self.core.done()
-        return finished
+        return bool(self.core.done())
 
     def wait(self, timeout: float | None = None) -> None:
         """Let the current stream wait for the result; see the class."""

@@ -1,7 +1,26 @@
 """How a process learns its rank and finds the others, and how ranks start and end.
 
-Imports the errors, settings and native functions of the package; starts without NumPy. Never knows what ranks send or
-compute.
+Every start ends in `join`, which makes a `Job`:
+
+- `launch.main(train, 4)`: `supervise.spawn` starts a process for each rank and supervises them (`supervise.ranks`). A
+  rank has the ticket of its parent (`job.multiprocess`).
+- `distopt run`: on each node, `nodes.agent` starts a program for each rank and supervises them in the same way. On
+  several nodes `nodes.owner`, which is part of one of the agents, decides for all.
+- torchrun, srun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the ranks derive a
+  key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to a server that
+  rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
+- mpiexec connects the ranks by itself (`rendezvous.mpi`, `job.mpi`).
+
+The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). All connections
+begin with one proof of membership (`gate`).
+
+If a rank fails, the others end (`end_together`). A rank with a supervisor reports to it, and the supervisor ends the
+others (`report`). Other ranks are connected to a server that rank 0 has started (`watch`, `server`), and abort MPI
+(`exit_guard`). Processes that a script has started by multiprocessing find each other in /proc (`siblings`). Under
+`distopt run --heal`, `nodes.healing` decides whether all ranks start again, and `heal` starts them.
+
+The room imports the errors, settings, flight records and native functions of the package; it starts without NumPy. It
+never knows what ranks send or compute.
 """
 
 from __future__ import annotations

@@ -233,8 +233,12 @@ class Gate:
             del link.received[: end + 1]
             self._serve(link, line)
         if link.socket.fileno() >= 0 and (not part or len(link.received) > _MAX_LINE_BYTES):
-            self._drop(link)
-            self._lost(link)
+            self._end_link(link)
+
+    def _end_link(self, link: Link) -> None:
+        """Drop the connection of an admitted peer, and act on its end."""
+        self._drop(link)
+        self._lost(link)
 
     def _drop(self, link: Link) -> None:
         if link in self._links:

@@ -34,7 +34,7 @@ def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T
     """
     while True:
         link.settimeout(min(SLICE_SECONDS, deadline.left()))
-        with contextlib.suppress(TimeoutError):  # of this slice
+        with contextlib.suppress(TimeoutError):  # this slice has passed, and perhaps not the deadline
             return operation()
 
 
@@ -65,7 +65,10 @@ def listener_of(name: str) -> int | None:
     A process that has just taken the address may be about to listen, so this waits for it.
     """
     for _ in range(_LISTEN_LOOKS):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        with (
+            socket.socket(socket.AF_UNIX) as probe,
+            contextlib.suppress(OSError),
+        ):  # none listens yet, or its queue is full
             probe.setblocking(False)
             probe.connect(name)
             return peer_of(probe)[1]

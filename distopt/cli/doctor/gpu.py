@@ -55,8 +55,7 @@ def cupy() -> Finding:
             return absent(f"{found} is installed, but there is no CUDA driver")
         return failed(f"{found}: {error}", _install())
     versions = f"CUDA runtime {_dotted(answer['runtime'])}, NVRTC {answer['nvrtc']}"
-    found = f"{found} {answer['version']}, {versions}, {answer['devices']} devices"
-    return ok(found)
+    return ok(f"{found} {answer['version']}, {versions}, {answer['devices']} devices")
 
 
 def nccl() -> Finding:

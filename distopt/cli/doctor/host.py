@@ -24,8 +24,7 @@ _RESOLVE_SECONDS = 5.0  # then the doctor reports that the name has no address
 # -- software ----------------------------------------------------------------------------------------------------------
 def python() -> Finding:
     """The interpreter."""
-    found = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
-    return ok(found)
+    return ok(f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}")
 
 
 def operating_system() -> Finding:

@@ -123,13 +123,12 @@ class ExitGuard:
             before(kind, error, trace)
         self.abort(code)
 
-    def _exit(self, before: Any, status: object = None, /) -> NoReturn:
+    def _exit(self, before: Callable[[object], NoReturn], status: object = None, /) -> NoReturn:
         if self._is_rank:
             self._exit_code = exit_status(status)
         before(status)
-        raise AssertionError("sys.exit returned")
 
-    def _exit_now(self, before: Any, status: int) -> NoReturn:
+    def _exit_now(self, before: Callable[[int], NoReturn], status: int) -> NoReturn:
         if self._is_rank and status & 0xFF == 0:
             if self._left and threading.current_thread() is threading.main_thread():
                 self._finalize()
@@ -141,7 +140,6 @@ class ExitGuard:
             time.sleep(mpi_quirks.FORWARD_SECONDS)
             status = 1
         before(status)
-        raise AssertionError("os._exit returned")
 
     def _at_exit(self) -> None:
         if not self._is_rank:

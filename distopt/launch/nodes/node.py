@@ -103,7 +103,7 @@ class Nodes(list[Node]):
 
     @property
     def ending_signals(self) -> list[int]:
-        """Local. Those of them that end the job."""
+        """Local. The signals among them that end the job."""
         return [signum for signum in self.signals if signum in ENDING_SIGNALS]
 
     @property

@@ -175,8 +175,7 @@ class Owner(Gate):
         for link, node in list(self._by_link.items()):
             node.send({"do": "beat"})
             if self._phase is not Phase.GATHERING and node.heard.seconds() > SILENT_SECONDS:
-                self._drop(link)
-                self._lost(link)
+                self._end_link(link)
 
     def look(self) -> None:
         """Local. Act on timeouts."""
@@ -230,8 +229,7 @@ class Owner(Gate):
         """Whether a job that heals takes this agent: it comes back, or in another's place, or in addition."""
         for old, node in list(self._by_link.items()):
             if (node.host, node.pid) == (link.host, link.pid):  # it has noticed before this one that it was cut off
-                self._drop(old)
-                self._lost(old)
+                self._end_link(old)
         return self._place_of(link) is not None or size == self._nodes.most > max(self._nodes.least, len(self._nodes))
 
     def _admitted(self, link: Link) -> None:
@@ -259,8 +257,7 @@ class Owner(Gate):
         try:
             self.hear(self._by_link[link], json.loads(line))
         except (ValueError, KeyError, TypeError):
-            self._drop(link)
-            self._lost(link)
+            self._end_link(link)
 
     def _lost(self, link: Link) -> None:
         node = self._by_link.pop(link)

@@ -104,15 +104,13 @@ class HostGroup:
         if self.rank == 0:
             with self._reporting_errors("rank 0 could not make the shared file: "):
                 fd = make()
-            try:
-                with self._reporting_errors():
-                    self._send_all(b"a descriptor follows")
-                    for q, link in self._links.items():
-                        with _rank_named(q, self.pids[q]):
-                            socket.send_fds(link, [b"f"], [fd])
-            except BaseException:
-                os.close(fd)
-                raise
+            with contextlib.ExitStack() as stack, self._reporting_errors():
+                stack.callback(os.close, fd)
+                self._send_all(b"a descriptor follows")
+                for q, link in self._links.items():
+                    with _rank_named(q, self.pids[q]):
+                        socket.send_fds(link, [b"f"], [fd])
+                stack.pop_all()
             return fd
         link = self._links[0]
         with _rank_named(0):
@@ -153,17 +151,16 @@ class HostGroup:
 
 
 # -- messages: bytes, or the reason why there are none ----------------------------------------------------------------
-class _rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a statement
-    """Turns socket errors into a LaunchError that names the rank."""
-
-    def __init__(self, rank: int, pid: int | None = None) -> None:
-        self._name = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TimeoutError):
-            raise LaunchError(f"{self._name} did not answer in time; see its output") from None
-        if isinstance(error, OSError):
-            raise LaunchError(f"{self._name} ended while the ranks were setting up; see its output") from error
+@contextlib.contextmanager
+def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
+    """Turn errors of a socket in the block into a LaunchError that names the rank at its other end."""
+    name = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+    try:
+        yield
+    except TimeoutError:
+        raise LaunchError(f"{name} did not answer in time; see its output") from None
+    except OSError as error:
+        raise LaunchError(f"{name} ended while the ranks were setting up; see its output") from error
 
 
 def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _DATA) -> None:
