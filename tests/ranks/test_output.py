@@ -1,7 +1,9 @@
 """The output of a job whose reader stands still, or whose disk is full: it is the output that suffers, not the job."""
 
+import contextlib
 import fcntl
 import os
+import pty
 import re
 import signal
 import struct
@@ -206,3 +208,20 @@ def test_a_job_goes_on_whose_log_files_find_no_room(tmp_path, folder):
     notices = [line for line in ended.stderr.splitlines() if "distopt run: " in line]
     assert 1 <= len(notices) <= 4  # one for each file
     assert all("cannot write" in line and "No space left on device" in line for line in notices)
+
+
+def test_rank_0_asks_at_a_terminal(tmp_path):
+    script = tmp_path / "ask.py"
+    script.write_text("import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))\n")
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(RUN[0], [*RUN, str(script)])
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the process at the other end has ended
+        while part := os.read(terminal, 4096):
+            shown += part
+            if shown == b"name? ":
+                os.write(terminal, b"Ann\n")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shown.replace(b"\r\n", b"\n") == b"name? Ann\nhello Ann\n"

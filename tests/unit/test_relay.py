@@ -53,6 +53,32 @@ def test_whole_lines_with_marks_and_a_copy_without(shown, tmp_path):
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n\nthree\r 5%\rend\n"
 
 
+def test_a_prompt_is_shown_at_once_and_ended_by_lines_of_others(shown, tmp_path):
+    target, seen = shown
+    asks, other = (
+        Relay(target, copy=(tmp_path / "log").open("wb", buffering=0), prompts=True),
+        Relay(target, b"[rank 1] "),
+    )
+    for relay, written, expected in [
+        (asks, b"one\nname", b"one\nname"),
+        (asks, b"? ", b"? "),
+        (other, b"half a", b""),
+        (asks, b"hello\n", b"hello\n"),
+        (other, b" line\n", b"[rank 1] half a line\n"),
+        (asks, b"(Pdb) ", b"(Pdb) "),
+        (other, b"two\n", b"\n[rank 1] two\n"),
+        (asks, b"41\n(Pdb) ", b"41\n(Pdb) "),
+    ]:
+        os.write(relay.sink, written)
+        relay.pass_on()
+        assert seen() == expected
+    for relay in (asks, other):
+        os.close(relay.sink)
+        relay.finish()
+    assert seen() == b"\n"
+    assert (tmp_path / "log").read_bytes() == b"one\nname? hello\n(Pdb) 41\n(Pdb) \n"
+
+
 def test_a_line_without_end_is_shown_before_it_fills_memory(shown):
     target, seen = shown
     relay = Relay(target)

@@ -123,7 +123,7 @@ class ExitGuard:
             before(kind, error, trace)
         self.abort(code)
 
-    def _exit(self, before: Callable[[object], NoReturn], status: object = None, /) -> NoReturn:
+    def _exit(self, before: Callable[[Any], NoReturn], status: object = None, /) -> NoReturn:
         if self._is_rank:
             self._exit_code = exit_status(status)
         before(status)

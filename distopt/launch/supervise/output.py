@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, ClassVar, TextIO, cast
 
 from ..sockets import handle_events
 
@@ -83,6 +83,7 @@ class Output:
         warn: gets a line about the first that are dropped.
 
     Attributes:
+        shows_prompts: whether the beginning of a line may be shown before the rest.
         sources: waits for descriptors whose contents are to be shown, each registered with a function to call.
         unread: output that waits for the reader.
         room: `sources` are read while no more bytes than these are waiting.
@@ -90,7 +91,10 @@ class Output:
         warn: the argument.
     """
 
+    shows_prompts: ClassVar[bool] = True
+
     def __init__(self, fd: int, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
+        self._unfinished: object = None  # the writer of a line that has no end yet
         self.sources = selectors.EpollSelector()
         self.unread = bytearray()
         self.room = 0
@@ -113,8 +117,17 @@ class Output:
         self.room = _ROOM_BYTES
         self._arrange()
 
-    def write(self, data: bytes) -> None:
-        """Local. Write as much as the reader takes now, and the rest later."""
+    def write(self, data: bytes, writer: object = None) -> None:
+        """Local. Write as much as the reader takes now, and the rest later.
+
+        Args:
+            data: whole lines; only a `writer` may leave a line unfinished, which others then end.
+            writer: who writes.
+        """
+        if data and self._unfinished not in (None, writer):
+            data = b"\n" + data
+        if data:
+            self._unfinished = None if data.endswith((b"\n", b"\r")) else writer
         stood_still = bool(self.unread)
         self.unread += data
         if stood_still:
@@ -167,6 +180,7 @@ class Relay:
         target: where the lines are shown, as they come and as its reader takes them.
         mark: the prefix of each of these lines.
         copy: file that gets the lines without marks.
+        prompts: whether the beginning of a line is shown at once, as a debugger's; for a process without a mark.
 
     Attributes:
         source: non-blocking descriptor to read the lines from; closed at the end of the stream.
@@ -174,7 +188,9 @@ class Relay:
         error: the last line of the last Python traceback that has passed, which names the exception.
     """
 
-    def __init__(self, target: Output, mark: bytes = b"", copy: BinaryIO | None = None) -> None:
+    def __init__(
+        self, target: Output, mark: bytes = b"", copy: BinaryIO | None = None, *, prompts: bool = False
+    ) -> None:
         self.source, self.sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.source, False)
         self.error = ""
@@ -182,6 +198,8 @@ class Relay:
         self._mark = mark
         self._copy = copy
         self._rest = b""
+        self._prompts = prompts
+        self._n_shown = 0  # bytes of the rest that have been shown
         self._in_traceback = False
         target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
 
@@ -208,8 +226,9 @@ class Relay:
             for _ in range(_RELAY_READS):  # a process that it has started may write forever
                 if not self.pass_on():
                     break
-        if self._rest:
-            self._write([self._rest + b"\n"])
+        if rest := self._rest:
+            self._rest = b""
+            self._write([rest + b"\n"])
         os.close(self.source)
         self.source = -1
         if self._copy is not None:
@@ -222,7 +241,9 @@ class Relay:
             elif self._in_traceback and not line.startswith((b" ", b"\n")):
                 self._in_traceback = False
                 self.error = line.decode("utf-8", "replace").strip()
-        self._target.write(b"".join(self._mark + line for line in lines))
+        begun = self._rest if self._prompts else b""
+        self._target.write((b"".join(self._mark + line for line in lines) + begun)[self._n_shown :], self)
+        self._n_shown = len(begun)
         if self._copy is not None:
             try:
                 self._copy.write(b"".join(lines))

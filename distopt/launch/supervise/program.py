@@ -58,7 +58,11 @@ class Program(Rank):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 logs = [(folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-            self._relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
+            is_interactive = rank == 0 and os.isatty(0)
+            self._relays = [
+                Relay(output, mark, log, prompts=is_interactive and output.shows_prompts)
+                for output, log in zip(outputs, logs, strict=True)
+            ]
             none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             stdin, stdout, stderr = standard = [0 if rank == 0 else none, *(relay.sink for relay in self._relays)]
             for fd in (none, stdout, stderr):

@@ -25,6 +25,7 @@ _SUSPENDED_SECONDS = 3.0  # without a new table: the shell has written below the
 class Screen(Output):
     """The terminal. Its cursor is below the table, and goes up when there is output."""
 
+    shows_prompts = False
     _table: Sequence[str] = ()
     _up = 0  # rows from the cursor to the place of the next output
     _is_unfinished = False  # the last line of the output ends by a carriage return
@@ -36,7 +37,7 @@ class Screen(Output):
         columns, rows = os.get_terminal_size(self._fd)
         return columns or 80, rows or 24
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, writer: object = None) -> None:
         """Local. Write output above the table, which `show` draws again; without moves of the cursor."""
         pieces = _MOVES.sub(b"", data).splitlines(keepends=True)
         if pieces:
