@@ -12,8 +12,8 @@ __global__ void relu_backward(const float* dy, const float* y, float* dx, size_t
   });
 }
 
-// y = x [count / columns, columns] + bias [columns] (or null), with ReLU if asked; perhaps in place. A unit lies within a
-// row.
+// y = x [count / columns, columns] + bias [columns] (or null), with ReLU if asked; perhaps in place. A unit lies within
+// a row.
 __global__ void add_bias(const float* x, const float* bias, float* y, size_t count, int columns, bool relu,
                          bool aligned) {
   for_units(count, aligned, [&](auto width, size_t first) {
@@ -106,7 +106,8 @@ __global__ void channel_sums(Batch batch, const double* sums, unsigned parts, bo
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
 // Sums over a channel of a and, unless null, of its products with b, normalized where a mean is given. A float's square
-// is exact in float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
+// is exact in float64, so that the variance is the mean square less the square of the mean, and one pass reads the
+// array.
 __global__ void product_parts(Batch batch, int pixels, const float* a, const float* b, const float* mean,
                               const float* inverse_deviation, double* sums, double* products) {
   const float center = mean ? mean[blockIdx.x] : 0.0f, inverse = mean ? inverse_deviation[blockIdx.x] : 1.0f;
