@@ -64,8 +64,9 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   Hooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
-  return std::make_shared<NcclCommunicator>(nccl::load(path), unique_id, rank, world_size, std::move(board),
-                                            Limits{timeout, stall_warning}, abort, std::move(hooks));
+  return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
+                               Limits{timeout, stall_warning}, abort, std::move(hooks)),
+          &NcclCommunicator::dispose};
 }
 
 nb::bytes unique_id(const std::string& path) {

@@ -13,6 +13,8 @@ using nccl::Result;
 // could not be left, where queues of the device are full; they hold about 1,000 launches.
 constexpr std::size_t most_outstanding = 128;
 constexpr std::size_t most_connected = 4096;
+// Connections to a peer that has left fail after this time: others, which take longer, may have all that they need.
+constexpr double connect_grace_seconds = 5.0;
 
 // A type of NCCL, and how many of it make an element. Types that NCCL lacks travel as bytes.
 struct Wire {
@@ -120,8 +122,8 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 // -- collectives ------------------------------------------------------------------------------------------------------
 
 NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>& operations, cuda::Stream* caller) {
-  const Lock turn(turn_);
   static_cast<void>(opened());
+  const Lock turn(turn_);
   const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
   wait_for_room();
@@ -177,6 +179,7 @@ Result NcclCommunicator::call_apart(const char* what, std::shared_ptr<Opened>& i
     return result;
   });
   Patience patience(limits_);
+  std::optional<Stopwatch> gone_since;
   for (Stopwatch watch; future.wait_for(look_period) != std::future_status::ready;) {
     try {
       hooks_.check_signals();
@@ -187,7 +190,7 @@ Result NcclCommunicator::call_apart(const char* what, std::shared_ptr<Opened>& i
             "restart the job"});
       throw;
     }
-    check_host(sequence_, what);
+    check_left(check_host(sequence_, what), gone_since, connect_grace_seconds, what);
     check_failure();
     patience.look(
         watch.seconds(), [&] { return waiting_in(what, sequence_); }, hooks_.warn,

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.h"
 #include "base/patience.h"
 #include "base/stopwatch.h"
 #include "nccl/api.h"
@@ -63,7 +64,6 @@ class NcclCommunicator {
   // collectives whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
   NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
-  ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
@@ -82,8 +82,14 @@ class NcclCommunicator {
   void abort(const std::string& text);
   // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
   void close();
+  // To be called in place of `delete`. A forked child has neither the threads nor the device, and NCCL's connections
+  // are the parent's: there it does nothing, as all calls but close() are refused.
+  static void dispose(NcclCommunicator* communicator) {
+    if (!communicator->fork_guard_.forked()) delete communicator;
+  }
 
  private:
+  ~NcclCommunicator();
   using Lock = std::unique_lock<std::mutex>;
   using Clock = std::chrono::steady_clock;
   using Call = std::function<nccl::Result(Opened&)>;
@@ -98,8 +104,12 @@ class NcclCommunicator {
   std::shared_ptr<Opened> opened();
   void check_failure();
 
-  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns whether any has ended.
-  bool check_host(std::uint64_t sequence, const std::string& text);
+  // Fails if a rank of this host has failed, or has ended without starting `sequence`. A rank that has ended after
+  // that.
+  std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
+  // Fails if that rank, if any, has ended so long ago, as far as `since` knows, that it would have sent its data.
+  void check_left(std::optional<int> rank, std::optional<Stopwatch>& since, double grace, const std::string& text);
+  ErrorFields left(int rank, const std::string& text) const;
   // The caller must hold neither the lock nor a reference to the communicator of NCCL.
   void fail(const ErrorFields& failure);
   [[noreturn]] void fail_and_throw(const ErrorFields& failure);
@@ -122,6 +132,7 @@ class NcclCommunicator {
   const Limits limits_;
   const double abort_seconds_;
   const Hooks hooks_;
+  const ForkGuard fork_guard_;
   const std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();  // threads that are left in NCCL use it
 
   // One caller at a time; taken before mutex_. The next two are its own.

@@ -20,6 +20,7 @@ constexpr double close_seconds = 5.0;
 // -- failure and end --------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Opened> NcclCommunicator::opened() {
+  fork_guard_.require(board_->peers().me());  // before the lock, which a thread of the parent may hold
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
   if (closed_)
@@ -29,6 +30,7 @@ std::shared_ptr<Opened> NcclCommunicator::opened() {
 }
 
 void NcclCommunicator::check_failure() {
+  fork_guard_.require(board_->peers().me());
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
 }
@@ -52,27 +54,36 @@ Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequ
   return {story, board_->peers().processes(absent)};
 }
 
-bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
+std::optional<int> NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
+  std::optional<int> gone;
   if (board_->peers().failed()) {
     fail({ErrorKind::other, ""});  // keeps the failure that a peer has recorded
-    return true;
+    return gone;
   }
-  bool any_gone = false;
+  const std::vector<int> absent = board_->absent(sequence);
   for (int q = 0; q < board_->peers().size(); ++q) {
-    const Peers::Presence presence = q == board_->peers().rank() ? Peers::Presence::here : board_->peers().presence(q);
-    if (presence == Peers::Presence::here) continue;
-    any_gone = true;
-    const std::vector<int> absent = board_->absent(sequence);
+    if (q == board_->peers().rank() || board_->peers().presence(q) == Peers::Presence::here) continue;
+    gone = q;
     if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
-    const bool closed = presence == Peers::Presence::closed;
-    fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
-          board_->peers().me().name() + " waits in " + text + ", but a peer " +
-              (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(q),
-          "see that rank's output for the cause, then restart the job",
-          {board_->peers().process(q)}});
-    return true;
+    fail(left(q, text));
+    break;
   }
-  return any_gone;
+  return gone;
+}
+
+void NcclCommunicator::check_left(std::optional<int> rank, std::optional<Stopwatch>& since, double grace,
+                                  const std::string& text) {
+  if (rank && !since) since.emplace();
+  if (rank && since->seconds() > grace) fail(left(*rank, text));
+}
+
+ErrorFields NcclCommunicator::left(int rank, const std::string& text) const {
+  const bool closed = board_->peers().presence(rank) == Peers::Presence::closed;
+  return {closed ? ErrorKind::closed : ErrorKind::peer_lost,
+          board_->peers().me().name() + " waits in " + text + ", but a peer " +
+              (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(rank),
+          "see that rank's output for the cause, then restart the job",
+          {board_->peers().process(rank)}};
 }
 
 // The failure is there before the abort lets collectives "finish", and before the device may stop for `abort_seconds`.
@@ -94,6 +105,7 @@ void NcclCommunicator::fail_and_throw(const ErrorFields& failure) {
 }
 
 void NcclCommunicator::abort(const std::string& text) {
+  fork_guard_.require(board_->peers().me());
   {
     const Lock lock(mutex_);
     if (closed_) return;
@@ -102,6 +114,7 @@ void NcclCommunicator::abort(const std::string& text) {
 }
 
 void NcclCommunicator::close() {
+  if (fork_guard_.forked()) return;
   const Lock turn(turn_);
   {
     const Lock lock(mutex_);
@@ -176,17 +189,13 @@ void NcclCommunicator::look_after_oldest() {
     return fail(failure);
   }
   in.reset();
-  const bool any_gone = check_host(watched->sequence, watched->text);
+  const std::optional<int> gone = check_host(watched->sequence, watched->text);
   forget_finished();
   watched = oldest();
   if (!watched) return;
   if (!watched->ready.reached()) return;
   if (!watched->waits) watched->waits.emplace(limits_, "result");
-  if (any_gone && !watched->gone_since) watched->gone_since.emplace();
-  if (watched->gone_since && watched->gone_since->seconds() > grace_seconds)
-    return fail({ErrorKind::peer_lost,
-                 board_->peers().me().name() + " waits in " + watched->text + " for the data of a rank that has left",
-                 "see the ranks' output"});
+  check_left(gone, watched->gone_since, grace_seconds, watched->text);
   watched->waits->patience.look(
       watched->waits->since.seconds(), [&] { return waiting_in(watched->text, watched->sequence); },
       [&](const std::string& text) { warn(text); }, [this](const ErrorFields& failure) { fail(failure); });

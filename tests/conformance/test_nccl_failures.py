@@ -1,8 +1,11 @@
 """Errors that ranks on GPUs get when something fails; over emulated CUDA and a stand-in for NCCL."""
 
 import ctypes
+import gc
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -49,6 +52,25 @@ def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
 def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
     *survivors, lost = run_ranks(lose_last_rank, 3, connect, how, waiting_in)
     assert_loss_is_told(survivors, lost, error)
+
+
+def lose_while_connecting(job: LocalJob, function: str) -> None:
+    """The last rank is killed inside of a call that connects the ranks, once the others wait for it there."""
+    if job.topology.rank == 2:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        comm = connect(job, SLEEP=f"{function}:1000")
+    else:
+        comm = connect(job)
+    comm.all_reduce(comm.xp.zeros(3)).wait()
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce"])
+def test_a_peer_that_is_lost_while_ranks_connect_is_named(function: str) -> None:
+    *survivors, lost = run_ranks(lose_while_connecting, 3, function)
+    assert [o.error for o in survivors] == ["PeerLostError"] * 2, survivors
+    for outcome in survivors:
+        assert re.search(rf"but a peer has ended: rank 2 \(host .*, pid {lost.pid or ''}", outcome.text)
 
 
 # -- stalled peers -----------------------------------------------------------------------------------------------------
@@ -256,6 +278,32 @@ def test_close_is_idempotent_and_final(job: LocalJob) -> None:
     comm.close()
     with pytest.raises(CommunicatorError, match="use it before close"):
         comm.all_reduce(comm.xp.zeros(3))
+
+
+@with_ranks(2)
+def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
+    comm = connect(job)
+    array = comm.xp.full(3, job.topology.rank + 1)
+    work = comm.all_reduce(array)
+    kept = comm._scratch, [arrays for _, arrays in comm._in_use]  # freeing takes a lock, which a thread may hold
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (lambda: comm.all_reduce(array), work.wait, lambda: comm.abort("no")):
+                with pytest.raises(UsageError, match="forked"):
+                    call()
+            comm.close()
+            del comm, work, call
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    work.wait()
+    comm.barrier()
+    assert array.get().tolist() == [3, 3, 3]
+    del kept
 
 
 @with_ranks(1)
