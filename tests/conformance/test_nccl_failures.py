@@ -54,20 +54,20 @@ def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> 
     assert_loss_is_told(survivors, lost, error)
 
 
-def lose_while_connecting(job: LocalJob, function: str) -> None:
+def lose_while_connecting(job: LocalJob, function: str, folder: str) -> None:
     """The last rank is killed inside of a call that connects the ranks, once the others wait for it there."""
     if job.topology.rank == 2:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        comm = connect(job, SLEEP=f"{function}:1000")
+        comm = connect(job, SLEEP=f"{function}:1000", FOLDER=folder)
     else:
-        comm = connect(job)
+        comm = connect(job, FOLDER=folder)
     comm.all_reduce(comm.xp.zeros(3)).wait()
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce"])
-def test_a_peer_that_is_lost_while_ranks_connect_is_named(function: str) -> None:
-    *survivors, lost = run_ranks(lose_while_connecting, 3, function)
+def test_a_peer_that_is_lost_while_ranks_connect_is_named(function: str, tmp_path: Path) -> None:
+    *survivors, lost = run_ranks(lose_while_connecting, 3, function, str(tmp_path))
     assert [o.error for o in survivors] == ["PeerLostError"] * 2, survivors
     for outcome in survivors:
         assert re.search(rf"but a peer has ended: rank 2 \(host .*, pid {lost.pid or ''}", outcome.text)
@@ -187,16 +187,16 @@ def test_an_asynchronous_error_reaches_all_ranks_and_aborts(tmp_path) -> None:  
         assert "Finalize" not in calls
 
 
-def meet_error(job: LocalJob, function: str) -> None:
-    comm = connect(job, **({"FAIL": f"{function}:3"} if job.topology.rank == 1 else {}))
+def meet_error(job: LocalJob, function: str, folder: str) -> None:
+    comm = connect(job, FOLDER=folder, **({"FAIL": f"{function}:3"} if job.topology.rank == 1 else {}))
     comm.all_reduce(comm.xp.zeros(3)).wait(100.0)
     comm.all_gather_ragged(comm.xp.zeros(3)).wait()
     comm.barrier()
 
 
 @pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce", "ncclBroadcast"])
-def test_an_error_of_one_rank_ends_the_wait_of_all(function: str) -> None:
-    for outcome in run_ranks(meet_error, 2, function):
+def test_an_error_of_one_rank_ends_the_wait_of_all(function: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(meet_error, 2, function, str(tmp_path)):
         assert outcome.error == "CommunicatorError", outcome.trace
         assert re.search(r"rank 1 \(host .*: NCCL failed in .*: internal error", outcome.text)
 

@@ -7,6 +7,7 @@
 //   FAKE_NCCL_FAIL=ncclSend:5        that function returns 5
 //   FAKE_NCCL_SLEEP=ncclSend:0.5     that function takes half a second
 //   FAKE_NCCL_CONNECTED=1            ranks are connected at first, as before NCCL 2.22
+//   FAKE_NCCL_FOLDER=path            where ranks meet, in place of /dev/shm: a file stays if one does not come
 //   FAKE_NCCL_ASYNC_ERROR=7:6        from the 7th collective on, ncclCommGetAsyncError says 6, and none ends
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -241,7 +242,8 @@ EXPORT Result ncclCommInitRankConfig(Comm** out, int size, UniqueId id, int rank
   Channel& channel = *comm->channel;
   channel.rank = rank;
   channel.size = size;
-  channel.path = std::string("/dev/shm/fake-nccl-") + id.internal;
+  const std::string folder = setting("FAKE_NCCL_FOLDER");
+  channel.path = (folder.empty() ? "/dev/shm" : folder) + "/fake-nccl-" + id.internal;
   const std::size_t bytes = channel.bytes();
   const int fd = ::open(channel.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return Result::system_error;
