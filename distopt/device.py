@@ -65,7 +65,7 @@ def get_num_gpus() -> int:
 
 
 def get_gpu_ids() -> list[int]:
-    """Their numbers, from 0."""
+    """The numbers of the GPUs that `get_num_gpus` counts, from 0."""
     return [*range(get_num_gpus())]
 
 

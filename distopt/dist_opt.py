@@ -122,8 +122,8 @@ class DistOpt:
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
         of_steps = None if shards is None else Shards(shards, seed, communicator.topology)
         self._engine = Engine(communicator, non_finite, check_every, of_steps)
-        self._layout: Layout | None = None  # whose views autograd writes into
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
+        self._layout: Layout | None = None  # of the buckets that autograd writes into
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view of a bucket, as a tensor
         self._accumulation = GradientAccumulation()
 
     def __call__(self, loss: Tensor) -> None:

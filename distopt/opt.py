@@ -48,7 +48,7 @@ class DistOpt(dist_opt.DistOpt):
         local_rank: number of this process (with `nccl_id`).
         world_size: number of processes (with `nccl_id`).
         buffSize: elements of one message of `fused_all_reduce`; more are sent as several.
-        job: this and all further ones: see `distopt.dist_opt.DistOpt`.
+        job: for this argument and those after it, see `distopt.dist_opt.DistOpt`.
     """
 
     def __init__(

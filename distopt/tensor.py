@@ -56,17 +56,17 @@ def to_numpy(values: Any) -> np.ndarray[Any, Any]:
 
 
 def zeros(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """float32 zeros."""
+    """A tensor of zeros, float32."""
     return Tensor(shape, device)
 
 
 def ones(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """float32 ones."""
+    """A tensor of ones, float32."""
     return Tensor(shape, device).set_value(1)
 
 
 def random(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """float32 random numbers in [0, 1), from the device's `host_rng`."""
+    """A tensor of random numbers in [0, 1), float32, from the device's `host_rng`."""
     return Tensor(shape, device).uniform(0, 1)
 
 

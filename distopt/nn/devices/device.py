@@ -93,7 +93,7 @@ class Device:
 
     @contextmanager
     def seeded(self, seed: Any) -> Iterator[None]:
-        """Local. In the body of a `with`, `rng` is another generator, made from `seed`; then the one of before."""
+        """Local. In the body of a `with`, `rng` is a new generator, made from `seed`; afterwards, the old one."""
         kept, self._rng = self._rng, None
         self._seed = seed  # a generator takes 20 us to make, and most steps need none
         try:

@@ -22,7 +22,7 @@ class Pooling2d(Windowed):
     Args:
         kernel_size: one integer or two, height and width of a window.
         stride: from one window to the next (default: the window's size).
-        padding: around the images, as in `Conv2d`: never the maximum, and zeros in a mean.
+        padding: around the images, as in `Conv2d`; it is never the maximum, and counts as zeros in a mean.
         is_max: whether to take the maximum.
         pad_mode: as in `Conv2d`.
     """

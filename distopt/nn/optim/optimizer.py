@@ -121,7 +121,7 @@ class Optimizer:
 
     @property
     def can_gate(self) -> bool:
-        """Local. Whether `gated` can keep this optimizer from updating; not if scripts define its rule."""
+        """Local. Whether `gated` can keep this optimizer from updating. False for a rule that a script defines."""
         return False
 
     @contextmanager

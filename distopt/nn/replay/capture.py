@@ -42,7 +42,7 @@ class Capture:
         return any(run.ptr <= address < run.ptr + run.size for run in self.memory)
 
     def begin(self, what: str) -> None:
-        """Capture the work of this thread until `end`; until then, another stream is CuPy's current one."""
+        """Capture the work of this thread, the pass `what`, until `end`. Meanwhile CuPy works on another stream."""
         with contextlib.ExitStack() as inside:
             inside.enter_context(_no_collection())
             inside.enter_context(self._stream)
