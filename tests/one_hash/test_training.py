@@ -285,7 +285,7 @@ def _refused(comm):
         run.net._optimizer = run.opt
     run.net.body.layers = (SyncBatchNorm2d(), *run.net.body.layers[2:])
     run.net.set_optimizer(run.opt)
-    run.net.body.layers[0].take(run.opt.reduce)
+    run.net.body.layers[0].use_optimizer(run.opt)
     with pytest.raises(UsageError, match="SyncBatchNorm2d, or another sum over ranks"):
         run.step(indices)
     with pytest.raises(StateError, match="of shards=8, seed=7, not shards=4, seed=7"):
