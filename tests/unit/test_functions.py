@@ -125,6 +125,7 @@ SINGLE = {
 SEVERAL = {
     "add": Case(autograd.add, np.add, (some(3, 1, 2), some(4, 1))),
     "add a number": Case(lambda a: autograd.add(a, 2), lambda a: a + 2, (some(3),)),
+    "sub from a number": Case(lambda a: autograd.sub(2, a), lambda a: 2 - a, (some(3),)),
     "add_all": Case(autograd.add_all, lambda a, b, c: a + b + c, (some(2, 3), some(3), some(2, 1))),
     "add_bias": Case(autograd.add_bias, np.add, (some(3, 4), some(4))),
     "add_bias to columns": Case(

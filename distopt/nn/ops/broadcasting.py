@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -38,11 +39,12 @@ __all__ = [
 ]
 
 
-def _of_two(name: str, text: str, operation: Callable[[], Operation]) -> Callable[[Tensor, Tensor | float], Tensor]:
+def _of_two(name: str, text: str, operation: Callable[[], Operation]) -> Callable[..., Tensor]:
     """The function `name`, with the docstring `text`: an operation on a tensor and a tensor, array or number."""
 
-    def function(a: Tensor, b: Tensor | float) -> Tensor:
-        return operation()(a, a.operand(b))
+    def function(a: Tensor | float, b: Tensor | float) -> Tensor:
+        given: Any = a if isinstance(a, Tensor) else b
+        return operation()(*([given.operand(a), given.operand(b)] if isinstance(given, Tensor) else [a, given]))
 
     function.__name__, function.__doc__ = name, text
     return function
