@@ -119,7 +119,7 @@ def _row(name: str, value: Any) -> tuple[str, tuple[str, str]]:
         of = vars(value)["function"].__func__
         text = str(of.__doc__) if of.__name__.startswith("_") else f"`{of.__name__}`"
         return "classes", (f"`{name}({', '.join(value.options)})`", text)
-    if inspect.isfunction(value) and "<locals>" in value.__qualname__:
+    if inspect.isfunction(value) and value.__code__.co_name == "function":  # a function that another one has made
         return "functions", (f"`{name}{inspect.signature(value)}`", str(value.__doc__))
     if value is None or ((inspect.isfunction(value) or inspect.isclass(value)) and value.__qualname__ == name):
         return "", ("", "")

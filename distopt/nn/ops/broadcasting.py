@@ -46,7 +46,8 @@ def _of_two(name: str, text: str, operation: Callable[[], Operation]) -> Callabl
         given: Any = a if isinstance(a, Tensor) else b
         return operation()(*([given.operand(a), given.operand(b)] if isinstance(given, Tensor) else [a, given]))
 
-    function.__name__, function.__doc__ = name, text
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
     return function
 
 
@@ -56,7 +57,8 @@ def _of_several(name: str, text: str, operation: Callable[[], Operation]) -> Cal
     def function(*xs: Tensor) -> Tensor:
         return operation()(*xs)
 
-    function.__name__, function.__doc__ = name, text
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
     return function
 
 

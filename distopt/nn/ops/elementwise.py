@@ -90,7 +90,8 @@ def _function(name: str, text: str, value: str | Formula, slope: Formula) -> Cal
     def function(x: Tensor) -> Tensor:
         return operation()(x)
 
-    function.__name__, function.__doc__ = name, text
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
     return function
 
 
