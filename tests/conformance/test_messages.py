@@ -106,6 +106,27 @@ def test_after_a_mismatch_every_call_raises_it(job: LocalJob, first: str) -> Non
     assert not any(array.any() for array in arrays)
 
 
+@pytest.mark.parametrize("count", [4, LARGE])
+@with_ranks(2)
+def test_a_message_that_comes_before_it_is_awaited_must_suit(job: LocalJob, count: int) -> None:
+    """It lies aside, all of it or as much as there is room for, since another one was awaited first."""
+    comm = connect(job)
+    if job.topology.rank == 0:
+        comm.send(np.ones(count), 1)
+        job.all_gather(b"sent")
+        job.all_gather(b"rank 1 has met it")
+        with pytest.raises(MismatchError):
+            comm.barrier()
+        return
+    job.all_gather(b"sent")
+    comm.receive(np.zeros(3), 0, tag=1)  # takes what has come
+    work = comm.receive(array := np.zeros(count - 1), 0)
+    with pytest.raises(MismatchError, match=f"sent {count:,} float64 with tag 0, where rank 1"):
+        work.wait()
+    assert not array.any()
+    job.all_gather(b"rank 1 has met it")
+
+
 def lose_rank_1(job: LocalJob, how: str, waiting: str) -> None:
     comm = connect(job)
     array = np.zeros(LARGE, np.float32)
