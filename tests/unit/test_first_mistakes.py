@@ -66,13 +66,6 @@ ONE_WAY = """
 class OneWay(Exception):
     def __init__(self, a, b): super().__init__(a)
 """
-IN_MAIN_WITHOUT_FILE = f"""
-import sys
-del __file__
-cell = compile({UNGUARDED!r}, "<ipython-input-1>", "exec")
-exec(cell, sys.modules["__main__"].__dict__)
-"""
-
 # by name: a script, the start of its line on stderr, as a pattern of a shell, and how it is run
 MISTAKES = {
     "a lambda": (main_of("launch.main(lambda *ranks: None, 2)"), f"error: <lambda> {NOT_SENT}"),
@@ -103,7 +96,6 @@ MISTAKES = {
         NO_SCRIPT.replace("work", "new"),
         "prompt after a script",
     ),
-    "a function of a notebook": (IN_MAIN_WITHOUT_FILE, NO_SCRIPT),
     "no guard": (UNGUARDED, NO_GUARD),
     "no guard with -m": (UNGUARDED, NO_GUARD, "-m"),
     "no guard in the main of a package": (UNGUARDED, NO_GUARD, "-m package"),
