@@ -144,7 +144,7 @@ def normalized(x, mean=MEAN, std=STD):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("pixels", [0, 1, 2])
 def test_each_image_is_a_shift_of_itself_and_all_shifts_occur(channels, pixels):
-    x = images(300, channels)
+    x = images(200, channels)
     before = x.copy()
     out = np.full(x.shape, np.nan, np.float32)
     assert random_shift(x, out, np.random.default_rng(3), pixels) is out
