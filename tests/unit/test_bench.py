@@ -186,6 +186,7 @@ def test_the_slowest_rank_counts_and_turns_add_up():
     assert result.equal
 
 
+@pytest.mark.slow
 def test_a_small_training_run(tmp_path, capsys):
     path = tmp_path / "out.json"
     assert main(f"train --batch-size 4 -n 3 -w 1 --turns 2 --apart --json {path}".split()) == 0

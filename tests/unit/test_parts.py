@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.processes import ROOT
 
 PLUGIN = "from tests.parts import pytest_addoption, pytest_collection_modifyitems"
@@ -26,6 +28,7 @@ def test_swept(a, b): pass
 """
 
 
+@pytest.mark.slow
 def test_the_parts_are_the_suite(tmp_path):
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_suite.py").write_text(SUITE)
