@@ -587,19 +587,6 @@ def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, caplog):
     assert names(copy) == [step_name(2), step_name(4)]
 
 
-def test_what_a_look_at_the_files_shows(copy, saved):
-    assert survey(copy / step_name(2)) == (True, False)
-    shutil.copy(saved / step_name(1) / FILES[2], copy / step_name(2))
-    assert survey(copy / step_name(2)) == (False, False), "files of two saves"
-    for file in FILES[1:]:
-        assert survey(copy / step_name(1)) == (True, False)
-        (copy / step_name(1) / file).rename(copy / file)
-        assert survey(copy / step_name(1)) == (False, True)
-        (copy / file).rename(copy / step_name(1) / file)
-        (copy / step_name(3) / file).write_bytes(b"")
-        assert survey(copy / step_name(3)) == (False, False)
-
-
 def test_refused_checkpoints_are_replaced(copy):
     (copy / step_name(3) / FILES[2]).unlink()
     run(copy, 1)
