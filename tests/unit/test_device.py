@@ -1,4 +1,4 @@
-"""Devices, and what happens where there is no GPU."""
+"""Devices, and their absence: the CPU takes the place of a GPU."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""`make first-gpu` where there is no GPU: parts that hang, crash or are missing."""
+"""`make first-gpu` without a GPU: parts that hang, crash or are missing."""
 
 import os
 import subprocess
