@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..launch.end_together.report import supervisor
+from ..launch.heal.modules import installed_modules
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, copy_of, exchanged, look_at
@@ -229,7 +230,7 @@ class Memory:
         if self._n_copies == 1 and self._place == 0:
             mpi4py: Any = sys.modules.get("mpi4py")
             hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
-            supervisor.send("modules", names=[name for name in sys.modules if name != hidden])
+            supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])
         if self._n_copies & (self._n_copies - 1) == 0:
             if self._n_copies >= _FIRST_PACE:
                 self._pace()

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -154,3 +155,56 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_pa
     job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
     (tmp_path / "end").touch()
     assert job.end() == want
+
+
+# Its module `place` reads the rank at its import; the working directory has another module of that name.
+OWN_MODULES = """
+import os, signal
+import numpy as np
+import distopt, place
+from distopt.checkpoint import Checkpoint
+
+world, state = distopt.init(), np.zeros(2)
+saved = Checkpoint(None, state=state)
+resumed = saved.resume()
+end = saved.steps + 3 if resumed else 10**9
+while saved.steps < end:
+    state += world.all_reduce(1)
+    saved.step()
+    if not resumed and world.rank == 1 and saved.steps > 8 and os.path.exists(__file__ + ".warm"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+saved.close()
+print(f"rank {world.rank} imported {place.NAME} as rank {place.RANK}", flush=True)
+"""
+
+
+def test_a_healed_rank_imports_the_modules_of_the_script_itself(start, tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    for folder, name in ((tmp_path, "another"), (tmp_path / "sub", "its own")):
+        (folder / "place.py").write_text(f"import os\nNAME, RANK = {name!r}, os.environ.get('RANK', '0')\n")
+    script = tmp_path / "sub" / "train.py"
+    script.write_text(OWN_MODULES)
+    monkeypatch.chdir(tmp_path)
+    job = start([*RUN, "--heal", str(script)])
+    job.fork_server()
+    (tmp_path / "sub" / "train.py.warm").touch()
+    job.wait_for("; healed: ")
+    for rank in range(2):
+        job.wait_for(f"rank {rank} imported its own as rank {rank}$")
+
+
+def test_a_library_that_reads_the_rank_at_its_import_is_left_to_the_ranks(tmp_path):
+    for name, line in (
+        ("asks", "RANK = os.environ.get('RANK')"),
+        ("imports", "import asks"),
+        ("copies", "dict(os.environ)"),
+    ):
+        (tmp_path / f"{name}.py").write_text(f"import os\ntry:\n    {line}\nexcept Exception:\n    pass\n")
+    text = "import sys; from distopt.launch.heal import fork_server as s; sys.path.insert(1, sys.argv[1]); "
+    text += "names = ['asks', 'imports', 'copies']; s._import(names); print([name in sys.modules for name in names])"
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[False, False, True]\n"

@@ -213,9 +213,9 @@ def test_a_job_goes_on_whose_log_files_find_no_room(tmp_path, folder):
 def test_rank_0_asks_at_a_terminal(tmp_path):
     script = tmp_path / "ask.py"
     script.write_text("import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))\n")
-    pid, terminal = pty.fork()
-    if not pid:
-        os.execv(RUN[0], [*RUN, str(script)])
+    terminal, end = pty.openpty()
+    agent = subprocess.Popen([*RUN, str(script)], stdin=end, stdout=end, stderr=end, start_new_session=True)
+    os.close(end)
     shown = b""
     with contextlib.suppress(OSError):  # Linux: the process at the other end has ended
         while part := os.read(terminal, 4096):
@@ -223,5 +223,5 @@ def test_rank_0_asks_at_a_terminal(tmp_path):
             if shown == b"name? ":
                 os.write(terminal, b"Ann\n")
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert agent.wait() == 0
     assert shown.replace(b"\r\n", b"\n") == b"name? Ann\nhello Ann\n"

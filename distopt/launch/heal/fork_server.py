@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ _FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a for
 _REST_SECONDS = 0.5  # delay of a new spare: ranks that start have more use for the cores
 _AHEAD_SECONDS = 0.1  # then another rank no longer waits for rank 0 to listen
 _N_FDS = 5  # the order, and the four for the rank
+# Variables whose values differ between ranks or between attempts.
+_OF_RANKS = {DISTOPT_RUN.rank, DISTOPT_RUN.size, DISTOPT_RUN.local_rank, DISTOPT_RUN.local_size, DISTOPT_RUN.node}
+_OF_RANKS |= {DISTOPT_RUN.address, DISTOPT_RUN.port, "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -160,6 +163,33 @@ def _receive(link: socket.socket) -> tuple[Any, list[int]]:
     return content, fds[1:]
 
 
+class _AskedForRankError(BaseException):
+    """A module reads a variable of a rank when it is imported, so the rank must import it.
+
+    No `except Exception` of the module may take it for something else.
+    """
+
+
+@contextlib.contextmanager
+def _without_ranks() -> Iterator[None]:
+    """In the block, reading a variable of a rank is an error."""
+    kind: Any = type(os.environ)
+    read = kind.__getitem__
+
+    def refuse(env: Any, name: str) -> str:
+        if name in _OF_RANKS:
+            raise _AskedForRankError
+        return str(read(env, name))
+
+    for name in _OF_RANKS:
+        os.environ.pop(name, None)  # copies of the environment may be made
+    kind.__getitem__ = refuse
+    try:
+        yield
+    finally:
+        kind.__getitem__ = read
+
+
 def _import(modules: Sequence[str]) -> None:
     """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and must fail here."""
     with_mpi = "mpi4py.MPI" in modules
@@ -167,9 +197,13 @@ def _import(modules: Sequence[str]) -> None:
         importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
     else:
         sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
-    for name in modules:
-        with contextlib.suppress(BaseException):  # SystemExit, too; the rank imports it again, and reports why it fails
-            importlib.import_module(name)
+    if not _is_path_safe():
+        del sys.path[0]  # the working directory, whose modules would take the places of installed ones
+    with _without_ranks():
+        for name in modules:
+            # SystemExit, too. The rank imports it again, and reports why it fails.
+            with contextlib.suppress(BaseException):
+                importlib.import_module(name)
     if not with_mpi:
         del sys.modules["mpi4py.MPI"]
 
@@ -260,11 +294,20 @@ def _use_threads(env: Mapping[str, str]) -> None:
 def _run(program: Sequence[str]) -> None:
     """Run the arguments after the name of the interpreter, as it does."""
     if program[1] == "-m":
-        sys.argv, sys.path[0] = list(program[2:]), os.getcwd()  # noqa: PTH109 - a string
+        sys.argv, folder = list(program[2:]), os.getcwd()  # noqa: PTH109 - a string
+    else:
+        sys.argv, folder = list(program[1:]), os.path.dirname(os.path.realpath(program[1]))  # noqa: PTH120
+    if not _is_path_safe():
+        sys.path.insert(0, folder)
+    if program[1] == "-m":
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = list(program[1:]), os.path.dirname(os.path.realpath(program[1]))  # noqa: PTH120
         runpy.run_path(program[1], run_name="__main__")
+
+
+def _is_path_safe() -> bool:
+    """Whether `sys.path` begins with neither the script's folder nor the working directory: python -P, from 3.11 on."""
+    return bool(getattr(sys.flags, "safe_path", False))
 
 
 def _main() -> None:
