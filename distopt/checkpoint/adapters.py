@@ -276,7 +276,7 @@ def copy_of(array: Any) -> np.ndarray[Any, Any]:
 
 
 def of_device(name: str) -> bool:
-    """Local. Whether an adapter of that name is for a device's generator. Another kind of device has another one."""
+    """Local. Whether an adapter of that name is for a device's generator. Devices of another kind have others."""
     return "." in name
 
 

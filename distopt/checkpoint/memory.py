@@ -119,8 +119,8 @@ class Memory:
 
     Args:
         place: number of this rank among the ranks of the agent.
-        n_ranks: number of these.
-        fds: of their slots.
+        n_ranks: number of ranks of the agent.
+        fds: descriptors of all slots of the agent.
         ranks: all ranks of the job.
         node: names the node of the agent.
         attempt: how many times the ranks have been started before.

@@ -27,7 +27,7 @@ from .ring import MAX_GROUPS, Group, Ring
 _log = logging.getLogger("distopt")
 
 _STACK_LOOKS, _LOOK_SECONDS = 20, 0.03  # then this process no longer waits for the stacks of other processes
-_ASKED_NS = 2_000_000_000  # for so long, SIGQUIT is a request of another rank
+_ASKED_NS = 2_000_000_000  # a SIGQUIT within this time of another rank's request belongs to it
 
 
 class FlightRecord:
@@ -180,7 +180,7 @@ def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Local. Whole, though several processes write it and may be killed meanwhile."""
+    """Local. Write a file that is whole at any moment, though several processes write it and may be killed."""
     part = path.with_name(f"{os.getpid()}.part")
     part.write_bytes(content)
     part.replace(path)

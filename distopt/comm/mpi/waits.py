@@ -20,9 +20,6 @@ from .peers import LocalPeers
 _log = logging.getLogger("distopt")
 
 _ANSWER_SECONDS = 0.2  # ranks that wait answer each other within this time; a silent one is blamed
-_FAREWELL_SECONDS = 1.0  # then a rank that exits stops waiting for the others to close their communicators
-
-_closed: list[MpiNotes] = []
 
 
 class _Awaited(Protocol):
@@ -152,9 +149,7 @@ class Waits:
         oldest = self.core.oldest
         self._peers.close()
         self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
-        _closed.append(self._notes)
-        if len(_closed) == 1:
-            after_closing(_read_farewells)
+        after_closing(self._notes.read_last)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank != self._rank]
@@ -169,12 +164,3 @@ class Waits:
             f"{self.me.name} waits in {operation} for {', '.join(one.name for one in absent) or 'slow transfers'}; "
             f"{last if core.last_agreed else 'none was started'}"
         ), absent
-
-
-def _read_farewells() -> None:
-    """Receive the messages that peers sent when they closed: UCX warns of messages that were never received."""
-    deadline = time.monotonic() + _FAREWELL_SECONDS
-    for notes in _closed:
-        while not notes.all_closed() and time.monotonic() < deadline:
-            notes.read()
-            time.sleep(1e-4)

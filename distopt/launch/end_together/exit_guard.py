@@ -75,10 +75,10 @@ class ExitGuard:
         if self._mpi is None:
             self._mpi, self._pid = mpi, os.getpid()
             sys.excepthook = partial(self._uncaught, supervisor.unhook())
-            # Nothing else serves than to replace both. Whether to close the communicators or to abort is decided in an
+            # Both must be replaced. Whether to close the communicators or to abort is decided in an
             # exit handler of Python, which does not get the exit code; C's `on_exit` gets it when Python has ended.
             sys.exit = partial(self._exit, sys.exit)
-            # This one calls no handler at all, and mpiexec acts on the code at once.
+            # os._exit calls no handler at all, and mpiexec acts on the code at once.
             os._exit = partial(self._exit_now, os._exit)
             _core.refuse_early_exit(self._says(_EARLY.format("exit(0) of C")))
             atexit.register(self._at_exit)

@@ -282,7 +282,7 @@ def _let_listen(env: Mapping[str, str]) -> None:
 
 
 def _use_threads(env: Mapping[str, str]) -> None:
-    """As libraries that are loaded in this environment do."""
+    """Use as many threads as libraries that are loaded in this environment would."""
     omp = int(env.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
     blas = int(env.get("OPENBLAS_NUM_THREADS", env.get("MKL_NUM_THREADS", 0))) or omp
     if max(omp, blas) > 1:
@@ -292,7 +292,7 @@ def _use_threads(env: Mapping[str, str]) -> None:
 
 
 def _run(program: Sequence[str]) -> None:
-    """Run the arguments after the name of the interpreter, as it does."""
+    """Run the script or module of a command, as its interpreter would."""
     if program[1] == "-m":
         sys.argv, folder = list(program[2:]), os.getcwd()  # noqa: PTH109 - a string
     else:

@@ -23,7 +23,7 @@ from ..supervise.ranks import Rank
 from ..supervise.screen import Screen
 
 _PERIOD = 1.0  # seconds between two looks
-_LOOKS = 11  # rates are means over so many looks, less one
+_LOOKS = 11  # to keep: rates are means over the time between the first and the last of them
 _LONGEST_PAUSE = 60.0  # between the lines of a log
 _WAITING = 0.5  # seconds of a wait that are worth a word
 _IDLE = 0.3  # share of a core: a rank that uses less computes nothing
@@ -173,7 +173,7 @@ class Monitor:
             self._output.show()
 
     def forget(self, n_ranks: int) -> None:
-        """Local. There are only so many ranks from now on."""
+        """Local. Drop the rows of ranks from this number on, which no longer exist."""
         self._rows = {rank: row for rank, row in self._rows.items() if rank < n_ranks}
 
     def take(self, row: dict[str, Any]) -> None:

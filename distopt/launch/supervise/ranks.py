@@ -276,7 +276,7 @@ class LocalRanks:
                 rank.failure = replace(failure, text=f"{failure.text.rstrip()}; flight record in {folder}")
 
     def fail(self, rank: Rank, code: int, text: str) -> None:
-        """Local. Take a rank that has not ended for one that has failed."""
+        """Local. Count a rank as failed although it has not ended."""
         if rank.failure is None:
             who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
             rank.failure = Failure(rank.rank, code, f"{who} {text}")
