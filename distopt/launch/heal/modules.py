@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import site
 import sys
 import sysconfig
 from pathlib import Path
@@ -15,8 +14,8 @@ def installed_modules() -> list[str]:
 
     The script's own modules are left out: their values may depend on the rank, on its process or on its folder.
     """
-    paths = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders = [*paths, *map(Path, [*site.getsitepackages(), site.getusersitepackages()]), _PACKAGE]
+    folders = [path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))]
+    folders += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(_PACKAGE)]
     known = tuple(f"{folder}/" for folder in folders)
     specs = {name: getattr(module, "__spec__", None) for name, module in [*sys.modules.items()]}  # some lack it
     origins = {name: str(getattr(spec, "origin", None)) for name, spec in specs.items()}
