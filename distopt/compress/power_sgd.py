@@ -17,7 +17,7 @@ from .state import CodecState, Part
 
 
 class _Matrix(NamedTuple):
-    """A parameter sent as a product: its place, and views of the mean of M [n, m], P [n, r], Q [m, r], the first Q."""
+    """A parameter sent as a product: its part; views of the mean M [n, m], of P [n, r] and Q [m, r]; the first Q."""
 
     part: Part
     mean: Array
@@ -102,7 +102,7 @@ class PowerSGD(Codec):
         def gradient(own: _Matrix | _Vector) -> Array:
             return total[own.part.offset : own.part.offset + own.part.size].reshape(own.mean.shape)
 
-        with np.errstate(over="ignore", invalid="ignore"):  # of bad gradients
+        with np.errstate(over="ignore", invalid="ignore"):  # by bad gradients, which the verdict names
             for own in matrices:
                 xp.matmul(gradient(own), state.keep("q", part=own.part).reshape(own.start.shape), out=own.p)
         for vector in vectors:

@@ -169,7 +169,7 @@ class CodecState:
         return array
 
     def renew(self, name: str, initial: Array | None = None, part: Part | None = None) -> tuple[Array, Array]:
-        """Local. The array that `keep` gives, to read, and an array to fill, which `accept` puts in its place."""
+        """Local. The current array, which `keep` gives, and one to fill, which `accept` makes the current one."""
         old = self.keep(name, initial, part)
         name = name if part is None else f"{name}/{part.name}"
         if name not in self._new:
@@ -255,7 +255,7 @@ class CodecState:
             check_like(f"{key} of bucket {self.label!r}", view, state[key])
 
     def _views(self) -> States:
-        """The state by "NAME/PARAMETER". An array that holds for all parts appears once for each."""
+        """The state by "NAME/PARAMETER". An array that all parts share appears once for each part."""
         views: States = {}
         for name, array in self._state.items():
             if "/" in name:
@@ -299,7 +299,7 @@ class CodecState:
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
         gathered = _FIELDS * self.topology.world_size
-        # The headers of all ranks and then the own findings, so that the host reads both at once.
+        # The headers of all ranks, then the findings of this one, so that the host reads both at once.
         self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
         self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]

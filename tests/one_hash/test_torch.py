@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from typing import Any
 
@@ -117,6 +118,23 @@ def with_habits(front: str) -> dict[str, np.ndarray]:
     return {**run.states(), "drawn": torch.cat(drawn).numpy()}
 
 
+def with_teacher(front: str) -> dict[str, np.ndarray]:
+    """A copy of the model, made after it was wrapped, sees the batches, too; its layers are others."""
+    expected, run = plain(front), Run(front)
+    teacher = copy.deepcopy(run.net)
+    for _, indices in zip(range(STEPS), run.sampler, strict=False):
+        run.step_of.zero_grad()
+        for x, y in run.cut.shards(run.x[indices], run.y[indices]):
+            loss = run.loss(x, y)
+            teacher(x)  # after all random numbers of the loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
+        run.step_of.step()
+    for key, array in run.states().items():
+        np.testing.assert_array_equal(array, expected[key], key)
+    return {}
+
+
 def refused(front: str) -> dict[str, np.ndarray]:
     run = Run(front)
     share = BATCH * len(run.cut._shards.mine)
@@ -214,6 +232,10 @@ FRONTS = ["opt", "ddp", "ddp view"]
 @pytest.mark.parametrize("body", [plain, unused, with_habits])
 def test_number_of_ranks(body, front):
     assert_one_hash(body, front)
+
+
+def test_a_copy_of_the_model_trains_nothing():
+    assert_one_hash(with_teacher, "opt", ("2",))
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ class StateDict(Adapter):
         self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._wholes()))
 
     def _wholes(self) -> Callable[[str], Any]:
-        """See `decode`; only models and optimizers have shards."""
+        """The argument `whole` of `decode`; without use here, since only models and optimizers have shards."""
         return str
 
 

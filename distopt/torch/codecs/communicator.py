@@ -44,7 +44,7 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError("this process is not in the process group; make it on the ranks of the group only")
     rank, store = dist.get_rank(group), group.get_group_store()
-    # The ranks make the communicators of a group in the same order; each counts its own in the store.
+    # All ranks make the communicators of a group in the same order, so equal numbers belong to the same one.
     number = store.add(f"distopt.codecs/{rank}", 1)
     store = dist.PrefixStore(f"distopt.codecs/{number}", store.clone())
     seconds = Settings.from_env().timeout

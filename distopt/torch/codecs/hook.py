@@ -48,6 +48,13 @@ class CodecHook:
         self._step: GradientCounter | None = None
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
+    def __deepcopy__(self, _: object) -> Any:
+        """Local. Itself: a copy of DDP, such as one of averaged parameters, keeps the state of its hook, but no hook."""
+        return self
+
+    def __getstate__(self) -> Any:
+        raise UsageError("the state of DDP's hook cannot be pickled; save the model inside of DDP, and its state_dict")
+
     @on_current_stream
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""

@@ -115,7 +115,7 @@ class TrainedParameter:
         return self.from_memory(torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array))
 
     def from_memory(self, row: torch.Tensor) -> torch.Tensor:
-        """Local. Numbers in the order of the parameter's memory, a contiguous tensor, in its shape; a view."""
+        """Local. A contiguous tensor in the order of the parameter's memory, as one of its shape; a view."""
         shape = [self.tensor.shape[dim] for dim in self._dims]
         return row.view(shape).permute([self._dims.index(dim) for dim in range(len(shape))])
 

@@ -124,8 +124,8 @@ class ModelShards(Shards):
         running = self.watch(layer, RunningStatistics(arrays, layer.momentum, passed))
 
         # By arrays, since autograd refuses a backward pass after a tensor operation has changed what it saved.
-        def before(*_: Any) -> None:
-            if layer.training and running.waits:
+        def before(module: torch.nn.Module, *_: Any) -> None:
+            if module is layer and layer.training and running.waits:  # copies of a layer share its hooks
                 kept.append((arrays()[0].copy(), arrays()[1].copy()))
                 for array in arrays():
                     array.fill(0)

@@ -179,8 +179,8 @@ class HostsCommunicator(Communicator):
     def _begin_reduce(self, call: Description, flat: Array) -> Callable[[], None]:
         """Collective in this host. Start a reduction, and return a function that completes it.
 
-        Small arrays are part of the heads. So is the rest of a large array that does not divide into slices and,
-        between two hosts, a slice that is not large itself.
+        The heads carry a small array as a whole. Of a large one, they carry the rest that does not divide into slices
+        and, between two hosts, the slice too, if it is small.
         """
         if flat.nbytes <= self._between.whole_bytes:
             return partial(self._finish_small, call, [flat], self._begin_small(call, [flat]))
@@ -404,7 +404,7 @@ class _Deferred(Work):
         self._run, self._array = lambda _: finish(), array
 
     def leaves(self, array: Array) -> bool:
-        """Local. Whether an operation on `array` may start before this one ends: this one has, on other memory."""
+        """Local. Whether an operation on `array` may start: this one has started, and uses other memory."""
         return self._array is not None and not np.may_share_memory(self._array, array)
 
     def carry_out(self, timeout: float | None) -> int:

@@ -698,6 +698,12 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match="cannot be copied or pickled; save its state_dict"):
             copied(optimizer)
+    hooked_ddp, _ = hooked("fp32", dist.group.WORLD)
+    averaged = torch.optim.swa_utils.AveragedModel(hooked_ddp)
+    averaged.update_parameters(hooked_ddp)
+    same(params_of(averaged)[0], params_of(hooked_ddp)[0])
+    with pytest.raises(UsageError, match="hook cannot be pickled; save the model inside of DDP"):
+        pickle.dumps(hooked_ddp)
     with pytest.raises(StateError, match=r"have no engine, only state, param_groups; .* before it is wrapped"):
         optimizer.load_state_dict(optimizer.optimizer.state_dict())
     with pytest.raises(UsageError, match=r"instead of backward\(create_graph=True\)"):
