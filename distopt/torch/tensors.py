@@ -202,9 +202,7 @@ def as_items(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
 
 def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
     """Local. A dense tensor as an array for a message, with its `wire` type."""
-    if row.dtype == torch.bfloat16:
-        return array_of(row, _UINT16), "bfloat16"
-    return as_items(row)[0], None
+    return as_numbers(row, "product") or (as_items(row)[0], None)  # complex numbers have no product, and go as bytes
 
 
 def refuse_nan(results: Sequence[torch.Tensor], args: Sequence[Any], rank: int) -> None:

@@ -49,7 +49,7 @@ class CodecHook:
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
     def __deepcopy__(self, _: object) -> Any:
-        """Local. Itself: a copy of DDP, such as one of averaged parameters, keeps the state of its hook, but no hook."""
+        """Local. Itself: a copy of DDP, such as that of AveragedModel, keeps the state of its hook, but no hook."""
         return self
 
     def __getstate__(self) -> Any:

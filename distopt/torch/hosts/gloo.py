@@ -160,9 +160,9 @@ class Gloo:
         wide = _MESSAGE | tag << _HASH_BITS | content
         start: Any = self.send if sends else self.receive
         text = (
-            f"{'send' if sends else 'receive'} of a message of {array.size:,} {dtype} with tag {tag} (both sides must "
+            f"{'send' if sends else 'receive'} of a message of {array.size:,} {dtype} with tag {tag} "
+            "(both sides must agree on tag, type and count)"
         )
-        text += "agree on tag, type and count)"
         return GlooMessage(self, start(torch.from_numpy(bytes_of(array)), peer, wide, lambda: text), text, seconds)
 
     def fail(self, error: CommunicatorError, *, is_known: bool = False) -> CommunicatorError:
