@@ -108,15 +108,15 @@ class DistOpt(torch.optim.Optimizer):
         self.optimizer, self.defaults = optimizer, optimizer.defaults
         self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
-        plain, ddp = (None, None) if model is None else plain_model(model)
-        if named_parameters is None and plain is not None:
+        plain, ddp = plain_model(torch.nn.Module() if model is None else model)
+        if named_parameters is None and model is not None:
             named_parameters = plain.named_parameters()
         trained, others = _named(optimizer, named_parameters)
         self._params = [TrainedParameter(name, tensor) for name, tensor in trained]
         if ddp is not None or all(name.startswith("module.") for name, _ in trained):
             self._check_no_ddp()
         self.device = device_of(self._params)
-        self._held = None if plain is None else HeldParameters(plain, self._params)
+        self._held = HeldParameters(plain, self._params)
         communicator = communicator_of(group, self.device)
         self._shards = None
         if shards is not None:
@@ -128,7 +128,7 @@ class DistOpt(torch.optim.Optimizer):
         self._rule = Rule(self._engine.statistics, optimizer)
         with current_stream(self.device):
             self._engine.agreement.attach(self._params)
-            send_first(communicator, [*others, *(() if plain is None else plain.named_buffers())])
+            send_first(communicator, [*others, *plain.named_buffers()])
         self._unused: Literal["zero", "raise"] = "zero" if find_unused_parameters else "raise"
         self._layout: Layout | None = None  # of the last step
         self._step: GradientCounter | None = None
@@ -186,8 +186,7 @@ class DistOpt(torch.optim.Optimizer):
 
     def _check_averaged(self, averaged: Literal["no", "partly"]) -> None:
         self._check_parameters()
-        if self._held is not None:
-            self._held.check()
+        self._held.check()
         views = {} if self._layout is None or averaged == "partly" else views_of(self._layout)
         for param in self._params:
             grad, view = param.tensor.grad, views.get(id(param))
@@ -346,8 +345,7 @@ class DistOpt(torch.optim.Optimizer):
         version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
         if self.partition_elements is not None:
             return engine.begin_partial(self.partition_elements, self._order, rule, version=version)
-        options: dict[str, Any] = {"version": version, "clip": self.clip}
-        return engine.begin(self.codec, self.bucket_elements, self._order, rule, **options)
+        return engine.begin(self.codec, self.bucket_elements, self._order, rule, version=version, clip=self.clip)
 
     def _check_parameters(self) -> None:
         """Local. Scripts replace and convert parameters; the hooks are those of the old ones."""
@@ -390,7 +388,7 @@ class DistOpt(torch.optim.Optimizer):
         if step is None or (not step.is_complete and is_nested_backward()):
             return
         self._step = None
-        if self._held is not None and not step.is_complete:
+        if not step.is_complete:
             with step:
                 self._held.check()
         try:
