@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.conformance.thread_ranks import on_ranks
 from tests.faults.healing import RUN, Job, without_heal
 from tests.faults.healing import disturb as kill
 from tests.processes import Ended, Program
+
+from .disturbed import disturb
 
 SEED = int(os.environ.get("DISTOPT_TEST_SEED", "7"))
 JOB = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node"]
@@ -109,6 +112,14 @@ def test_a_job_with_codecs_heals_with_the_undisturbed_bits(tmp_path, backend, by
     finally:
         job.kill()
     assert sum("resuming from step" in line for line in job.lines) >= 2 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path):
+    """Over distopt; `python -m tests.torch.disturbed` does more, and over Gloo."""
+    signals = [signal.SIGKILL, signal.SIGTERM]
+    assert disturb(net, 2, tmp_path, signals, random.Random(SEED), "--steps", "150") >= 1
 
 
 @pytest.mark.slow
