@@ -31,7 +31,7 @@ _log = logging.getLogger("distopt")
 
 _LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
 _LISTEN_SECONDS = 2.0  # then a process that fails does not wait for its siblings, which print or end
-_awaited: set[int] = set()  # process ids of ranks for whose end this process has waited
+_awaited: set[int] = set()  # process ids of ranks that this process has seen end
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
