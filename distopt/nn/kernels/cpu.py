@@ -29,6 +29,22 @@ Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
+class SavedLinear(NamedTuple):
+    """For `linear_backward`."""
+
+    x: Array
+    w: Array
+    y: Array | None  # with ReLU
+
+
+class SavedLoss(NamedTuple):
+    """For `softmax_cross_entropy_backward`."""
+
+    probability: Array
+    labels: Array | None
+    target: Array | None
+
+
 def to_half(x: Array) -> Array:
     """Return the float32 array x as float16, rounded to nearest; magnitudes above 65,504 become infinite."""
     y = empty(x.shape, np.float16)
@@ -49,7 +65,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     y = empty((len(x), w.shape[1]), x.dtype)
     _core.linear(x, w, b, y, relu)
-    return y, (x, w, y if relu else None)
+    return y, SavedLinear(x, w, y if relu else None)
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
@@ -116,7 +132,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     if bad >= 0:
         assert index is not None
         raise UsageError(f"label {index[bad]} of sample {bad} is outside 0 ... {logits.shape[1] - 1}")
-    return loss, (probability, index, target)
+    return loss, SavedLoss(probability, index, target)
 
 
 def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -137,6 +153,23 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
+class _Conv(NamedTuple):
+    x: Array  # with its border
+    w: Array
+    stride: Pair
+    padding: Pair
+    y: Array | None  # with ReLU, and pooled
+    pooling: tuple[Array, Pair, Pair, Pair] | None  # where the maxima were; kernel, stride, padding
+
+
+class _SavedPool(NamedTuple):
+    x_shape: tuple[int, ...]
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    taken: Array | None  # of max pooling
+
+
 class SavedNorm(NamedTuple):
     """For `batch_norm2d_backward`."""
 
@@ -176,7 +209,7 @@ def conv2d(
     y = empty(shape, x.dtype)
     x = with_border(x, padding, empty)
     _core.conv2d(x, w, b, y, stride, relu, pooling)
-    return y, (x, w, stride, padding, y if relu else None, pooling)
+    return y, _Conv(x, w, stride, padding, y if relu else None, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
@@ -200,14 +233,13 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     shape = pool_out(x.shape, kernel, stride, padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     _core.max_pool2d(x, y, taken, kernel, stride, padding)
-    return y, (x.shape, taken, kernel, stride, padding)
+    return y, _SavedPool(x.shape, kernel, stride, padding, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
     """Return the gradient of x. Of several equal maxima the first in the window receives it."""
-    shape, taken, *window = saved
-    dx = empty(shape, dy.dtype)
-    _core.max_pool2d_backward(dy, taken, dx, *window)
+    dx = empty(saved.x_shape, dy.dtype)
+    _core.max_pool2d_backward(dy, saved.taken, dx, saved.kernel, saved.stride, saved.padding)
     return dx
 
 
@@ -219,14 +251,13 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     """
     y = empty(pool_out(x.shape, kernel, stride, padding), x.dtype)
     _core.avg_pool2d(x, y, kernel, stride, padding)
-    return y, (x.shape, kernel, stride, padding)
+    return y, _SavedPool(x.shape, kernel, stride, padding, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     """Return the gradient of x."""
-    shape, *window = saved
-    dx = empty(shape, dy.dtype)
-    _core.avg_pool2d_backward(dy, dx, *window)
+    dx = empty(saved.x_shape, dy.dtype)
+    _core.avg_pool2d_backward(dy, dx, saved.kernel, saved.stride, saved.padding)
     return dx
 
 

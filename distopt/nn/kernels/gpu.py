@@ -27,7 +27,7 @@ from ...kernels.cuda import (
 )
 from ..devices.label_flag import label_flag
 from . import gpu_images
-from .cpu import SavedNorm
+from .cpu import SavedLinear, SavedLoss, SavedNorm
 from .gpu_base import Array, checked, checked_or_none, product
 
 empty = cupy.empty
@@ -59,7 +59,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     if b is not None or relu:
         aligned = are_aligned(y) and w.shape[1] * y.itemsize % 16 == 0
         launch_units("add_bias", y.size, aligned, y, b, y, y.size, w.shape[1], relu)
-    return y, (x, w, y if relu else None)
+    return y, SavedLinear(x, w, y if relu else None)
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
@@ -138,7 +138,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     launch_rows("cross_entropy", rows, logits, index, target, rows, columns, probability, row_loss)
     flag = label_flag(logits.device.id).address
     launch("mean_loss", (1,), (THREADS,), row_loss, index, rows, columns, loss, flag)
-    return loss, (probability, index, target)
+    return loss, SavedLoss(probability, index, target)
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
