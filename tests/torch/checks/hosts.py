@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.networks.emulation import LINK
-from distopt.torch import join as joining
+from distopt.torch import store_job
 from distopt.torch.hosts import communicator as hosts
 
 from .ranks import Ranks, reduced, same, values
@@ -31,7 +31,7 @@ def check_three_hosts(r: Ranks) -> None:
         return
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-        mock.patch.object(joining, "host_identity", return_value=f"host {r.rank}"),
+        mock.patch.object(store_job, "host_identity", return_value=f"host {r.rank}"),
     ):
         group = dist.new_group()
     with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
