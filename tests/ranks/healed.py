@@ -1,4 +1,4 @@
-"""A job in shards that is to be healed, whose ranks and hosts may come and go; prints each step, and a digest last.
+"""A job that is to be healed, in shards, so that ranks and hosts may come and go; prints each step, and a digest last.
 
 distopt run --heal --nproc-per-node 1:2 -m tests.ranks.healed --steps 100
 """
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--every", type=int, default=40)
     parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
+    parser.add_argument("--no-shards", action="store_true", help="for as many ranks at the end as at the start")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
     args = parser.parse_args()
     if args.lost and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -72,10 +73,11 @@ def main() -> None:
     world = distopt.init()
     device.get_default_device().SetRandSeed(3)
     network = Network()
-    network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=SHARDS, seed=5))
+    shards = None if args.no_shards else SHARDS
+    network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=shards, seed=5))
     numbers = np.random.default_rng(17)
     x, y = numbers.standard_normal((200, 1, 8, 8), np.float32), numbers.integers(0, 4, 200).astype(np.int32)
-    sampler = ShardedSampler(len(x), world.world_size, world.rank, 2, shards=SHARDS)
+    sampler = ShardedSampler(len(x), world.world_size, world.rank, 2, shards=shards)
     network.compile([tensor.from_numpy(x[:2])], is_train=True)
     parts = {"model": network, "optimizer": network.optimizer, "sampler": sampler}
     checkpoint = Checkpoint(args.folder, every=args.every, keep=1000, **parts)
@@ -85,7 +87,7 @@ def main() -> None:
     data = batches(sampler, checkpoint.epoch)
     while checkpoint.steps < args.steps:
         epoch, chosen = next(data)
-        for part in network.optimizer.shards(chosen):
+        for part in [chosen] if shards is None else network.optimizer.shards(chosen):
             network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
         time.sleep(0 if args.until.is_file() else args.pause)
         if world.rank == 1 and checkpoint.steps == args.raise_at:

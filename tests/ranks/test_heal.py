@@ -29,7 +29,7 @@ def paced(end: Path) -> list[str]:
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("folder", [False, True])
 def test_killed_and_stopped_ranks_and_those_that_replace_them(start, tmp_path, folder):
-    command = [*RUN, "--heal", *JOB, "--steps", "600"]
+    command = [*RUN, "--heal", *JOB, "--steps", "600", *([] if folder else ["--no-shards"])]
     want = undisturbed([*command, "--pause", "0"])
     job = start([*command, *paced(tmp_path / "end"), *(["--folder", str(tmp_path / "saved")] if folder else [])])
     server = job.fork_server()

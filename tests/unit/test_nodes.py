@@ -3,6 +3,7 @@
 import re
 import selectors
 import signal
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -116,6 +117,20 @@ def test_a_job_is_healed_as_long_as_there_are_new_steps():
         before = len(job.told)
         job.say("stepped", step=step + 1)
         assert len(job.told) == before  # one line a healing
+
+
+def test_the_time_of_a_healing_after_a_long_time_without_one(monkeypatch):
+    now = time.monotonic()
+    job = OneNode(heal=True)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for _ in range(20):
+        now += 0.25
+        job.owner.look()
+    job.say("failed", [SIGKILL])
+    now += 0.25
+    job.say("ended", [SIGKILL], steps=[3] * 4)
+    now += 0.25
+    assert job.say("stepped", step=4).endswith("healed: step 4 was done after 0.50 s")
 
 
 def test_five_attempts_without_a_new_step_are_the_last():

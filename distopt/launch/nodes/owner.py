@@ -180,9 +180,10 @@ class Owner(Gate):
     def look(self) -> None:
         """Local. Act on timeouts."""
         self._drop_slow_strangers()
+        now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension
         if self._phase is Phase.GATHERING:
-            self._look_for_nodes()
-        elif self._phase is Phase.ENDING and self._clock.seconds() > self._end_by:
+            self._look_for_nodes(now)
+        elif self._phase is Phase.ENDING and now > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
             for node in self._nodes:
@@ -190,8 +191,7 @@ class Owner(Gate):
                     fact = self._failures[self._nodes.first_rank(node)].text
                     self._finish(1, f"{fact}; no other has come in its place")
 
-    def _look_for_nodes(self) -> None:
-        now = self._clock.seconds()
+    def _look_for_nodes(self, now: float) -> None:
         if now > self._came_at + _LAST_CALL_SECONDS:
             self._begin(self._nodes.least)
             if self._phase is not Phase.GATHERING:
