@@ -104,8 +104,7 @@ class NcclCommunicator {
   std::shared_ptr<Opened> opened();
   void check_failure();
 
-  // Fails if a rank of this host has failed, or has ended without starting `sequence`. A rank that has ended after
-  // that.
+  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns a rank that has ended.
   std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
   // Fails if that rank, if any, has ended so long ago, as far as `since` knows, that it would have sent its data.
   void check_left(std::optional<int> rank, std::optional<Stopwatch>& since, double grace, const std::string& text);

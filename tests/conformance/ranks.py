@@ -9,7 +9,8 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -41,6 +42,22 @@ class LocalJob(Job):
 
     def _make_host_group(self) -> HostGroup:
         raise AssertionError
+
+
+@contextmanager
+def forked() -> Iterator[bool]:
+    """Run the block in a forked child, too, which ends with it, and must not raise. Gives whether this is the child."""
+    child = os.fork()
+    if child:
+        yield False
+        assert os.waitpid(child, 0)[1] == 0
+        return
+    code = 1
+    try:
+        yield True
+        code = 0
+    finally:
+        os._exit(code)
 
 
 class SmallChunkCommunicator(ShmCommunicator):

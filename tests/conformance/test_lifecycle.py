@@ -14,7 +14,7 @@ import pytest
 from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
-from .ranks import LocalJob, connect, run_ranks, run_ranks_ok, with_ranks
+from .ranks import LocalJob, connect, forked, run_ranks, run_ranks_ok, with_ranks
 from .scenes import interrupt, signalled
 
 
@@ -148,20 +148,14 @@ def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
     comm = connect(job)
     array = comm.empty(10)
     work = comm.all_reduce(np.zeros(3))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+    with forked() as is_child:
+        if is_child:
             for call in (comm.barrier, comm.progress, lambda: comm.empty(1)):
                 with pytest.raises(UsageError, match="forked"):
                     call()
             comm.close()
             del comm, work, array
             gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
     work.wait()
     comm.barrier()
     assert comm.empty(5).size == 5

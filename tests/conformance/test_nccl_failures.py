@@ -19,7 +19,7 @@ from distopt.settings import Settings
 from tests.emulation import build
 
 from .nccl_ranks import connect
-from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok, with_ranks
+from .ranks import PATIENT, LocalJob, forked, run_ranks, run_ranks_ok, with_ranks
 from .scenes import assert_loss_is_told, assert_stall_is_told, disagree, log_of_distopt, lose_last_rank, wait_briefly
 
 HASTY = Settings(timeout=3.0, stall_warning=1.0)
@@ -286,20 +286,14 @@ def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
     array = comm.xp.full(3, job.topology.rank + 1)
     work = comm.all_reduce(array)
     kept = comm._scratch, [arrays for _, arrays in comm._in_use]  # freeing takes a lock, which a thread may hold
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+    with forked() as is_child:
+        if is_child:
             for call in (lambda: comm.all_reduce(array), work.wait, lambda: comm.abort("no")):
                 with pytest.raises(UsageError, match="forked"):
                     call()
             comm.close()
             del comm, work, call
             gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
     work.wait()
     comm.barrier()
     assert array.get().tolist() == [3, 3, 3]

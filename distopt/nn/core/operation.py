@@ -5,7 +5,7 @@ This module does not import `core.tensor`, whose operators use it: the first inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from ...errors import UsageError
@@ -16,11 +16,19 @@ from .raw import raw
 
 Arrays: TypeAlias = Sequence[Array | None]  # one for each input of an operation, or None
 T = TypeVar("T")  # always Tensor
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wants_gradient(tensor: Any) -> bool:
     """Local. Whether a backward pass needs the gradient of `tensor`; it does not if the tensor is constant data."""
     return bool((tensor.stores_grad and tensor.requires_grad) or tensor.in_graph)
+
+
+def named(function: F, name: str, text: str) -> F:
+    """Local. `function`, which another one has made, with a name of its own and the docstring `text`."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function
 
 
 class Operation:

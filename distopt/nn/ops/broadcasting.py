@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ...kernels import array_module
 from ..core.arithmetic import Add, Broadcast, Div, Mul, Sub, broadcast
 from ..core.array import Array, float32
-from ..core.operation import Arrays, Operation
+from ..core.operation import Arrays, Operation, named
 from ..core.tensor import Tensor
 
 __all__ = [
@@ -42,13 +42,14 @@ __all__ = [
 def _of_two(name: str, text: str, operation: Callable[[], Operation]) -> Callable[..., Tensor]:
     """The function `name`, with the docstring `text`: an operation on a tensor and a tensor, array or number."""
 
-    def function(a: Tensor | float, b: Tensor | float) -> Tensor:
-        given: Any = a if isinstance(a, Tensor) else b
-        return operation()(*([given.operand(a), given.operand(b)] if isinstance(given, Tensor) else [a, given]))
+    def function(a: Any, b: Any) -> Tensor:
+        tensor = a if isinstance(a, Tensor) else b
+        if isinstance(tensor, Tensor):
+            a, b = tensor.operand(a), tensor.operand(b)
+        result: Tensor = operation()(a, b)
+        return result
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return function
+    return named(function, name, text)
 
 
 def _of_several(name: str, text: str, operation: Callable[[], Operation]) -> Callable[..., Tensor]:
@@ -57,9 +58,7 @@ def _of_several(name: str, text: str, operation: Callable[[], Operation]) -> Cal
     def function(*xs: Tensor) -> Tensor:
         return operation()(*xs)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return function
+    return named(function, name, text)
 
 
 add = _of_two("add", "`a + b`, with broadcasting.", Add)

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...kernels import array_module
 from ..core.array import Array, element_type, settled
 from ..core.mode import mode
-from ..core.operation import Arrays, Operation
+from ..core.operation import Arrays, Operation, named
 from ..core.tensor import Tensor
 from ..kernels import kernels_of
 
@@ -90,9 +90,7 @@ def _function(name: str, text: str, value: str | Formula, slope: Formula) -> Cal
     def function(x: Tensor) -> Tensor:
         return operation()(x)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return function
+    return named(function, name, text)
 
 
 def _erf(xp: Any, x: Array) -> Array:

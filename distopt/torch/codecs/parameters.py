@@ -59,6 +59,7 @@ class TrainedParameter:
         if not tensor.permute(self._dims).is_contiguous():
             raise UsageError(f"parameter {name} of strides {tensor.stride()} has gaps; make it contiguous()")
         self.permuted = () if tensor.is_contiguous() else tuple(self._dims)
+        self._strides = tensor.stride()
 
     def check_order(self) -> None:
         """Local. Check that its dimensions have the order in memory that they had.
@@ -66,7 +67,7 @@ class TrainedParameter:
         Raises:
             UsageError: they have another one.
         """
-        if not self.tensor.permute(self._dims).is_contiguous():
+        if self.tensor.stride() != self._strides and not self.tensor.permute(self._dims).is_contiguous():
             raise UsageError(
                 f"parameter {self.name} of strides {self.tensor.stride()} had another memory format when the hook was "
                 "made; convert the model before DDP and its hook"
@@ -116,6 +117,8 @@ class TrainedParameter:
 
     def from_memory(self, row: torch.Tensor) -> torch.Tensor:
         """Local. A contiguous tensor in the order of the parameter's memory, as one of its shape; a view."""
+        if not self.permuted:
+            return row.view(self.tensor.shape)
         shape = [self.tensor.shape[dim] for dim in self._dims]
         return row.view(shape).permute([self._dims.index(dim) for dim in range(len(shape))])
 
