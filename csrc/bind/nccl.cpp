@@ -53,7 +53,7 @@ NcclWork start(Shared communicator, const nb::list& operations, Address stream) 
   std::vector<NcclOperation> given;
   for (const nb::handle each : operations) given.push_back(nb::cast<const NcclOperation&>(each));
   const nb::gil_scoped_release release;
-  auto collective = communicator->start(given, stream_of(stream));
+  auto collective = communicator->start(std::move(given), stream_of(stream));
   return {std::move(communicator), std::move(collective)};
 }
 
@@ -64,9 +64,8 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   Hooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
-  return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
-                               Limits{timeout, stall_warning}, abort, std::move(hooks)),
-          &NcclCommunicator::dispose};
+  return NcclCommunicator::connect(nccl::load(path), unique_id, rank, world_size, std::move(board),
+                                   Limits{timeout, stall_warning}, abort, std::move(hooks));
 }
 
 nb::bytes unique_id(const std::string& path) {
@@ -117,8 +116,6 @@ void bind_nccl(nb::module_& m) {
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
-      // To be called before the last reference goes: the destructor would close under the GIL, and a warning takes
-      // that.
       .def("close", &NcclCommunicator::close, WithoutGil());
 
   m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"), nb::arg("count"),

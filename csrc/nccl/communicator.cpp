@@ -6,15 +6,14 @@
 namespace distopt {
 namespace {
 
+using nccl::Comm;
 using nccl::DataType;
+using nccl::NcclApi;
 using nccl::Result;
 
 // The host runs ahead of the device by so many collectives at most: calls of NCCL and of the driver would wait, and
 // could not be left, where queues of the device are full; they hold about 1,000 launches.
 constexpr std::size_t most_outstanding = 128;
-constexpr std::size_t most_connected = 4096;
-// Connections to a peer that has left fail after this time: others, which take longer, may have all that they need.
-constexpr double connect_grace_seconds = 5.0;
 
 // A type of NCCL, and how many of it make an element. Types that NCCL lacks travel as bytes.
 struct Wire {
@@ -40,60 +39,60 @@ nccl::RedOp nccl_op(RedOp op, DType dtype) {
 }
 
 // NCCL keeps an error of a call in a group and returns it from the end (ncclGroupErrCheck in src/include/group.h).
-Result call_ragged(const Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+Result call_ragged(const NcclApi& api, Comm* comm, const NcclOperation& operation, int rank, cuda::Stream* stream) {
   const Arguments& arguments = operation.arguments;
   const Wire wire = wire_of(arguments.dtype);
   const std::size_t item = item_bytes(arguments.dtype) / wire.factor;
   const bool gathers = arguments.kind == OpKind::all_gather_ragged;
-  if (const Result result = in.api.group_start(); result != Result::success) return result;
+  if (const Result result = api.group_start(); result != Result::success) return result;
   for (int peer = 0; peer < static_cast<int>(operation.received.size()); ++peer) {
     const ByteSpan &to = arguments.parts[gathers ? 0 : peer], &from = operation.received[peer];
     if (gathers && from.bytes != 0)
-      in.api.broadcast(peer == rank ? to.data : from.data, from.data, from.bytes / item, wire.type, peer, in.comm,
-                       stream);
+      api.broadcast(peer == rank ? to.data : from.data, from.data, from.bytes / item, wire.type, peer, comm, stream);
     if (gathers) continue;
-    if (to.bytes != 0) in.api.send(to.data, to.bytes / item, wire.type, peer, in.comm, stream);
-    if (from.bytes != 0) in.api.recv(from.data, from.bytes / item, wire.type, peer, in.comm, stream);
+    if (to.bytes != 0) api.send(to.data, to.bytes / item, wire.type, peer, comm, stream);
+    if (from.bytes != 0) api.recv(from.data, from.bytes / item, wire.type, peer, comm, stream);
   }
-  return in.api.group_end();
+  return api.group_end();
 }
 
-Result call_one(const Opened& in, const NcclOperation& operation, int rank, cuda::Stream* stream) {
+Result call_one(const NcclApi& api, Comm* comm, const NcclOperation& operation, int rank, cuda::Stream* stream) {
   const Arguments& a = operation.arguments;
-  if (is_ragged(a.kind)) return call_ragged(in, operation, rank, stream);
+  if (is_ragged(a.kind)) return call_ragged(api, comm, operation, rank, stream);
   const void* const input = a.parts[0].data;
   void* const output = operation.received[0].data;
   // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
-  if (a.count == 0) return in.api.all_reduce(input, output, 1, DataType::int32, nccl::RedOp::sum, in.comm, stream);
+  if (a.count == 0) return api.all_reduce(input, output, 1, DataType::int32, nccl::RedOp::sum, comm, stream);
   const Wire wire = wire_of(a.dtype);
   const std::size_t count = a.count * wire.factor;
   const nccl::RedOp op = nccl_op(a.op, a.dtype);
   switch (a.kind) {
     case OpKind::barrier:
     case OpKind::all_reduce:
-      return in.api.all_reduce(input, output, count, wire.type, op, in.comm, stream);
+      return api.all_reduce(input, output, count, wire.type, op, comm, stream);
     case OpKind::reduce_scatter:
-      return in.api.reduce_scatter(input, output, count, wire.type, op, in.comm, stream);
+      return api.reduce_scatter(input, output, count, wire.type, op, comm, stream);
     case OpKind::all_gather:
-      return in.api.all_gather(input, output, count, wire.type, in.comm, stream);
+      return api.all_gather(input, output, count, wire.type, comm, stream);
     case OpKind::broadcast:
-      return in.api.broadcast(input, output, count, wire.type, a.root, in.comm, stream);
+      return api.broadcast(input, output, count, wire.type, a.root, comm, stream);
     default:
       return Result::success;
   }
 }
 
-Result call_all(const Opened& in, const std::vector<NcclOperation>& operations, int rank, cuda::Stream* stream) {
-  if (operations.size() == 1) return call_one(in, operations[0], rank, stream);
-  if (const Result result = in.api.group_start(); result != Result::success) return result;
-  for (const NcclOperation& operation : operations) call_one(in, operation, rank, stream);
-  return in.api.group_end();
+Result call_all(const NcclApi& api, Comm* comm, const std::vector<NcclOperation>& operations, int rank,
+                cuda::Stream* stream) {
+  if (operations.size() == 1) return call_one(api, comm, operations[0], rank, stream);
+  if (const Result result = api.group_start(); result != Result::success) return result;
+  for (const NcclOperation& operation : operations) call_one(api, comm, operation, rank, stream);
+  return api.group_end();
 }
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
-                                   std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks)
+NcclCommunicator::NcclCommunicator(const NcclApi& api, int rank, int world_size, std::shared_ptr<Board> board,
+                                   Limits limits, double abort_seconds, Hooks hooks)
     : api_(api),
       rank_(rank),
       world_size_(world_size),
@@ -101,126 +100,99 @@ NcclCommunicator::NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueI
       board_(std::move(board)),
       limits_(limits),
       abort_seconds_(abort_seconds),
-      hooks_(std::move(hooks)) {
+      hooks_(std::move(hooks)) {}
+
+std::shared_ptr<NcclCommunicator> NcclCommunicator::connect(const NcclApi& api, const nccl::UniqueId& id, int rank,
+                                                            int world_size, std::shared_ptr<Board> board, Limits limits,
+                                                            double abort_seconds, Hooks hooks) {
+  const std::shared_ptr<NcclCommunicator> made(
+      new NcclCommunicator(api, rank, world_size, std::move(board), limits, abort_seconds, std::move(hooks)));
+  const auto join = [made = made.get(), id] {
+    nccl::Config config;
+    config.blocking = 1;
+    Comm* comm = nullptr;
+    const Result result = made->api_.comm_init_rank_config(&comm, made->world_size_, id, made->rank_, &config);
+    const Lock lock(made->mutex_);
+    made->comm_ = comm;
+    return result;
+  };
+  std::thread([made] { made->call_nccl(); }).detach();
+  made->watcher_ = std::thread([made] { made->watch(); });
   try {
-    auto made = std::make_shared<Opened>(api_, context_, abort_seconds_);
-    call("ncclCommInitRankConfig", made, true, [id, rank, world_size](Opened& in) {
-      nccl::Config config;
-      config.blocking = 1;
-      return in.api.comm_init_rank_config(&in.comm, world_size, id, rank, &config);
-    });
-    opened_ = std::move(made);
+    made->launch(std::make_shared<NcclCollective>(0, "ncclCommInitRankConfig", join));
   } catch (...) {
-    board_->close();
+    made->close();
     throw;
   }
-  watcher_ = std::thread([this] { watch(); });
+  return made;
 }
-
-NcclCommunicator::~NcclCommunicator() { close(); }
 
 // -- collectives ------------------------------------------------------------------------------------------------------
 
-NcclCommunicator::Work NcclCommunicator::start(const std::vector<NcclOperation>& operations, cuda::Stream* caller) {
-  static_cast<void>(opened());
+NcclCommunicator::Work NcclCommunicator::start(std::vector<NcclOperation> operations, cuda::Stream* caller) {
+  fork_guard_.require(board_->peers().me());  // before the lock, which a thread of the parent may hold
   const Lock turn(turn_);
   const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
-  wait_for_room();
+  const auto has_room = [this] {
+    forget_finished();
+    const Lock lock(mutex_);
+    if (closed_)
+      throw CommunicatorError(ErrorKind::closed, board_->peers().me().name() + " has closed this communicator",
+                              "use it before close()");
+    return outstanding_.size() < most_outstanding;
+  };
+  await(has_room, forever);
   const std::uint64_t first = sequence_ + 1;
   sequence_ += operations.size();
   std::string text = describe(operations[0].arguments, first);
   if (operations.size() > 1) text += " and " + std::to_string(operations.size() - 1) + " with it";
-  auto collective = std::make_shared<NcclCollective>(sequence_, std::move(text));
   for (std::size_t i = 0; i < operations.size(); ++i)
     if (const auto mismatch = board_->post(first + i, operations[i].arguments)) fail_and_throw(mismatch->failure());
+  auto collective = std::make_shared<NcclCollective>(
+      sequence_, std::move(text),
+      [this, operations = std::move(operations)] { return call_all(api_, comm_, operations, rank_, stream_.get()); });
   collective->ready.record(caller);
-  collective->ready.hold_up(stream_->get());
-  const Call function = [operations, rank = rank_, stream = stream_](Opened& in) {
-    return call_all(in, operations, rank, stream->get());
-  };
-  call(collective->text.c_str(), opened(), may_connect(operations), function);
-  collective->finished.record(stream_->get());
-  {
-    const Lock lock(mutex_);
-    outstanding_.push_back(collective);
-  }
-  changed_.notify_all();
+  launch(collective);
   return collective;
 }
 
-// NCCL connects ranks when an algorithm is first chosen, which depends on operation, type and count; messages connect
-// with each peer.
-bool NcclCommunicator::may_connect(const std::vector<NcclOperation>& operations) {
-  std::string key;
-  const auto add = [&key](auto value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  for (const auto& [arguments, received] : operations) {
-    add(arguments.kind), add(arguments.dtype), add(arguments.op), add(received.size());
-    if (!is_ragged(arguments.kind)) add(arguments.count);
-    for (const ByteSpan& part : arguments.parts) add(part.bytes != 0);
-    for (const ByteSpan& part : received) add(part.bytes != 0);
+void NcclCommunicator::launch(const Work& collective) {
+  {
+    const Lock lock(mutex_);
+    next_ = collective;
+    outstanding_.push_back(collective);
   }
-  if (connected_.size() >= most_connected) connected_.clear();
-  return connected_.insert(std::move(key)).second;
-}
-
-void NcclCommunicator::call(const char* what, std::shared_ptr<Opened> in, bool apart, const Call& function) {
-  const Result result = apart ? call_apart(what, in, function) : function(*in);
-  if (result == Result::success) return;
-  const ErrorFields failure = nccl_error(what, result, *in);
-  in.reset();
-  fail_and_throw(failure);
-}
-
-Result NcclCommunicator::call_apart(const char* what, std::shared_ptr<Opened>& in, const Call& function) {
-  std::future<Result> future = run_apart(in->context, [in, function]() mutable {
-    const Result result = function(*in);
-    in.reset();  // before the caller returns, who may end it
-    return result;
-  });
-  Patience patience(limits_);
-  std::optional<Stopwatch> gone_since;
-  for (Stopwatch watch; future.wait_for(look_period) != std::future_status::ready;) {
-    try {
-      hooks_.check_signals();
-    } catch (...) {
-      in.reset();
-      // A half-made connection can neither be resumed nor be abandoned.
-      fail({ErrorKind::closed, board_->peers().me().name() + " left " + what + " because of an exception",
-            "restart the job"});
-      throw;
-    }
-    check_left(check_host(sequence_, what), gone_since, connect_grace_seconds, what);
-    check_failure();
-    patience.look(
-        watch.seconds(), [&] { return waiting_in(what, sequence_); }, hooks_.warn,
-        [this](const ErrorFields& failure) { fail_and_throw(failure); });
+  changed_.notify_all();
+  try {
+    await([&] { return collective->launched.load(); }, forever);
+  } catch (const CommunicatorError&) {
+    throw;
+  } catch (...) {
+    // The device may still use the arrays of the caller, who does not keep them.
+    fail({ErrorKind::closed, board_->peers().me().name() + " left " + collective->text + " because of an exception",
+          "restart the job"});
+    throw;
   }
-  return future.get();
 }
 
-void NcclCommunicator::wait_for_room() {
-  Stopwatch watch;
-  auto looked = Clock::now();
-  for (;;) {
-    forget_finished();
-    check_failure();
-    {
-      const Lock lock(mutex_);
-      if (outstanding_.size() < most_outstanding) return;
-    }
-    pause(watch.seconds());
-    if (Clock::now() - looked < look_period) continue;
-    looked = Clock::now();
+bool NcclCommunicator::await(const std::function<bool()>& reached, double seconds) {
+  const double period = std::chrono::duration<double>(look_period).count();
+  double looked = 0.0;
+  for (Stopwatch watch;;) {
+    const bool there = reached();
+    check_failure();  // afterwards: it is recorded before an abort lets a collective "finish"
+    const double waited = watch.seconds();
+    if (there || waited > seconds) return there;
+    pause(waited);
+    if (waited - looked < period) continue;
+    looked = waited;
     hooks_.check_signals();
   }
 }
 
 bool NcclCommunicator::done(const NcclCollective& collective) {
-  const bool reached = collective.finished.reached();
-  // An abort lets the collective "finish": the failure is recorded before it.
-  check_failure();
-  return reached;
+  return await([&] { return collective.reached(); }, -1.0);
 }
 
 void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stream) {
@@ -230,19 +202,47 @@ void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stre
 }
 
 void NcclCommunicator::wait(const NcclCollective& collective, double timeout_seconds) {
-  Stopwatch watch;
-  auto looked = Clock::now();
-  while (!done(collective)) {
-    const double waited = watch.seconds();
-    if (waited > timeout_seconds)
-      fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result")
-                         .stalled(waiting_in(collective.text, collective.sequence)));
-    pause(waited);
-    if (Clock::now() - looked > look_period) {
-      looked = Clock::now();
-      hooks_.check_signals();
+  if (!await([&] { return collective.reached(); }, timeout_seconds))
+    fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result").stalled(waiting_in(collective)));
+}
+
+// -- the calling thread -----------------------------------------------------------------------------------------------
+
+void NcclCommunicator::call_nccl() {
+  enter_thread(context_);
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return failure_ || closed_ || next_; });
+    if (failure_ || closed_) break;
+    const Work collective = std::exchange(next_, nullptr);
+    calling_ = true;
+    lock.unlock();
+    try {
+      call(*collective);
+    } catch (const std::exception& error) {
+      fail_by(error);
     }
+    lock.lock();
+    calling_ = false;
   }
+  Comm* const comm = std::exchange(comm_, nullptr);
+  const bool orderly = orderly_ && !failure_;
+  lock.unlock();
+  // To finalize waits until the threads that NCCL has for this rank have sent its data; an abort does not.
+  const bool finalized = comm != nullptr && orderly && api_.comm_finalize(comm) == Result::success;
+  if (comm != nullptr) finalized ? api_.comm_destroy(comm) : api_.comm_abort(comm);
+  lock.lock();
+  ended_ = true;
+  lock.unlock();
+  changed_.notify_all();
+}
+
+void NcclCommunicator::call(NcclCollective& collective) {
+  collective.ready.hold_up(stream_.get());
+  if (const Result result = collective.call(); result != Result::success)
+    return fail(nccl_error(collective.text, result));
+  collective.finished.record(stream_.get());
+  collective.launched = true;
 }
 
 }  // namespace distopt

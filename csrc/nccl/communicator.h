@@ -1,22 +1,27 @@
 // Collectives over NCCL on a stream of their own, separate from the stream on which the caller computes.
 //
+// One thread makes all calls of NCCL, from the connection to the end: a call may wait for peers without end (ranks
+// connect when an algorithm is first chosen), and nothing may abort the communicator below it. A caller waits for the
+// launch of its collective, which it can leave, so that collectives of several communicators keep the script's order.
+//
 // Every collective waits, on the device, for the work on the caller's stream when it was started; `join` makes the
-// caller's stream wait for its result. The host waits in `wait`, and in `start` for connections to be made and where it
-// is far ahead of the device. A thread watches them: errors of NCCL, peers that end, and time-outs make it abort the
-// communicator, so that no rank waits forever on the device.
+// caller's stream wait for its result. The host waits in `wait`, and in `start` for the launch and where it is far
+// ahead of the device. A second thread watches: errors of NCCL, peers that end, and time-outs make the first one abort
+// the communicator, so that no rank waits forever on the device.
 #pragma once
 
-#include <chrono>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <future>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/fork.h"
@@ -35,16 +40,23 @@ struct NcclOperation {
   std::vector<ByteSpan> received{};
 };
 
-// One or several that were started together.
+// One or several that were started together; or the connection of the ranks.
 class NcclCollective {
  public:
+  using Call = std::function<nccl::Result()>;
+
   // In the current context.
-  NcclCollective(std::uint64_t sequence, std::string text) : sequence(sequence), text(std::move(text)) {}
+  NcclCollective(std::uint64_t sequence, std::string text, Call call)
+      : sequence(sequence), text(std::move(text)), call(std::move(call)) {}
+  // Whether the result is there, or an abort has ended it: check for a failure afterwards.
+  bool reached() const { return launched && finished.reached(); }
 
   const std::uint64_t sequence;  // of the last
   const std::string text;
-  Event ready;     // the caller's data, on the caller's stream
-  Event finished;  // the result, on the collective stream
+  const Call call;                    // into NCCL
+  Event ready;                        // the caller's data, on the caller's stream
+  Event finished;                     // the result, on the collective stream, once `launched`
+  std::atomic<bool> launched{false};  // by the calling thread
 
   // Of the watching thread: since the data were there, and since a peer left.
   struct Waits {
@@ -61,14 +73,16 @@ class NcclCommunicator {
   using Work = std::shared_ptr<NcclCollective>;
 
   // Collective. Waits until all ranks have joined; the context of the device must be the current one. `limits` are for
-  // collectives whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
-  NcclCommunicator(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank, int world_size,
-                   std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
+  // collectives whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. To be closed by close(): the
+  // threads keep it alive until then. Throws CommunicatorError.
+  static std::shared_ptr<NcclCommunicator> connect(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank,
+                                                   int world_size, std::shared_ptr<Board> board, Limits limits,
+                                                   double abort_seconds, Hooks hooks);
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   // Collective. Starts operations as one, in this order; `caller` is the stream of the data.
-  Work start(const std::vector<NcclOperation>& operations, cuda::Stream* caller);
+  Work start(std::vector<NcclOperation> operations, cuda::Stream* caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclCollective& collective);
@@ -81,72 +95,69 @@ class NcclCommunicator {
   // Local. Ends the communicator at once, with this error for all ranks of the host.
   void abort(const std::string& text);
   // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
+  // A forked child has neither the threads nor the device: there it does nothing, and all other calls are refused.
   void close();
-  // To be called in place of `delete`. A forked child has neither the threads nor the device, and NCCL's connections
-  // are the parent's: there it does nothing, as all calls but close() are refused.
-  static void dispose(NcclCommunicator* communicator) {
-    if (!communicator->fork_guard_.forked()) delete communicator;
-  }
 
  private:
-  ~NcclCommunicator();
   using Lock = std::unique_lock<std::mutex>;
-  using Clock = std::chrono::steady_clock;
-  using Call = std::function<nccl::Result(Opened&)>;
+  static constexpr double forever = std::numeric_limits<double>::infinity();
 
-  // A call into NCCL, in this thread, or `apart`, in a thread of its own that can be left, as it may wait for peers.
-  void call(const char* what, std::shared_ptr<Opened> in, bool apart, const Call& function);
-  nccl::Result call_apart(const char* what, std::shared_ptr<Opened>& in, const Call& function);
-  // Whether the connections that these operations need may not have been made yet.
-  bool may_connect(const std::vector<NcclOperation>& operations);
-  void wait_for_room();
-  // The communicator of NCCL. Throws CommunicatorError if it has failed or is closed.
-  std::shared_ptr<Opened> opened();
-  void check_failure();
+  NcclCommunicator(const nccl::NcclApi& api, int rank, int world_size, std::shared_ptr<Board> board, Limits limits,
+                   double abort_seconds, Hooks hooks);
+  // Gives it to the calling thread, and waits until that has launched it.
+  void launch(const Work& collective);
+  // Waits on the host, with an eye on signals. Whether `reached` within so many seconds. Throws CommunicatorError.
+  bool await(const std::function<bool()>& reached, double seconds);
 
-  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns a rank that has ended.
-  std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
-  // Fails if that rank, if any, has ended so long ago, as far as `since` knows, that it would have sent its data.
-  void check_left(std::optional<int> rank, std::optional<Stopwatch>& since, double grace, const std::string& text);
-  ErrorFields left(int rank, const std::string& text) const;
-  // The caller must hold neither the lock nor a reference to the communicator of NCCL.
-  void fail(const ErrorFields& failure);
-  [[noreturn]] void fail_and_throw(const ErrorFields& failure);
-  ErrorFields nccl_error(const char* what, nccl::Result result, const Opened& opened) const;
-  // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
-  Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
+  // The calling thread.
+  void call_nccl();
+  void call(NcclCollective& collective);
 
+  // The watching thread.
   void watch();
   void look_after_oldest();
+  // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns a rank that has ended.
+  std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
+  ErrorFields left(int rank, const std::string& text) const;
+  // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
+  Waiting waiting_in(const NcclCollective& collective) const;
   void warn(const std::string& text);
+
+  // The caller must not hold the lock.
+  void fail(const ErrorFields& failure);
+  [[noreturn]] void fail_and_throw(const ErrorFields& failure);
+  void fail_by(const std::exception& error);
+  ErrorFields nccl_error(const std::string& what, nccl::Result result) const;
+  void check_failure();
+
   Work oldest();
   void forget_finished();
   bool drained(double seconds);
-  void stop_watching();
 
   const nccl::NcclApi& api_;
   const int rank_, world_size_;
   cuda::Context* const context_;  // of the device, in which all handles are
-  std::shared_ptr<Board> board_;
+  const std::shared_ptr<Board> board_;
   const Limits limits_;
   const double abort_seconds_;
   const Hooks hooks_;
   const ForkGuard fork_guard_;
-  const std::shared_ptr<Stream> stream_ = std::make_shared<Stream>();  // threads that are left in NCCL use it
+  const Stream stream_;
 
-  // One caller at a time; taken before mutex_. The next two are its own.
-  std::mutex turn_;
+  std::mutex turn_;  // one caller at a time; taken before mutex_
   std::uint64_t sequence_ = 0;
-  std::set<std::string> connected_;  // operations that have been called before
 
-  std::mutex mutex_;  // all below; not held during calls of NCCL, of the driver or of Python
+  std::mutex mutex_;  // all below; not held during calls that may wait, nor of Python
   std::condition_variable changed_;
-  std::shared_ptr<Opened> opened_;
-  std::deque<Work> outstanding_;
+  nccl::Comm* comm_ = nullptr;    // written by the calling thread
+  Work next_;                     // to be launched
+  std::deque<Work> outstanding_;  // to be finished, this one too
   std::optional<CommunicatorError> failure_;
-  bool closed_ = false, stop_ = false;
-  std::future<void> warning_;
+  bool closed_ = false, orderly_ = false;
+  bool calling_ = false, ended_ = false;  // the calling thread: whether it is in NCCL, and has ended the communicator
+
   std::thread watcher_;
+  std::future<void> warning_;  // of the watching thread
 };
 
 }  // namespace distopt

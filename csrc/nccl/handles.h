@@ -1,15 +1,9 @@
-// CUDA streams and events and communicators of NCCL that free themselves, and the context in which a thread calls.
+// CUDA streams and events that free themselves, and the context in which a thread calls.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <functional>
-#include <future>
 #include <stdexcept>
-#include <thread>
-#include <utility>
 
-#include "nccl/api.h"
+#include "nccl/driver.h"
 
 namespace distopt {
 
@@ -73,47 +67,19 @@ class InContext {
   cuda::Context* before_ = nullptr;
 };
 
+// For a thread of ours: it calls in `context`, and disturbs no capture. In the default mode, a query would end the
+// capture of another thread that uses the global mode, as PyTorch does.
+inline void enter_thread(cuda::Context* context) {
+  static_cast<void>(cuda::driver().ctx_set_current.status(context));
+  cuda::CaptureMode mode = cuda::CaptureMode::relaxed;
+  static_cast<void>(cuda::driver().exchange_capture_mode.status(&mode));
+}
+
 // A collective in a graph would run at every replay, unseen by the time-outs and the comparison of the ranks.
 inline void refuse_capture(cuda::Stream* stream) {
   cuda::CaptureStatus status{};
   cuda::driver().stream_is_capturing(stream, &status);
   if (status != cuda::CaptureStatus::none) throw std::runtime_error("a collective cannot be captured in a CUDA graph");
 }
-
-// Runs `body` in a thread of its own, in that context. Who does not wait for the result leaves the thread behind.
-inline std::future<nccl::Result> run_apart(cuda::Context* context, std::function<nccl::Result()> body) {
-  std::packaged_task<nccl::Result()> task([context, body = std::move(body)] {
-    static_cast<void>(cuda::driver().ctx_set_current.status(context));
-    return body();
-  });
-  std::future<nccl::Result> future = task.get_future();
-  std::thread(std::move(task)).detach();
-  return future;
-}
-
-// A communicator of NCCL. Every thread that is in NCCL with `comm` holds a reference. The last one to go ends it: by
-// ncclCommAbort, which frees what another thread in NCCL would use, or, if `orderly`, by ncclCommFinalize and
-// ncclCommDestroy, which wait for the threads that NCCL has for this rank.
-struct Opened {
-  Opened(const nccl::NcclApi& api, cuda::Context* context, double seconds)
-      : api(api), context(context), seconds(seconds) {}
-  // Returns after 2 * `seconds` at the latest.
-  ~Opened() {
-    if (comm == nullptr) return;
-    const auto ended = run_apart(context, [&api = api, comm = comm, orderly = orderly.load()] {
-      const bool finalized = orderly && api.comm_finalize(comm) == nccl::Result::success;
-      return finalized ? api.comm_destroy(comm) : api.comm_abort(comm);
-    });
-    ended.wait_for(std::chrono::duration<double>(2 * seconds));
-  }
-  Opened(const Opened&) = delete;
-  Opened& operator=(const Opened&) = delete;
-
-  const nccl::NcclApi& api;
-  cuda::Context* const context;
-  const double seconds;
-  nccl::Comm* comm = nullptr;
-  std::atomic<bool> orderly{false};
-};
 
 }  // namespace distopt

@@ -1,7 +1,7 @@
 // The end of a communicator: failures, the thread that detects them, and close().
 #include <algorithm>
+#include <chrono>
 #include <exception>
-#include <utility>
 
 #include "nccl/communicator.h"
 
@@ -10,8 +10,9 @@ namespace {
 
 using nccl::Result;
 
-// Collectives with a peer that has left fail after this time: it may have sent all its data before.
-constexpr double grace_seconds = 1.0;
+// A collective with a peer that has left fails after this time: it may have sent all its data before. Connections may
+// take longer, and others may have all that they need.
+constexpr double grace_seconds = 1.0, connect_grace_seconds = 5.0;
 // The longest wait of close() for collectives in progress.
 constexpr double close_seconds = 5.0;
 
@@ -19,33 +20,23 @@ constexpr double close_seconds = 5.0;
 
 // -- failure and end --------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Opened> NcclCommunicator::opened() {
-  fork_guard_.require(board_->peers().me());  // before the lock, which a thread of the parent may hold
-  const Lock lock(mutex_);
-  if (failure_) throw CommunicatorError(*failure_);
-  if (closed_)
-    throw CommunicatorError(ErrorKind::closed, board_->peers().me().name() + " has closed this communicator",
-                            "use it before close()");
-  return opened_;
-}
-
 void NcclCommunicator::check_failure() {
   fork_guard_.require(board_->peers().me());
   const Lock lock(mutex_);
   if (failure_) throw CommunicatorError(*failure_);
 }
 
-ErrorFields NcclCommunicator::nccl_error(const char* what, Result result, const Opened& opened) const {
+ErrorFields NcclCommunicator::nccl_error(const std::string& what, Result result) const {
   std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
-  const char* last = opened.comm == nullptr ? nullptr : api_.get_last_error(opened.comm);
+  const char* last = api_.get_last_error(nullptr);  // NCCL does not use the argument
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->peers().me()}};
 }
 
-Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
-  std::string story = board_->peers().me().name() + " waits in " + text + " for ";
-  const std::vector<int> absent = board_->absent(sequence);
+Waiting NcclCommunicator::waiting_in(const NcclCollective& collective) const {
+  std::string story = board_->peers().me().name() + " waits in " + collective.text + " for ";
+  const std::vector<int> absent = board_->absent(collective.sequence);
   for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
   if (absent.empty())
     story += board_->peers().size() < world_size_
@@ -71,12 +62,6 @@ std::optional<int> NcclCommunicator::check_host(std::uint64_t sequence, const st
   return gone;
 }
 
-void NcclCommunicator::check_left(std::optional<int> rank, std::optional<Stopwatch>& since, double grace,
-                                  const std::string& text) {
-  if (rank && !since) since.emplace();
-  if (rank && since->seconds() > grace) fail(left(*rank, text));
-}
-
 ErrorFields NcclCommunicator::left(int rank, const std::string& text) const {
   const bool closed = board_->peers().presence(rank) == Peers::Presence::closed;
   return {closed ? ErrorKind::closed : ErrorKind::peer_lost,
@@ -86,14 +71,11 @@ ErrorFields NcclCommunicator::left(int rank, const std::string& text) const {
           {board_->peers().process(rank)}};
 }
 
-// The failure is there before the abort lets collectives "finish", and before the device may stop for `abort_seconds`.
 void NcclCommunicator::fail(const ErrorFields& failure) {
-  std::shared_ptr<Opened> last;  // aborts as it goes, unless a thread is in NCCL: then that thread does
   {
     const Lock lock(mutex_);
     if (failure_) return;
     failure_ = board_->peers().fail(failure);
-    last = std::move(opened_);
   }
   changed_.notify_all();
 }
@@ -102,6 +84,10 @@ void NcclCommunicator::fail_and_throw(const ErrorFields& failure) {
   fail(failure);
   check_failure();
   throw CommunicatorError(failure);
+}
+
+void NcclCommunicator::fail_by(const std::exception& error) {
+  fail({ErrorKind::other, board_->peers().me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
 }
 
 void NcclCommunicator::abort(const std::string& text) {
@@ -121,16 +107,17 @@ void NcclCommunicator::close() {
     if (closed_) return;
   }
   const bool orderly = drained(close_seconds);
-  std::shared_ptr<Opened> last;
   {
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     closed_ = true;
-    last = std::move(opened_);
+    orderly_ = orderly;
     outstanding_.clear();
+    changed_.notify_all();
+    // A thread that waits in NCCL for a peer is left behind, with all that it uses.
+    changed_.wait_for(lock, std::chrono::duration<double>(2 * abort_seconds_), [&] { return ended_ || calling_; });
   }
-  if (last) last->orderly = orderly;
-  last.reset();
-  stop_watching();
+  watcher_.join();
+  if (warning_.valid()) warning_.wait();
   board_->close();
 }
 
@@ -154,20 +141,16 @@ bool NcclCommunicator::drained(double seconds) {
 // -- the watching thread ----------------------------------------------------------------------------------------------
 
 void NcclCommunicator::watch() {
-  static_cast<void>(cuda::driver().ctx_set_current.status(context_));
-  // Else a query would end the capture of another thread that uses the global mode, as PyTorch does by default.
-  cuda::CaptureMode mode = cuda::CaptureMode::relaxed;
-  static_cast<void>(cuda::driver().exchange_capture_mode.status(&mode));
+  enter_thread(context_);
   Lock lock(mutex_);
-  while (!stop_) {
-    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failure_); });
-    if (changed_.wait_for(lock, look_period, [&] { return stop_; })) return;
+  for (;;) {
+    changed_.wait(lock, [&] { return closed_ || (!outstanding_.empty() && !failure_); });
+    if (changed_.wait_for(lock, look_period, [&] { return closed_; })) return;
     lock.unlock();
     try {
       look_after_oldest();
     } catch (const std::exception& error) {
-      fail(
-          {ErrorKind::other, board_->peers().me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
+      fail_by(error);
     }
     lock.lock();
   }
@@ -176,28 +159,24 @@ void NcclCommunicator::watch() {
 // Checks without the driver come first: its queries may wait for a thread that launches on a full queue.
 void NcclCommunicator::look_after_oldest() {
   Work watched = oldest();
-  std::shared_ptr<Opened> in;
-  {
-    const Lock lock(mutex_);
-    in = opened_;
-  }
-  if (!watched || !in) return;
+  if (!watched) return;
   Result result = Result::success;
-  if (api_.comm_get_async_error(in->comm, &result) == Result::success && result != Result::success) {
-    const ErrorFields failure = nccl_error(watched->text.c_str(), result, *in);
-    in.reset();
-    return fail(failure);
+  {
+    // It reads atomic values only; without the lock, the communicator could end below it.
+    const Lock lock(mutex_);
+    if (comm_ != nullptr) static_cast<void>(api_.comm_get_async_error(comm_, &result));
   }
-  in.reset();
+  if (result != Result::success) return fail(nccl_error(watched->text, result));
   const std::optional<int> gone = check_host(watched->sequence, watched->text);
   forget_finished();
   watched = oldest();
-  if (!watched) return;
-  if (!watched->ready.reached()) return;
+  if (!watched || !watched->ready.reached()) return;
   if (!watched->waits) watched->waits.emplace(limits_, "result");
-  check_left(gone, watched->gone_since, grace_seconds, watched->text);
+  if (gone && !watched->gone_since) watched->gone_since.emplace();
+  if (gone && watched->gone_since->seconds() > (watched->launched ? grace_seconds : connect_grace_seconds))
+    fail(left(*gone, watched->text));
   watched->waits->patience.look(
-      watched->waits->since.seconds(), [&] { return waiting_in(watched->text, watched->sequence); },
+      watched->waits->since.seconds(), [&] { return waiting_in(*watched); },
       [&](const std::string& text) { warn(text); }, [this](const ErrorFields& failure) { fail(failure); });
 }
 
@@ -213,20 +192,10 @@ NcclCommunicator::Work NcclCommunicator::oldest() {
 }
 
 void NcclCommunicator::forget_finished() {
-  for (Work first = oldest(); first && first->finished.reached(); first = oldest()) {
+  for (Work first = oldest(); first && first->reached(); first = oldest()) {
     const Lock lock(mutex_);
     if (!outstanding_.empty() && outstanding_.front() == first) outstanding_.pop_front();
   }
-}
-
-void NcclCommunicator::stop_watching() {
-  {
-    const Lock lock(mutex_);
-    stop_ = true;
-  }
-  changed_.notify_all();
-  if (watcher_.joinable()) watcher_.join();
-  if (warning_.valid()) warning_.wait();
 }
 
 }  // namespace distopt

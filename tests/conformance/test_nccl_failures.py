@@ -85,7 +85,7 @@ def stall(job: LocalJob, connected: str) -> list[str]:
     if connected:
         comm.all_reduce(comm.xp.zeros(3)).wait()  # blocks the device, not the host
         time.sleep(HASTY.timeout + 1.0)
-    with pytest.raises(TimeoutError, match=rf"no {'result' if connected else 'answer'} within 3 s") as info:
+    with pytest.raises(TimeoutError, match=rf"no result within 3 s") as info:
         comm.barrier() if connected else comm.all_reduce(comm.xp.zeros(3))
     job.all_gather(b"")
     return [*records, str(info.value)]
@@ -133,7 +133,7 @@ def stall_in_a_connection(job: LocalJob) -> bool:
     for _ in range(2 - job.topology.rank):
         comm.all_reduce(comm.xp.zeros(3)).wait()
     if job.topology.rank == 0:
-        with pytest.raises(TimeoutError, match=r"no (answer|result) within 3 s"):
+        with pytest.raises(TimeoutError, match=r"no result within 3 s"):
             comm.all_reduce(comm.xp.zeros(5))
         del wire
         comm.close()
