@@ -58,14 +58,14 @@ NcclWork start(Shared communicator, const nb::list& operations, Address stream) 
 }
 
 Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
-              double timeout, double stall_warning, double abort, Warn warn) {
+              double timeout, double stall_warning, Warn warn) {
   nccl::UniqueId unique_id;
   if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   Hooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
   return NcclCommunicator::connect(nccl::load(path), unique_id, rank, world_size, std::move(board),
-                                   Limits{timeout, stall_warning}, abort, std::move(hooks));
+                                   Limits{timeout, stall_warning}, std::move(hooks));
 }
 
 nb::bytes unique_id(const std::string& path) {
@@ -111,7 +111,7 @@ void bind_nccl(nb::module_& m) {
                                             "Collectives over NCCL on device pointers; arguments are trusted.");
   communicator
       .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
-           nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
+           nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("warn"))
       .def("start", &start, nb::arg("operations"), nb::arg("stream"),
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")

@@ -92,21 +92,20 @@ Result call_all(const NcclApi& api, Comm* comm, const std::vector<NcclOperation>
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const NcclApi& api, int rank, int world_size, std::shared_ptr<Board> board,
-                                   Limits limits, double abort_seconds, Hooks hooks)
+                                   Limits limits, Hooks hooks)
     : api_(api),
       rank_(rank),
       world_size_(world_size),
       context_(current_context()),
       board_(std::move(board)),
       limits_(limits),
-      abort_seconds_(abort_seconds),
       hooks_(std::move(hooks)) {}
 
 std::shared_ptr<NcclCommunicator> NcclCommunicator::connect(const NcclApi& api, const nccl::UniqueId& id, int rank,
                                                             int world_size, std::shared_ptr<Board> board, Limits limits,
-                                                            double abort_seconds, Hooks hooks) {
+                                                            Hooks hooks) {
   const std::shared_ptr<NcclCommunicator> made(
-      new NcclCommunicator(api, rank, world_size, std::move(board), limits, abort_seconds, std::move(hooks)));
+      new NcclCommunicator(api, rank, world_size, std::move(board), limits, std::move(hooks)));
   const auto join = [made = made.get(), id] {
     nccl::Config config;
     config.blocking = 1;

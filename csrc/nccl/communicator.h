@@ -73,11 +73,11 @@ class NcclCommunicator {
   using Work = std::shared_ptr<NcclCollective>;
 
   // Collective. Waits until all ranks have joined; the context of the device must be the current one. `limits` are for
-  // collectives whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. To be closed by close(): the
-  // threads keep it alive until then. Throws CommunicatorError.
+  // collectives whose data are ready on this rank. To be closed by close(): the threads keep it alive until then.
+  // Throws CommunicatorError.
   static std::shared_ptr<NcclCommunicator> connect(const nccl::NcclApi& api, const nccl::UniqueId& id, int rank,
                                                    int world_size, std::shared_ptr<Board> board, Limits limits,
-                                                   double abort_seconds, Hooks hooks);
+                                                   Hooks hooks);
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
@@ -103,7 +103,7 @@ class NcclCommunicator {
   static constexpr double forever = std::numeric_limits<double>::infinity();
 
   NcclCommunicator(const nccl::NcclApi& api, int rank, int world_size, std::shared_ptr<Board> board, Limits limits,
-                   double abort_seconds, Hooks hooks);
+                   Hooks hooks);
   // Gives it to the calling thread, and waits until that has launched it.
   void launch(const Work& collective);
   // Waits on the host, with an eye on signals. Whether `reached` within so many seconds. Throws CommunicatorError.
@@ -139,8 +139,7 @@ class NcclCommunicator {
   cuda::Context* const context_;  // of the device, in which all handles are
   const std::shared_ptr<Board> board_;
   const Limits limits_;
-  const double abort_seconds_;
-  const Hooks hooks_;
+  Hooks hooks_;  // the warning is the watching thread's, until close()
   const ForkGuard fork_guard_;
   const Stream stream_;
 

@@ -13,8 +13,9 @@ using nccl::Result;
 // A collective with a peer that has left fails after this time: it may have sent all its data before. Connections may
 // take longer, and others may have all that they need.
 constexpr double grace_seconds = 1.0, connect_grace_seconds = 5.0;
-// The longest wait of close() for collectives in progress.
+// The longest waits of close() for collectives in progress, and for NCCL to end the communicator.
 constexpr double close_seconds = 5.0;
+constexpr std::chrono::seconds end_seconds{10};
 
 }  // namespace
 
@@ -114,10 +115,11 @@ void NcclCommunicator::close() {
     outstanding_.clear();
     changed_.notify_all();
     // A thread that waits in NCCL for a peer is left behind, with all that it uses.
-    changed_.wait_for(lock, std::chrono::duration<double>(2 * abort_seconds_), [&] { return ended_ || calling_; });
+    changed_.wait_for(lock, end_seconds, [&] { return ended_ || calling_; });
   }
   watcher_.join();
   if (warning_.valid()) warning_.wait();
+  hooks_.warn = nullptr;  // it takes Python's lock to let go of it, which the last thread to own this may not do
   board_->close();
 }
 

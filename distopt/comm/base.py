@@ -251,7 +251,7 @@ class Communicator(ABC):
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]
 
     def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
-        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank. Starting does not wait.
+        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank. Starting waits for the counts over NCCL only.
 
         Parts are flat, of one type and any length, zero included.
         """

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,12 +25,8 @@ from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
-# Starts the exchange of ragged data; returns its work and the arrays that will arrive.
-Post: TypeAlias = "Callable[[], tuple[Work, list[Array]]]"
-
 _log = logging.getLogger("distopt")
 
-_ABORT_SECONDS = 10.0  # then the wait for ncclCommAbort raises an error
 _BOARD_CHUNK_BYTES = 4096  # the board carries no data
 
 
@@ -40,11 +37,18 @@ class NcclWork(Work):
     stream afterwards. With a time-out the host waits, too.
     """
 
-    core: Any  # set when it is started, which `together` puts off
+    core: Any  # set when it is launched, which `together` puts off
 
-    def __init__(self, cupy: Any, number: int) -> None:
-        """Local. `number`: of the operation in the flight record."""
-        self._cupy, self.number = cupy, number
+    def __init__(self, cupy: Any, number: int, operation: _core.NcclOperation, arrays: tuple[Array, ...]) -> None:
+        """Local.
+
+        Args:
+            cupy: the module.
+            number: of the operation in the flight record.
+            operation: to be launched.
+            arrays: its arrays, which the device uses until the end, though the caller may have dropped them.
+        """
+        self._cupy, self.number, self.operation, self.arrays = cupy, number, operation, arrays
 
     def done(self) -> bool:
         """Local. Whether the result is there."""
@@ -55,44 +59,6 @@ class NcclWork(Work):
         if timeout is not None:
             self.core.wait(timeout)
         self.core.join(self._cupy.cuda.get_current_stream().ptr)
-
-
-class NcclRaggedWork(RaggedWork):
-    """Parts on their way.
-
-    They are valid in the way that results of `NcclWork` are; for parts of NumPy the host waits. Where the counts of
-    elements travel first, `wait` blocks the host until they are there, and then posts the data.
-    """
-
-    def __init__(self, work: Work, parts: list[Array], post: Post | None, timeout: float, *, on_host: bool) -> None:
-        """Local.
-
-        Args:
-            work: fills `parts`, or what `post` reads.
-            parts: the arrays that arrive, if `post` is None.
-            post: starts to move the data; returns its work and parts.
-            timeout: seconds for the counts.
-            on_host: whether `wait` turns the parts into arrays of NumPy.
-        """
-        super().__init__(work, parts)
-        self._post, self._timeout, self._on_host = post, timeout, on_host
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Collective. See the class and `Work.wait`."""
-        if self._post is not None:
-            self._work.wait(self._timeout if timeout is None else timeout)
-            self._work, self.parts = self._post()
-            self._post = None
-        self._work.wait(timeout)
-        if self._on_host:
-            self.parts = [part.get() for part in self.parts]
-            self._on_host = False
-
-
-class _Held(NamedTuple):
-    operation: _core.NcclOperation
-    work: NcclWork
-    arrays: tuple[Array, ...]  # the device uses them until the end
 
 
 class NcclCommunicator(Communicator):
@@ -141,13 +107,12 @@ class NcclCommunicator(Communicator):
             board,
             settings.timeout,
             settings.stall_warning,
-            _ABORT_SECONDS,
             _log.warning,
         )
         self._close = weakref.finalize(self, self._core.close)
-        # The device may still use arrays that the caller has dropped.
-        self._in_use: deque[tuple[NcclWork, tuple[Array, ...]]] = deque()
-        self._held: list[_Held] | None = None  # inside `together`
+        self._in_use: deque[NcclWork] = deque()
+        self._held: list[NcclWork] = []  # to be launched
+        self._together = False
 
     @classmethod
     def create(cls, job: Job) -> NcclCommunicator:
@@ -186,15 +151,15 @@ class NcclCommunicator(Communicator):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Local. See `Communicator.together`: one group of NCCL, one launch."""
-        if self._held is not None:
+        if self._together:
             yield
             return
-        self._held = []
+        self._together = True
         try:
             yield
         finally:
-            held, self._held = self._held, None
-            self._launch(held)
+            self._together = False
+            self._launch()
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         """Through device memory where the arrays are NumPy's."""
@@ -210,33 +175,34 @@ class NcclCommunicator(Communicator):
         if not isinstance(out, np.ndarray):
             return work
         # At once: a later operation on the same array must see the result, and the caller need not keep the array.
-        self._launch_held()
+        self._launch()
         work.wait(self._timeout)
         out.reshape(-1)[...] = y.get().reshape(-1)
         return DoneWork()
 
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        """Gather how much every rank sends to each; with that on the host, the data follow in `NcclRaggedWork.wait`."""
+        """As one group of NCCL. Where not all ranks know the counts, they travel first, and the host waits for them."""
         kind, dtype, label = request[:3]
-        on_host = isinstance(parts[0], np.ndarray)
         sent = [self.xp.asarray(part).reshape(-1) for part in parts]
-        # A single part goes to all ranks, so a rank has one count to send.
-        column = self.topology.rank if len(sent) > 1 else 0
-
-        def post(counts: Array) -> tuple[NcclWork, list[Array]]:
-            received = self._parts(counts[:, column], sent[0].dtype)
-            given, wanted = ([(part.data.ptr, part.size) for part in group] for group in (sent, received))
-            count = sum(part.size for part in sent)
-            operation = _core.nccl_operation(kind, given, wanted, count, DTYPES[dtype], 0, 0, label)
-            return self._enqueue(operation, *sent, *received), received
-
-        if request.counts is not None:
-            work, received = post(np.array(request.counts).reshape(-1, 1))
-            return NcclRaggedWork(work, received, None, self._timeout, on_host=on_host)
-        mine = self.xp.asarray(np.array([part.size for part in sent], np.int64))
-        table = self.xp.empty((self.topology.world_size, len(sent)), np.int64)
-        counts = self._start(Request("all_gather", "int64", label), mine, table)
-        return NcclRaggedWork(counts, [], lambda: post(table.get()), self._timeout, on_host=on_host)
+        counts = request.counts
+        if counts is None:
+            sizes = np.array([part.size for part in sent], np.int64)
+            table = np.empty((self.topology.world_size, len(sent)), np.int64)
+            self._start(Request("all_gather", "int64", label), sizes, table)
+            # A single part goes to all ranks, so a rank has one count to send.
+            counts = table[:, self.topology.rank if len(sent) > 1 else 0].tolist()
+        ends = np.cumsum(counts).tolist()
+        whole = self.xp.empty(ends[-1], sent[0].dtype)
+        received = [whole[begin:end] for begin, end in pairwise([0, *ends])]
+        given, wanted = ([(part.data.ptr, part.size) for part in group] for group in (sent, received))
+        count = sum(part.size for part in sent)
+        operation = _core.nccl_operation(kind, given, wanted, count, DTYPES[dtype], 0, 0, label)
+        work = self._enqueue(operation, *sent, *received)
+        if not isinstance(parts[0], np.ndarray):
+            return RaggedWork(work, received)
+        self._launch()
+        work.wait(self._timeout)
+        return RaggedWork(DoneWork(), [part.get() for part in received])
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
@@ -263,31 +229,22 @@ class NcclCommunicator(Communicator):
                 f"rank {self.topology.rank} ({self.topology.host}) works on GPU {self.device_id}; an array on GPU "
                 f"{others.pop()} cannot be sent, copy it first"
             )
-        held = _Held(operation, NcclWork(self.xp, 0 if self.flight is None else self.flight.last), arrays)
-        if self._held is None:
-            self._launch([held])
-        else:
-            self._held.append(held)
-        return held.work
+        work = NcclWork(self.xp, 0 if self.flight is None else self.flight.last, operation, arrays)
+        self._held.append(work)
+        if not self._together:
+            self._launch()
+        return work
 
-    def _launch_held(self) -> None:
-        if self._held is not None:
-            held, self._held = self._held, []
-            self._launch(held)
-
-    def _launch(self, held: Sequence[_Held]) -> None:
+    def _launch(self) -> None:
+        held, self._held = self._held, []
         if not held:
             return
-        core = self._core.start([each.operation for each in held], self.xp.cuda.get_current_stream().ptr)
-        while self._in_use and self._in_use[0][0].done():
-            number = self._in_use.popleft()[0].number
+        core = self._core.start([work.operation for work in held], self.xp.cuda.get_current_stream().ptr)
+        while self._in_use and self._in_use[0].done():
+            finished = self._in_use.popleft()
+            finished.arrays = ()
             if self.flight is not None:
-                self.flight.end(number)
-        for each in held:
-            each.work.core = core
-            self._in_use.append((each.work, each.arrays))
-
-    def _parts(self, counts: Sequence[int], kind: Any) -> list[Array]:
-        ends = np.cumsum(counts)
-        whole = self.xp.empty(int(ends[-1]), kind)
-        return [whole[int(end) - int(count) : int(end)] for end, count in zip(ends, counts, strict=True)]
+                self.flight.end(finished.number)
+        for work in held:
+            work.core = core
+        self._in_use += held
