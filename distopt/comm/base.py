@@ -220,7 +220,9 @@ class Communicator(ABC):
         return self._start(self._note(Request("all_gather", dtype, label), array.size), array, out)
 
     def all_gather_ragged(self, array: Array, *, label: str = "", counts: Sequence[int] | None = None) -> RaggedWork:
-        """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one.
+        """Collective. The flat arrays of every rank; counts may differ, zero included.
+
+        Starting waits for no one; over NCCL for the counts, unless they are given.
 
         Args:
             array: what this rank sends.
@@ -251,9 +253,9 @@ class Communicator(ABC):
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]
 
     def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
-        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank. Starting waits for the counts over NCCL only.
+        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank.
 
-        Parts are flat, of one type and any length, zero included.
+        Parts are flat, of one type and any length, zero included. Starting waits for no one; over NCCL for the counts.
         """
         if len(parts) != self.topology.world_size:
             raise UsageError(f"{len(parts)} parts were given for {self.topology.world_size} ranks")
