@@ -129,7 +129,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::connect(const NcclApi& api, 
 // -- collectives ------------------------------------------------------------------------------------------------------
 
 NcclCommunicator::Work NcclCommunicator::start(std::vector<NcclOperation> operations, cuda::Stream* caller) {
-  fork_guard_.require(board_->peers().me());  // before the lock, which a thread of the parent may hold
+  check_failure();  // before the lock, which in a forked child may be held for ever
   const Lock turn(turn_);
   const InContext own(context_);  // another thread may have none
   refuse_capture(caller);
@@ -176,6 +176,7 @@ void NcclCommunicator::launch(const Work& collective) {
 }
 
 bool NcclCommunicator::await(const std::function<bool()>& reached, double seconds) {
+  fork_guard_.require(board_->peers().me());
   const double period = std::chrono::duration<double>(look_period).count();
   double looked = 0.0;
   for (Stopwatch watch;;) {
@@ -214,7 +215,6 @@ void NcclCommunicator::call_nccl() {
     changed_.wait(lock, [&] { return failure_ || closed_ || next_; });
     if (failure_ || closed_) break;
     const Work collective = std::exchange(next_, nullptr);
-    calling_ = true;
     lock.unlock();
     try {
       call(*collective);
@@ -222,7 +222,6 @@ void NcclCommunicator::call_nccl() {
       fail_by(error);
     }
     lock.lock();
-    calling_ = false;
   }
   Comm* const comm = std::exchange(comm_, nullptr);
   const bool orderly = orderly_ && !failure_;

@@ -153,7 +153,7 @@ class NcclCommunicator {
   std::deque<Work> outstanding_;  // to be finished, this one too
   std::optional<CommunicatorError> failure_;
   bool closed_ = false, orderly_ = false;
-  bool calling_ = false, ended_ = false;  // the calling thread: whether it is in NCCL, and has ended the communicator
+  bool ended_ = false;  // the calling thread has ended the communicator of NCCL
 
   std::thread watcher_;
   std::future<void> warning_;  // of the watching thread

@@ -13,9 +13,9 @@ using nccl::Result;
 // A collective with a peer that has left fails after this time: it may have sent all its data before. Connections may
 // take longer, and others may have all that they need.
 constexpr double grace_seconds = 1.0, connect_grace_seconds = 5.0;
-// The longest waits of close() for collectives in progress, and for NCCL to end the communicator.
+// The longest waits of close(): for collectives in progress; for NCCL to send the rest; after a failure, for the abort.
 constexpr double close_seconds = 5.0;
-constexpr std::chrono::seconds end_seconds{10};
+constexpr std::chrono::seconds finalize_seconds{10}, abort_seconds{2};
 
 }  // namespace
 
@@ -114,12 +114,12 @@ void NcclCommunicator::close() {
     orderly_ = orderly;
     outstanding_.clear();
     changed_.notify_all();
-    // A thread that waits in NCCL for a peer is left behind, with all that it uses.
-    changed_.wait_for(lock, end_seconds, [&] { return ended_ || calling_; });
+    // A thread that waits in NCCL for a lost peer is left behind, with all that it uses.
+    changed_.wait_for(lock, orderly ? finalize_seconds : abort_seconds, [&] { return ended_; });
   }
   watcher_.join();
   if (warning_.valid()) warning_.wait();
-  hooks_.warn = nullptr;  // it takes Python's lock to let go of it, which the last thread to own this may not do
+  hooks_.warn = nullptr;  // its end takes Python's lock, which the thread that destroys this may not do
   board_->close();
 }
 
