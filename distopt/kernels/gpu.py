@@ -11,13 +11,14 @@ import numpy as np
 
 from .. import _core
 from .base import FINDINGS, Accumulation, Array, Lists
-from .cuda import THREADS, are_aligned, blocks, c_type, launch, launch_strided, launch_units
+from .cuda import THREADS, blocks, launch, launch_each, launch_strided
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
 _NORM_PARTS = 1024
 _TILE = 8192  # elements of a block that selects, in select.cu
 _SELECT_STATE_BYTES = 16384  # room for SelectState in select.cu, at least
 _SELECT_THREADS = 1024  # of a kernel of one block in select.cu
+_DIGITS = (31, 20), (20, 10), (10, 0)  # the bits of a key where the digits of its boundary end and begin
 _WARPS = THREADS // 32
 _SUM_TILE = 4096  # elements of a block that sums lists, in sparse.cu
 _MOST_LISTS = 32  # in SparseLists of sparse.cu
@@ -97,19 +98,14 @@ def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
     """See `Kernels.encode16`."""
-    kind = _type_16(dtype)
     findings.fill(0)
-    if x.size:
-        unit = 8 if are_aligned(x, *residuals, wire) else 1
-        residual = "false" if residuals[0] is None else "true"
-        kernel = f"encode<{kind}, {residual}, {unit}>"
-        launch_strided(kernel, blocks(x.size, unit), x, *residuals, wire, x.size, scale, limit, findings)
+    given = x, *residuals, wire, x.size, scale, limit, findings
+    launch_strided(f"encode<{_type_16(dtype)}>", blocks(x.size, 4), *given)
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     """See `Kernels.decode16`."""
-    aligned = are_aligned(x) and are_aligned(wire, n_bytes=8)
-    launch_units(f"decode<{_type_16(dtype)}>", x.size, aligned, wire, x, x.size, scale)
+    launch_each(f"decode<{_type_16(dtype)}>", blocks(x.size, 4), wire, x, x.size, scale)
 
 
 def squared_norm(x: Array) -> Any:
@@ -125,19 +121,18 @@ def clip_scale(x: Array, limit: float) -> Any:
 def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
     parts, norm, scale = cupy.empty(_NORM_PARTS, np.float64), cupy.empty(1, np.float64), cupy.empty(1, np.float32)
     count = min(max(blocks(x.size, 4 * THREADS), 1), _NORM_PARTS)
-    launch("norm_parts", (count,), (THREADS,), x, x.size, are_aligned(x), parts)
+    launch("norm_parts", (count,), (THREADS,), x, x.size, parts)
     launch("norm_and_scale", (1,), (THREADS,), parts, count, norm, scale, limit)
     return norm, scale
 
 
 def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
-    from_bad.data.memset_async(0, from_bad.itemsize)
-    if x.size:
-        launch_strided(f"find_beyond<{c_type(x)}>", blocks(x.size, 4), x, x.size, limit, from_bad, are_aligned(x))
-
-
-def _find_nonfinite(x: Array, from_bad: Array) -> None:
-    _find_beyond(x, float(np.finfo(x.dtype).max), from_bad)
+    from_bad.fill(0)
+    if x.dtype == np.float32:
+        launch_strided("find_beyond", blocks(x.size, 4), x, x.size, limit, from_bad)
+    elif x.size:
+        beyond = ~(abs(x) <= limit)  # NaN, too
+        from_bad[...] = (x.size - beyond.argmax()) * beyond.any()
 
 
 def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
@@ -150,7 +145,7 @@ def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
 def first_nonfinite(x: Array) -> int | None:
     """See `Kernels.first_nonfinite`."""
     found = cupy.empty(1, np.int64)
-    _find_nonfinite(x, found)
+    _find_beyond(x, float(np.finfo(x.dtype).max), found)
     from_bad = int(found.item())
     return x.size - from_bad if from_bad else None
 
@@ -197,17 +192,17 @@ def _select(
     findings: Array,
 ) -> None:
     """The k largest; with a k of 0 all above the floor. `sample` has strata and rank, and the floor for no strata."""
-    source, vectors = _source(x, accumulation)
+    source = _source(x, accumulation)
     workspace, tiles = lists.workspace(x.size, capacity), blocks(x.size, _TILE)
     launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, *sample, workspace[0], findings)
     if not x.size:
         return
-    launch("collect_candidates", (tiles,), (THREADS,), source, x.size, vectors, workspace, findings)
+    launch("collect_candidates", (tiles,), (THREADS,), source, x.size, workspace, findings)
     searched = workspace, accumulation.source(x), x.size, k
     # Few blocks, for the candidates: each adds its counts to those of all, which soon takes longer than the search.
     items = blocks(capacity if sample[0] else x.size, 32)
-    for digit in range(3 if k else 0):
-        launch_strided(f"digit<{digit}>", items, *searched)
+    for known, shift in _DIGITS if k else ():
+        launch_strided("digit", items, *searched, known, shift)
     launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
     launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, findings)
     launch("write_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles, lists.indices, lists.values)
@@ -234,12 +229,11 @@ def scatter_sum(
         raise ValueError(f"the range {lo} ... {hi} leaves the dense array of {dense.size} elements")
     if lo == hi:
         return
-    aligned = (dense.data.ptr + lo * dense.itemsize) % 16 == 0
     lists = [(_at(index), _at(value), value.size) for index, value in zip(indices, values, strict=True)]
     for first in range(0, max(len(lists), 1), _MOST_LISTS):  # once without lists too: the sum of nothing is zero
         some = lists[first : first + _MOST_LISTS]
         fields = chain(*zip(*some, *[(0, 0, 0)] * (_MOST_LISTS - len(some)), strict=True))
-        given = dense, (*fields, len(some)), lo, hi, aligned, scale, first > 0
+        given = dense, (*fields, len(some)), lo, hi, scale, first > 0
         launch("scatter", (blocks(hi - lo, _SUM_TILE),), (THREADS,), *given)
 
 
@@ -259,12 +253,11 @@ def _type_16(dtype: str) -> str:
     return _TYPES[dtype]
 
 
-def _source(x: Array, accumulation: Accumulation) -> tuple[tuple[Any, ...], bool]:
-    """The fields of Source in source.cuh, and whether all of its arrays are aligned."""
+def _source(x: Array, accumulation: Accumulation) -> tuple[Any, ...]:
+    """The fields of Source in select.cu."""
     residual, momentum, scale, decay, new_residual, new_momentum = accumulation
     if momentum is not None and residual is None:
         raise ValueError("momentum needs a residual")
     factor = (1.0, _at(scale)) if isinstance(scale, cupy.ndarray) else (scale, 0)
     new = residual if new_residual is None else new_residual, momentum if new_momentum is None else new_momentum
-    fields = _at(x), _at(residual), _at(momentum), *factor, decay, *map(_at, new)
-    return fields, are_aligned(x, residual, momentum, *new)
+    return _at(x), _at(residual), _at(momentum), *factor, decay, *map(_at, new)

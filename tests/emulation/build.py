@@ -47,7 +47,7 @@ def build() -> Path:
 
 
 def _compile_kernels_of_the_product() -> None:
-    """The kernels of float32, so that no test waits for the compiler while it is timed."""
+    """All kernels, so that no test waits for the compiler while it is timed."""
     paths = [path for path in (ROOT / "distopt" / "kernels" / "cuda").iterdir() if path.is_file()]
     digest, stamp = _digest(paths), kernels() / "sources"
     if not stamp.exists() or stamp.read_text() != digest:
@@ -65,17 +65,12 @@ def _digest(paths: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
-def compile_kernels(text: str, headers: dict[str, bytes], library: Path) -> str:
+def compile_kernels(text: str, options: Iterable[str], library: Path) -> str:
     """Compile kernels as a shared library, unless there is one. What the compiler says where it fails, or nothing."""
-    folder = library.with_suffix(".headers")
-    folder.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
-            return ""
-        for name, content in headers.items():
-            (folder / name).write_bytes(content)
-        return _compile(library, *KERNEL_FLAGS, f"-I{folder}", "-xc++", "-", text=text)
+        return "" if library.exists() else _compile(library, *KERNEL_FLAGS, *options, "-xc++", "-", text=text)
 
 
 def _compile(library: Path, *arguments: str, text: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of float32 for the emulator: python -m tests.emulation.compile_kernels"""
+"""Compiles the kernels for the emulator: python -m tests.emulation.compile_kernels"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +8,6 @@ if __name__ == "__main__":
     activate()
     from distopt.kernels import cuda
 
-    one_of = {kernel.source: cuda.instances(kernel.source)[0] for kernel in cuda.kernels().values()}
+    one_of = {kernel.source: name for name, kernel in cuda.kernels().items()}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cuda.load, one_of.values()))
+        list(pool.map(lambda name: cuda.load(name, 0), one_of.values()))

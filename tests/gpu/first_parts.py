@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,22 @@ def find_gpu() -> int:
 def compile_kernels() -> int:
     """Compile every kernel for each architecture, and say how many registers it takes; spills are a failure."""
     try:
+        from cupy.cuda import compiler
+
         from distopt.kernels import cuda
     except ImportError as error:
         print(f"CuPy cannot be imported ({error}); pip install cupy-cuda13x nvidia-cuda-nvrtc")
         return NOT_RUN
     sources = sorted({kernel.source for kernel in cuda.kernels().values()})
-    jobs = [(source, f"sm_{number}") for source in sources for number in ARCHITECTURES]
+    compiler._get_arch_for_options_for_nvrtc = lambda arch: (f"-arch=sm_{arch}", "cubin")  # CuPy's asks a driver
+    jobs = [(source, number) for source in sources for number in ARCHITECTURES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         used = dict(zip(jobs, pool.map(lambda job: _usage(*job), jobs), strict=True))
     bad, heads = 0, " | ".join(f"sm_{number}" for number in ARCHITECTURES)
     print(f"| kernel | {heads} |\n| --- |{' --- |' * len(ARCHITECTURES)}")
     for source in sources:
-        for name in cuda.instances(source):
-            found = [used[source, f"sm_{number}"][name] for number in ARCHITECTURES]
+        for name in cuda.program(source)["name_expressions"]:
+            found = [used[source, number][name] for number in ARCHITECTURES]
             bad += sum(spilled > 0 for _, spilled in found)
             texts = (f"{registers}, spills {spilled}" if spilled else str(registers) for registers, spilled in found)
             print(f"| {name} | {' | '.join(texts)} |")
@@ -55,13 +59,17 @@ def compile_kernels() -> int:
     return int(bad > 0)
 
 
-def _usage(source: str, architecture: str) -> dict[str, tuple[int, int]]:
-    """Registers, and bytes spilled, of each kernel of a source."""
+def _usage(source: str, architecture: int) -> dict[str, tuple[int, int]]:
+    """Registers, and bytes spilled, of each kernel of a source, compiled as `cupy.RawModule` does it."""
+    from cupy.cuda import compiler
+
     from distopt.kernels import cuda
 
-    mangled, _, log = cuda.compiled(source, cuda.instances(source), architecture, ("-Xptxas=-v",))
+    code, options, names = cuda.program(source).values()
+    given, log = (*options, "-ftz=true", "-Xptxas=-v"), StringIO()
+    _, mangled = compiler.compile_using_nvrtc(code, given, architecture, source, names, log)
     found = {}
-    for kernel in log.split("Compiling entry function '")[1:]:
+    for kernel in log.getvalue().split("Compiling entry function '")[1:]:
         registers = re.search(r"Used (\d+) registers", kernel)[1]
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", kernel).groups()
         found[kernel.partition("'")[0]] = int(registers), sum(map(int, spilled))
@@ -69,34 +77,21 @@ def _usage(source: str, architecture: str) -> dict[str, tuple[int, int]]:
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
-class _Noted(dict[tuple[int, str], Any]):
-    """Functions by device and name, with the names that were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def get(self, key: tuple[int, str], default: Any = None) -> Any:
-        self.names.add(key[1].partition("<")[0])
-        return super().get(key, default)
-
-
 def every_kernel() -> int:
     """Each kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
     import cupy
 
     from distopt.kernels import cuda
 
-    cuda._functions = noted = _Noted()
+    noted, load = set(), cuda.load
+    cuda.load = lambda name, device: noted.add(name) or load(name, device)
     for n in (1, 1023, 70_001):
         _codec_kernels(cupy, n)
         _element_kernels(cupy, n)
     _image_kernels(cupy)
     cupy.cuda.Device().synchronize()
-    left_out = cuda.kernels().keys() - noted.names
-    print(
-        f"{len(noted.names)} kernels have run" + (f", not {', '.join(sorted(left_out))}" if left_out else ": every one")
-    )
+    left_out = cuda.kernels().keys() - noted
+    print(f"{len(noted)} kernels have run" + (f", not {', '.join(sorted(left_out))}" if left_out else ": every one"))
     return int(bool(left_out))
 
 

@@ -160,9 +160,12 @@ def test_casts_give_the_bits_and_counts_of_the_cpu(n, kind, with_residual, offse
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [0.5, 1.0])  # with 1 what is cast lies exactly between two, too
 def test_all_16_bit_values_survive_the_way_there_and_back(kind, scale):
-    wire, halves = np.arange(65536).astype(np.uint16), np.empty(65536, F32)
+    wire = np.arange(65536).astype(np.uint16)
+    if kind == "bfloat16":  # without those that become subnormal float32, which count as zero on a GPU
+        wire = wire[(wire & 0x7FFF == 0) | (wire & 0x7F80 >= 3 << 7)]
+    halves = np.empty(wire.size, F32)
     both("decode16", 0, wire, halves, kind, 0.5)
-    both(cast, 0, halves * F32(0.5 / scale), (None, None), kind, scale, new_findings(), np.empty(65536, F32))
+    both(cast, 0, halves * F32(0.5 / scale), (None, None), kind, scale, new_findings(), np.empty(wire.size, F32))
 
 
 @pytest.mark.parametrize("n", [*SIZES, 300_007])

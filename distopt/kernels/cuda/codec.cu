@@ -1,6 +1,24 @@
 // Dense passes over a bucket, with the meaning that csrc/cpu/codec.h gives them. Sums and products are spelled as
 // intrinsics where the CPU's bits count: an operator could be contracted to FMA.
-#include "source.cuh"
+#include "device.cuh"
+
+#ifdef __CUDACC_RTC__  // elsewhere the emulator has them; CUDA's headers may not be installed
+__device__ inline unsigned short float_to_half(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+__device__ inline float half_to_float(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+__device__ inline unsigned short float_to_bfloat16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+#endif
 
 struct Half {
   static constexpr int becomes_zero = float16_zero_key;
@@ -14,55 +32,41 @@ struct BFloat16 {
   static __device__ float decode(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
 };
 
-// Findings of one thread.
-struct Tally {
-  unsigned overflowed = 0, underflowed = 0;
-  unsigned long long from_bad = 0;
-};
-
-// `unit` elements at a time: 8, in 16-byte accesses, or 1.
-template <class Type, bool with_residual, int unit>
-__device__ void encode_unit(const float* in, const float* residual, float* new_residual, unsigned short* out,
-                            size_t first, size_t n, float scale, float limit, Tally& tally) {
-  Unit<float, unit> x = unit_at<unit>(in + first), left;
-  Unit<unsigned short, unit> encoded;
-  if (with_residual) left = unit_at<unit>(residual + first);
-#pragma unroll
-  for (int i = 0; i < unit; ++i) {
-    if (with_residual) x.e[i] = __fadd_rn(x.e[i], left.e[i]);
-    const float scaled = __fmul_rn(x.e[i], scale);
-    const int magnitude = __float_as_int(scaled) & top_key;
-    const bool over = __int_as_float(magnitude) > limit;
-    encoded.e[i] = Type::encode(over ? copysignf(limit, scaled) : scaled);
-    bool bad = x.e[i] != x.e[i];
-    if (with_residual) {
-      left.e[i] = __fsub_rn(x.e[i], __fmul_rn(Type::decode(encoded.e[i]), __fdiv_rn(1.0f, scale)));
-      bad = (__float_as_int(left.e[i]) & top_key) >= nonfinite_key;
-    }
-    tally.overflowed += over;
-    tally.underflowed += magnitude <= Type::becomes_zero && x.e[i] != 0;
-    if (bad && n - first - i > tally.from_bad) tally.from_bad = n - first - i;
-  }
-  unit_at<unit>(out + first) = encoded;
-  if (with_residual) unit_at<unit>(new_residual + first) = left;
-}
-
 // csrc/cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite. Per element
-// 4 bytes read and 2 written; with a residual 8 and 6.
-template <class Type, bool with_residual, int unit>
-__global__ void __launch_bounds__(block_threads)
+// 4 bytes read and 2 written; with a residual, which may be null, 8 and 6.
+template <class Type>
+__global__ void __launch_bounds__(block_threads, 8)
     encode(const float* in, const float* residual, float* new_residual, unsigned short* out, size_t n, float scale,
            float limit, Findings* findings) {
-  Tally tally;
-  const size_t thread = thread_index(), stride = thread_stride();
-  for (size_t u = thread; u < n / unit; u += stride)
-    encode_unit<Type, with_residual, unit>(in, residual, new_residual, out, u * unit, n, scale, limit, tally);
-  if (unit > 1 && thread < n % unit)
-    encode_unit<Type, with_residual, 1>(in, residual, new_residual, out, n - n % unit + thread, n, scale, limit, tally);
-  if (tally.from_bad) atomicMax(&findings->from_bad, tally.from_bad);
+  unsigned overflowed = 0, underflowed = 0;
+  size_t from_bad = 0;
+  const bool aligned = are_aligned(in, residual, new_residual) && are_aligned(out);
+  for_each_four(n, [&](size_t first, unsigned available) {
+    Four x = load<4>(in + first, available, aligned), left{};
+    Unit<unsigned short, 4> encoded;
+    if (residual) left = load<4>(residual + first, available, aligned);
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) {
+      if (residual) x.e[i] = __fadd_rn(x.e[i], left.e[i]);
+      const float scaled = __fmul_rn(x.e[i], scale);
+      const int magnitude = key_of(scaled);
+      const bool over = __int_as_float(magnitude) > limit;
+      encoded.e[i] = Type::encode(over ? copysignf(limit, scaled) : scaled);
+      bool bad = key_of(x.e[i]) > nonfinite_key;
+      if (residual) {
+        left.e[i] = __fsub_rn(x.e[i], __fmul_rn(Type::decode(encoded.e[i]), __fdiv_rn(1.0f, scale)));
+        bad = key_of(left.e[i]) >= nonfinite_key;
+      }
+      overflowed += over;
+      underflowed += magnitude <= Type::becomes_zero && key_of(x.e[i]) != 0;
+      if (bad) from_bad = max(from_bad, n - first - i);
+    }
+    store(out + first, encoded, available, aligned);
+    if (residual) store(new_residual + first, left, available, aligned);
+  });
+  if (from_bad) atomicMax(&findings->from_bad, static_cast<unsigned long long>(from_bad));
   // Both counts in one sum; a block sees fewer than 2^31 elements of either kind.
-  const auto both =
-      block_sum<block_threads>(static_cast<unsigned long long>(tally.overflowed) << 32 | tally.underflowed);
+  const auto both = block_sum<block_threads>(static_cast<unsigned long long>(overflowed) << 32 | underflowed);
   if (threadIdx.x == 0 && both) {
     atomicAdd(&findings->overflowed, both >> 32);
     atomicAdd(&findings->underflowed, both & 0xffffffff);
@@ -71,25 +75,26 @@ __global__ void __launch_bounds__(block_threads)
 
 // csrc/cpu/codec.h: decode16. Per element 2 bytes read, 4 written.
 template <class Type>
-__global__ void decode(const unsigned short* in, float* out, size_t n, float scale, bool aligned) {
-  for_units(n, aligned, [&](auto width, size_t first) {
-    const Unit<unsigned short, width> encoded = unit_at<width>(in + first);
-    Unit<float, width> x;
+__global__ void decode(const unsigned short* in, float* out, size_t n, float scale) {
+  const bool aligned = are_aligned(in) && are_aligned(out);
+  for_each_four(n, [&](size_t first, unsigned available) {
+    const Unit<unsigned short, 4> encoded = load<4>(in + first, available, aligned);
+    Four x;
 #pragma unroll
-    for (int i = 0; i < width; ++i) x.e[i] = __fmul_rn(Type::decode(encoded.e[i]), scale);
-    unit_at<width>(out + first) = x;
+    for (unsigned i = 0; i < 4; ++i) x.e[i] = __fmul_rn(Type::decode(encoded.e[i]), scale);
+    store(out + first, x, available, aligned);
   });
 }
 
 // The sums of squares of all blocks. The grid depends on n alone, so that every device adds in the same order.
-__global__ void __launch_bounds__(block_threads) norm_parts(const float* x, size_t n, bool vectors, double* parts) {
+__global__ void __launch_bounds__(block_threads) norm_parts(const float* x, size_t n, double* parts) {
   double sums[4] = {};
-  const size_t thread = thread_index(), stride = thread_stride();
-  for (size_t first = thread * 4; first < n; first += stride * 4) {
-    const Four v = load(x + first, static_cast<unsigned>(min(n - first, size_t{4})), vectors);
+  const bool aligned = are_aligned(x);
+  for_each_four(n, [&](size_t first, unsigned available) {
+    const Four v = load<4>(x + first, available, aligned);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) sums[c] = __fma_rn(double{v.e[c]}, double{v.e[c]}, sums[c]);
-  }
+    for (unsigned c = 0; c < 4; ++c) sums[c] = __fma_rn(double{v.e[c]}, double{v.e[c]}, sums[c]);
+  });
   const double total = block_sum<block_threads>(sums[0] + sums[1] + (sums[2] + sums[3]));
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
@@ -108,15 +113,15 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // *from_bad as in Findings, of elements that are NaN or beyond +-limit. Reads once.
-template <class T>
 __global__ void __launch_bounds__(block_threads)
-    find_beyond(const T* x, size_t n, T limit, unsigned long long* from_bad, bool aligned) {
-  size_t bad = n;
-  for_units(n, aligned, [&](auto width, size_t first) {
-    const Unit<T, width> values = unit_at<width>(x + first);
+    find_beyond(const float* x, size_t n, float limit, unsigned long long* from_bad) {
+  size_t bad = 0;
+  const bool aligned = are_aligned(x);
+  for_each_four(n, [&](size_t first, unsigned available) {
+    const Four values = load<4>(x + first, available, aligned);
 #pragma unroll
-    for (int i = width; i-- > 0;)
-      if (!((values.e[i] <= limit) & (-limit <= values.e[i]))) bad = min(bad, first + i);  // NaN, too
+    for (unsigned c = 0; c < 4; ++c)
+      if (!(fabsf(values.e[c]) <= limit)) bad = max(bad, n - first - c);  // NaN, too
   });
-  if (bad != n) atomicMax(from_bad, static_cast<unsigned long long>(n - bad));
+  if (bad) atomicMax(from_bad, static_cast<unsigned long long>(bad));
 }

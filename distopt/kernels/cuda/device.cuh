@@ -13,20 +13,48 @@ __device__ inline double infinity() { return __longlong_as_double(0x7ff000000000
 __device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
 
 // The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
-template <class E, int count>
+template <class E, unsigned count>
 struct alignas(count * sizeof(E) < 16 ? count * sizeof(E) : 16) Unit {
   E e[count];
 };
 using Four = Unit<float, 4>;
 
-template <int count, class E>
+template <unsigned count, class E>
 __device__ const Unit<E, count>& unit_at(const E* first) {
   return *reinterpret_cast<const Unit<E, count>*>(first);
 }
 
-template <int count, class E>
+template <unsigned count, class E>
 __device__ Unit<E, count>& unit_at(E* first) {
   return *reinterpret_cast<Unit<E, count>*>(first);
+}
+
+// Whether units of arrays may be accessed; null is no array.
+template <class... E>
+__device__ bool are_aligned(const E*... arrays) {
+  return (reinterpret_cast<size_t>(arrays) | ...) % 16 == 0;
+}
+
+// The first `available` elements of a unit, and zeros.
+template <unsigned count, class E>
+__device__ Unit<E, count> load(const E* at, unsigned available, bool aligned) {
+  if (aligned && available >= count) return unit_at<count>(at);
+  Unit<E, count> x{};
+#pragma unroll
+  for (unsigned c = 0; c < count; ++c)
+    if (c < available) x.e[c] = at[c];
+  return x;
+}
+
+template <unsigned count, class E>
+__device__ void store(E* at, const Unit<E, count>& x, unsigned available, bool aligned) {
+  if (aligned && available >= count) {
+    unit_at<count>(at) = x;
+    return;
+  }
+#pragma unroll
+  for (unsigned c = 0; c < count; ++c)
+    if (c < available) at[c] = x.e[c];
 }
 
 __device__ inline size_t thread_index() { return size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
@@ -36,6 +64,14 @@ __device__ inline size_t thread_stride() { return size_t{gridDim.x} * blockDim.x
 template <class F>
 __device__ void for_each(size_t count, F f) {
   for (size_t i = thread_index(); i < count; i += thread_stride()) f(i);
+}
+
+// Calls f(first, available) for each four elements, of which fewer are available at the end.
+template <class F>
+__device__ void for_each_four(size_t n, F f) {
+#pragma unroll 1
+  for (size_t first = thread_index() * 4; first < n; first += thread_stride() * 4)
+    f(first, static_cast<unsigned>(min(n - first, size_t{4})));
 }
 
 // A number that the compiler knows.
@@ -63,6 +99,13 @@ template <class F>
 __device__ void for_planes(size_t planes, F f) {
   for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);
 }
+
+// The results of a pass, in device memory; a rank sends the first three to the others: see distopt/kernels/base.py.
+struct Findings {
+  unsigned long long selected, overflowed, from_bad, underflowed;
+};
+
+__device__ inline int key_of(float x) { return __float_as_int(x) & top_key; }
 
 // Images in memory: [images, channels, pixels].
 struct Batch {

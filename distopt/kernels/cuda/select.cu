@@ -3,7 +3,36 @@
 // gives the place of each tile's share. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
-#include "source.cuh"
+#include "device.cuh"
+
+// The values to select from, as in csrc/cpu/select.h; the selection computes them in the same pass.
+struct Source {
+  const float* grad;
+  const float* residual;  // or null; momentum needs it
+  const float* momentum;  // or null
+  float scale;
+  const float* device_scale;  // if given, a factor in device memory, in place of `scale`
+  float decay;
+  float* new_residual;
+  float* new_momentum;
+};
+
+// The sums that are selected from, in the CPU's order of operations, and the new momentum.
+template <unsigned count>
+__device__ Unit<float, count> accumulated(const Source& from, size_t at, unsigned available, bool aligned,
+                                          Unit<float, count>& momentum) {
+  Unit<float, count> x = load<count>(from.grad + at, available, aligned);
+  if (!from.residual) return x;
+  const Unit<float, count> left = load<count>(from.residual + at, available, aligned);
+  if (from.momentum) momentum = load<count>(from.momentum + at, available, aligned);
+#pragma unroll
+  for (unsigned c = 0; c < count; ++c) {
+    x.e[c] = __fmul_rn(x.e[c], from.scale);
+    if (from.momentum) x.e[c] = momentum.e[c] = __fadd_rn(x.e[c], __fmul_rn(momentum.e[c], from.decay));
+    x.e[c] = __fadd_rn(x.e[c], left.e[c]);
+  }
+  return x;
+}
 
 constexpr unsigned rows = 8, row = 32 * 4;          // a warp collects from rows of one Four per lane, side by side
 constexpr unsigned tile = warp_count * rows * row;  // elements that a block collects from, see gpu.py
@@ -33,12 +62,6 @@ struct Workspace {
   float* values;
   unsigned capacity;
 };
-
-__device__ float value_at(const Source& from, float scale, size_t i) {
-  if (!from.residual) return from.grad[i];
-  float momentum = from.momentum ? from.momentum[i] : 0;
-  return accumulated(from, scale, from.grad[i], from.residual[i], momentum);
-}
 
 // -- the boundary -----------------------------------------------------------------------------------------------------
 // Finds the digit of the k-th largest key in the counts of a block or grid, 1 <= k <= their sum; k becomes the rank
@@ -75,7 +98,6 @@ __global__ void __launch_bounds__(sampling_threads)
     prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor, SelectState* state,
             Findings* findings) {
   constexpr unsigned most_groups = most_strata / sampling_threads;
-  constexpr unsigned group = sample_group;
   __shared__ unsigned counts[bins];
   __shared__ int prefix;
   __shared__ unsigned remaining;
@@ -93,17 +115,18 @@ __global__ void __launch_bounds__(sampling_threads)
     if (threadIdx.x == 0) state->floor = floor;
     return;
   }
-  int keys[most_groups * group];
-  const float scale = scale_of(from);
+  int keys[most_groups * sample_group];
+  if (from.device_scale) from.scale = *from.device_scale;
   const size_t width = n / strata;
 #pragma unroll
   for (unsigned g = 0; g < most_groups; ++g) {
     const unsigned s = g * sampling_threads + threadIdx.x;
     const unsigned random = (s + 1) * 2654435761u;  // Knuth's multiplicative hash
-    const size_t first = s * width + ((width - group) * static_cast<unsigned long long>(random) >> 32);
+    const size_t first = s * width + ((width - sample_group) * static_cast<unsigned long long>(random) >> 32);
+    Unit<float, sample_group> momentum;
+    const auto x = accumulated(from, first, s < strata ? sample_group : 0, false, momentum);
 #pragma unroll
-    for (unsigned j = 0; j < group; ++j)
-      keys[g * group + j] = s < strata ? key_of(value_at(from, scale, first + j)) : -1;
+    for (unsigned j = 0; j < sample_group; ++j) keys[g * sample_group + j] = s < strata ? key_of(x.e[j]) : -1;
   }
 #pragma unroll
   for (const int key : keys)
@@ -132,23 +155,21 @@ __device__ View view_of(const Workspace& w, const float* x, unsigned n, unsigned
   return {x, nullptr, n};
 }
 
-// One digit of the boundary, in three passes: counts the digit of the keys that begin with the prefix.
-template <int pass>
-__global__ void __launch_bounds__(block_threads) digit(Workspace w, const float* x, unsigned n, unsigned k) {
-  // Of 31 bits those below bit `known` are not known yet; the digit begins at bit `shift`.
-  constexpr int known = pass == 0 ? 31 : pass == 1 ? 20 : 10, shift = pass == 0 ? 20 : pass == 1 ? 10 : 0;
+// One digit of the boundary: counts the digit of the keys that begin with the prefix. Of 31 bits those below bit
+// `known` are not known yet; the digit begins at bit `shift`.
+__global__ void __launch_bounds__(block_threads)
+    digit(Workspace w, const float* x, unsigned n, unsigned k, int known, int shift) {
   __shared__ unsigned counts[bins];
   __shared__ bool last;
   const View view = view_of(w, x, n, k);
   const int prefix = w.state->prefix;
   for (unsigned i = threadIdx.x; i < bins; i += block_threads) counts[i] = 0;
   __syncthreads();
-  constexpr int mask = (1 << (known - shift)) - 1;
-  const size_t stride = size_t{gridDim.x} * block_threads;
+  const int mask = (1 << (known - shift)) - 1;
 #pragma unroll 4
-  for (size_t i = size_t{blockIdx.x} * block_threads + threadIdx.x; i < view.count; i += stride) {
+  for (size_t i = thread_index(); i < view.count; i += thread_stride()) {
     const int key = key_of(view.x[i]);
-    if (known == 31 || key >> (known % 31) == prefix) atomicAdd(&counts[key >> shift & mask], 1u);
+    if (key >> known == prefix) atomicAdd(&counts[key >> shift & mask], 1u);
   }
   __syncthreads();
   for (unsigned i = threadIdx.x; i < bins; i += block_threads)
@@ -166,23 +187,30 @@ __global__ void __launch_bounds__(block_threads) digit(Workspace w, const float*
 // One block per tile: accumulates it, appends its candidates to the list, and notes elements that are not finite. 32
 // values per thread, and registers for 1024 threads on a processor, keep memory busy.
 __global__ void __launch_bounds__(block_threads, 4)
-    collect_candidates(Source from, unsigned n, bool vectors, Workspace w, Findings* findings) {
+    collect_candidates(Source from, unsigned n, Workspace w, Findings* findings) {
   __shared__ unsigned of_warp[warp_count], list_begin;
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const unsigned begin = blockIdx.x * tile + warp * (rows * row) + lane * 4;
-  const float scale = scale_of(from);
+  if (from.device_scale) from.scale = *from.device_scale;
+  const bool aligned = are_aligned(from.grad, from.residual, from.momentum, from.new_residual, from.new_momentum);
   const int floor = w.state->floor;
   Four x[rows];
   unsigned wanted = 0;  // bit 4 * r + component
 #pragma unroll
   for (unsigned r = 0; r < rows; ++r) {
     const unsigned at = begin + r * row, available = at < n ? min(n - at, 4u) : 0;
-    x[r] = accumulate_four(from, scale, at, available, vectors);
+    Four momentum;
+    x[r] = accumulated(from, at, available, aligned, momentum);
+    if (from.residual) store(from.new_residual + at, x[r], available, aligned);
+    if (from.momentum) store(from.new_momentum + at, momentum, available, aligned);
     unsigned bits = 0;
 #pragma unroll
-    for (unsigned c = 0; c < 4; ++c) bits |= unsigned(c < available && key_of(x[r].e[c]) > floor) << c;
-    // Also where the list has no room: the findings are complete in any case.
-    report_nonfinite(x[r], at, n, findings);
+    for (unsigned c = 0; c < 4; ++c) {
+      const int key = key_of(x[r].e[c]);
+      bits |= unsigned(c < available && key > floor) << c;
+      // Also where the list has no room: the findings are complete in any case.
+      if (key >= nonfinite_key) atomicMax(&findings->from_bad, size_t{n} - at - c);
+    }
     wanted |= bits << 4 * r;
   }
   unsigned long long counts = 0;  // per row, 8 bits each: a row has at most 128

@@ -1,5 +1,5 @@
 // Sums of sparse lists.
-#include "source.cuh"
+#include "device.cuh"
 
 constexpr unsigned tile = 4096;  // of the dense array, in shared memory; see gpu.py
 
@@ -29,13 +29,14 @@ struct SparseLists {
 // One block per tile of the dense array, which is summed up in shared memory. Within a list no two entries meet, so
 // only the step from list to list needs a barrier.
 __global__ void __launch_bounds__(block_threads)
-    scatter(float* dense, SparseLists lists, size_t lo, size_t hi, bool vectors, float scale, bool add) {
+    scatter(float* dense, SparseLists lists, size_t lo, size_t hi, float scale, bool add) {
   alignas(16) __shared__ float sums[tile];
   __shared__ unsigned bounds[2 * 32];
   const size_t begin = lo + size_t{blockIdx.x} * tile, end = min(begin + tile, hi);
   const auto size = static_cast<unsigned>(end - begin);
+  const bool aligned = are_aligned(dense + begin);
   for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
-    unit_at<4>(sums + i) = add ? load(dense + begin + i, size - i, vectors) : Four{};
+    unit_at<4>(sums + i) = add ? load<4>(dense + begin + i, size - i, aligned) : Four{};
   for (unsigned b = threadIdx.x / 32; b < 2 * lists.size; b += warp_count) {
     const size_t bound = b % 2 ? end : begin;
     const unsigned found = lower_bound(lists.indices[b / 2], lists.counts[b / 2], static_cast<long long>(bound));
@@ -50,5 +51,5 @@ __global__ void __launch_bounds__(block_threads)
     __syncthreads();
   }
   for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
-    store(dense + begin + i, unit_at<4>(sums + i), size - i, vectors);
+    store(dense + begin + i, unit_at<4>(sums + i), size - i, aligned);
 }

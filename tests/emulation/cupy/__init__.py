@@ -16,8 +16,9 @@ from . import random as random
 from ._array import call as _call
 from ._array import device as _device
 from ._array import ndarray
+from .cuda.compiler import RawModule as RawModule
 
-__version__ = "14.0.0"
+__version__ = "14.2.0"
 
 # NumPy names that CuPy re-exports.
 TYPES = (

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import _emulation as _emulated
@@ -13,14 +14,12 @@ import numpy as np
 
 from tests.emulation import build
 
-from . import nvrtc, runtime
+from . import runtime
 
 __all__ = [
     "Device",
     "Event",
-    "Function",
     "MemoryPool",
-    "Module",
     "Stream",
     "alloc",
     "alloc_pinned_memory",
@@ -30,6 +29,8 @@ __all__ = [
     "runtime",
     "using_allocator",
 ]
+
+nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
 
 _local = threading.local()
 _pinned: dict[int, int] = {}  # size in bytes, by address
@@ -314,63 +315,6 @@ def run(task: Any) -> None:
     else:
         drain()
         task()
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
-class _Launch(ctypes.Structure):
-    """`emulation::Launch`."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("stream", ctypes.c_void_p),
-        ("count", ctypes.c_size_t),
-        ("arguments", ctypes.POINTER(ctypes.c_char_p)),
-        ("sizes", ctypes.POINTER(ctypes.c_size_t)),
-    )
-
-
-class Module:
-    """A library that `nvrtc` has compiled."""
-
-    def load(self, cubin: bytes) -> None:
-        self._library = ctypes.CDLL(cubin.decode())
-
-    def get_function(self, name: str) -> Function:
-        return Function(self._library[name])
-
-
-class Function:
-    """A kernel. It refuses arguments whose number or sizes are wrong, where CuPy would pass rubbish."""
-
-    def __init__(self, entry: Any) -> None:
-        self._entry = entry
-
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Any) -> None:
-        if not (isinstance(grid, tuple) and isinstance(block, tuple)):
-            raise TypeError("grid and block are tuples")
-        values = [_bytes_of(value) for value in args]
-        sizes = (ctypes.c_size_t * len(values))(*map(len, values))
-        dimensions = ((ctypes.c_uint * 3)(*(*given, 1, 1)[:3]) for given in (grid, block))
-        stream, pointers = get_current_stream().ptr, (ctypes.c_char_p * len(values))(*values)
-        code = self._entry(ctypes.byref(_Launch(*dimensions, stream, len(values), pointers, sizes)))
-        if code < 0:
-            what = "the number of arguments" if code == -1 else f"argument {-2 - code}"
-            raise TypeError(f"{what} is wrong for the kernel: {args}")
-        if code:
-            raise RuntimeError(f"the kernel cannot be launched (CUDA error {code})")
-
-
-def _bytes_of(value: Any) -> bytes:
-    """An argument as CuPy passes it."""
-    if value is None or hasattr(value, "_memory"):
-        return np.int64(0 if value is None else value.data.ptr).tobytes()
-    if isinstance(value, np.ndarray) and value.size != 1:
-        raise TypeError("only numpy.ndarrays of size one can be passed by value")
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tobytes()
-    kinds = {bool: np.bool_, int: np.int64, float: np.float64}
-    return bytes(kinds[type(value)](value).tobytes())
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:
