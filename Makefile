@@ -52,7 +52,7 @@ first-gpu-pack: $(VENV)/bin/python
 KERNELS := .venv-kernels
 kernels:
 	$(MAKE) VENV=$(KERNELS) $(KERNELS)/.base
-	$(KERNELS)/bin/python -m pip install --quiet 'cupy-cuda13x>=14' nvidia-cuda-nvrtc
+	$(KERNELS)/bin/python -m pip install --quiet 'cupy-cuda13x>=14.2' nvidia-cuda-nvrtc
 	$(KERNELS)/bin/python tests/gpu/first_parts.py compile
 
 # The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two

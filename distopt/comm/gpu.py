@@ -80,14 +80,12 @@ def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
         return str(Path(named).resolve())
     package = f"nvidia-nccl-cu{cuda_major}"
     try:
-        files = distribution(package).files or []
+        path = Path(str(distribution(package).locate_file("nvidia/nccl/lib/libnccl.so.2")))
     except PackageNotFoundError:
         raise MissingDependencyError(f"{package} is not installed; {_nccl_cure(cuda_major)}") from None
-    found = (Path(str(file.locate())).resolve() for file in files if file.name == "libnccl.so.2")
-    path = next((path for path in found if path.is_file()), None)
-    if path is None:
+    if not path.is_file():
         raise MissingDependencyError(f"{package} is installed without its libnccl.so.2; {_nccl_cure(cuda_major)}")
-    return str(path)
+    return str(path.resolve())
 
 
 def dotted_version(version: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate as running_sums
 from itertools import chain
 from typing import Any
 
@@ -15,42 +17,20 @@ from .cuda import THREADS, blocks, launch, launch_each, launch_strided
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
 _NORM_PARTS = 1024
-_TILE = 8192  # elements of a block that selects, in select.cu
+_TILE = 4096  # elements of a block that selects, in select.cu, or sums lists, in sparse.cu
 _SELECT_STATE_BYTES = 16384  # room for SelectState in select.cu, at least
 _SELECT_THREADS = 1024  # of a kernel of one block in select.cu
 _DIGITS = (31, 20), (20, 10), (10, 0)  # the bits of a key where the digits of its boundary end and begin
 _WARPS = THREADS // 32
-_SUM_TILE = 4096  # elements of a block that sums lists, in sparse.cu
 _MOST_LISTS = 32  # in SparseLists of sparse.cu
 _TYPES = {"float16": "Half", "bfloat16": "BFloat16"}
 _NO_KEY = 0x7FFFFFFF  # top_key of shared.h
 
 
-class _DeviceLists(Lists):
-    """Room for a selection and its workspace."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(cupy, capacity)
-        self._state: Array = cupy.empty(_SELECT_STATE_BYTES, np.uint8)
-        self._tiles: Array = cupy.empty(0, np.uint64)
-        self._candidates = Lists(cupy, 1)  # never without an address, which would mean all of the array
-
-    def workspace(self, n: int, capacity: int) -> tuple[int, ...]:
-        """The fields of Workspace in select.cu, for a selection from `n` elements with that many candidates."""
-        if n > np.iinfo(np.int32).max:
-            raise ValueError(f"int32 indices reach 2^31 - 1 elements, not {n}")
-        tiles = blocks(n, _TILE)
-        if self._tiles.size < 2 * tiles:
-            self._tiles = cupy.empty(2 * tiles, np.uint64)
-        self._candidates.reserve(capacity)
-        room = self._tiles.data.ptr, self._tiles.data.ptr + 8 * tiles
-        return _at(self._state), *room, _at(self._candidates.indices), _at(self._candidates.values), capacity
-
-
 _copying: dict[Any, Any] = {}  # pinned memory by the event behind its copy
 
 empty = cupy.empty
-new_lists = _DeviceLists
+new_lists = partial(Lists, cupy)
 
 
 def to_host(array: Array) -> Array:
@@ -152,17 +132,15 @@ def first_nonfinite(x: Array) -> int | None:
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     """See `Kernels.accumulate`; a selection above a bound that no element reaches."""
-    assert isinstance(lists, _DeviceLists)
     _select(x, 0, (0, 0, _NO_KEY), 0, accumulation, lists, findings)
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.top_k`; `lists` must come from `new_lists`.
+    """See `Kernels.top_k`.
 
     Reads (and accumulates) every element once and the few candidates several times; where the estimate fails every
     element up to six times.
     """
-    assert isinstance(lists, _DeviceLists)
     if not 1 <= k <= x.size:
         raise ValueError(f"k is {k}, outside of 1 ... {x.size}")
     lists.reserve(k)
@@ -171,11 +149,10 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.threshold`; `lists` must come from `new_lists`, and do not grow.
+    """See `Kernels.threshold`; the lists do not grow.
 
     Reads (and accumulates) every element once. If there are more entries than room, repeat it without the accumulation.
     """
-    assert isinstance(lists, _DeviceLists)
     if not bound >= 0:
         raise ValueError(f"the bound is {bound}, not a number from 0 up")
     floor = (int(np.float32(bound).view(np.int32)) & _NO_KEY) - 1
@@ -188,13 +165,18 @@ def _select(
     sample: tuple[int, int, int],
     capacity: int,
     accumulation: Accumulation,
-    lists: _DeviceLists,
+    lists: Lists,
     findings: Array,
 ) -> None:
     """The k largest; with a k of 0 all above the floor. `sample` has strata and rank, and the floor for no strata."""
-    source = _source(x, accumulation)
-    workspace, tiles = lists.workspace(x.size, capacity), blocks(x.size, _TILE)
-    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, *sample, workspace[0], findings)
+    if x.size > np.iinfo(np.int32).max:
+        raise ValueError(f"int32 indices reach 2^31 - 1 elements, not {x.size}")
+    source, tiles = _source(x, accumulation), blocks(x.size, _TILE)
+    # The fields of Workspace in select.cu. CuPy gives this memory out again in the order of the stream.
+    sizes = _SELECT_STATE_BYTES, 8 * tiles, 8 * tiles, 4 * capacity, 4 * capacity
+    room = cupy.empty(sum(sizes), np.uint8)
+    workspace = *running_sums(sizes[:-1], initial=_at(room)), capacity
+    launch("prepare", (1,), (_SELECT_THREADS,), source, x.size, k, *sample, room, findings)
     if not x.size:
         return
     launch("collect_candidates", (tiles,), (THREADS,), source, x.size, workspace, findings)
@@ -210,7 +192,7 @@ def _select(
 
 def nonzero(x: Array) -> tuple[Array, Array]:
     """See `Kernels.nonzero`; a selection with the smallest float32 above zero as threshold."""
-    lists, findings = _DeviceLists(x.size), cupy.empty(FINDINGS, np.int64)
+    lists, findings = new_lists(x.size), cupy.empty(FINDINGS, np.int64)
     threshold(x, _SMALLEST, Accumulation(), lists, findings)
     count = int(findings[0].item())
     return lists.indices[:count], lists.values[:count]
@@ -234,7 +216,7 @@ def scatter_sum(
         some = lists[first : first + _MOST_LISTS]
         fields = chain(*zip(*some, *[(0, 0, 0)] * (_MOST_LISTS - len(some)), strict=True))
         given = dense, (*fields, len(some)), lo, hi, scale, first > 0
-        launch("scatter", (blocks(hi - lo, _SUM_TILE),), (THREADS,), *given)
+        launch("scatter", (blocks(hi - lo, _TILE),), (THREADS,), *given)
 
 
 def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:

@@ -8,6 +8,6 @@ if __name__ == "__main__":
     activate()
     from distopt.kernels import cuda
 
-    one_of = {kernel.source: name for name, kernel in cuda.kernels().items()}
+    one_of = {source: name for name, (source, _) in cuda.kernels().items()}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: cuda.load(name, 0), one_of.values()))

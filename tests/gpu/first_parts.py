@@ -42,7 +42,7 @@ def compile_kernels() -> int:
     except ImportError as error:
         print(f"CuPy cannot be imported ({error}); pip install cupy-cuda13x nvidia-cuda-nvrtc")
         return NOT_RUN
-    sources = sorted({kernel.source for kernel in cuda.kernels().values()})
+    sources = sorted({source for source, _ in cuda.kernels().values()})
     compiler._get_arch_for_options_for_nvrtc = lambda arch: (f"-arch=sm_{arch}", "cubin")  # CuPy's asks a driver
     jobs = [(source, number) for source in sources for number in ARCHITECTURES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -19,8 +19,8 @@ from distopt.kernels.base import Lists  # noqa: E402
 from tests.unit.test_codec_kernels import inputs, same_bits  # noqa: E402
 
 F32 = np.float32
-TILE = 8192  # of a selecting block; half of it is a tile of a sum of lists, and where estimates begin
-SIZES = [0, 1, 3, 17, 1023, TILE // 2 - 1, TILE // 2, TILE, TILE + 1, 3 * TILE + 5, 40_003]
+TILE = 4096  # of a selecting block, and of a sum of lists; where estimates begin
+SIZES = [0, 1, 3, 17, 1023, TILE - 1, TILE, 2 * TILE, 2 * TILE + 1, 6 * TILE + 5, 40_003]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -213,7 +213,7 @@ def test_the_first_element_that_is_not_finite_or_too_large(dtype, offset):
         both("mark_beyond", offset, marked, limit, np.array([7]))
 
 
-@pytest.mark.parametrize("n", [1, 17, TILE // 2, TILE // 2 + 1, 20_001])
+@pytest.mark.parametrize("n", [1, 17, TILE, TILE + 1, 20_001])
 @pytest.mark.parametrize("ranks", [0, 1, 5, 70])
 def test_sums_of_lists_have_the_bits_of_the_cpu(n, ranks, offset):
     rng = np.random.default_rng(n)

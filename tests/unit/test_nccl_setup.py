@@ -34,8 +34,7 @@ def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest
     def distribution(name: str) -> object:
         if name != "nvidia-nccl-cu12":
             raise PackageNotFoundError(name)
-        file = types.SimpleNamespace(name="libnccl.so.2", locate=lambda: library)
-        return types.SimpleNamespace(files=[types.SimpleNamespace(name="nccl.h", locate=lambda: tmp_path), file])
+        return types.SimpleNamespace(locate_file=tmp_path.joinpath)
 
     monkeypatch.setattr(gpu, "distribution", distribution)
     assert find_nccl(12, {}) == str(library)

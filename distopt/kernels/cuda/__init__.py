@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import cupy
 import numpy as np
@@ -45,18 +45,6 @@ _STRUCTS = {
     "SparseLists": struct.Struct("32P32P32II0P"),
 }
 _KERNEL = re.compile(r"(template <[^>]*>\s+)?__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)")
-
-
-class Kernel(NamedTuple):
-    """The declaration of a kernel.
-
-    Attributes:
-        source: name of its file.
-        parameters: types of its parameters; "*" for a pointer.
-    """
-
-    source: str
-    parameters: tuple[str, ...]
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -91,7 +79,7 @@ def launch_units(name: str, count: int, aligned: bool, *arguments: Any) -> None:
 
 def launch_strided(name: str, items: int, *arguments: Any) -> None:
     """Local. Launch threads that loop over `items`, as many as the device holds at a time."""
-    held = _processors(cupy.cuda.runtime.getDevice()) * (2048 // THREADS)
+    held = cupy.cuda.Device().attributes["MultiProcessorCount"] * (2048 // THREADS)
     launch(name, (max(1, min(blocks(items), held)),), (THREADS,), *arguments)
 
 
@@ -117,21 +105,16 @@ def blocks(items: int, each: int = THREADS) -> int:
     return -(-items // each)
 
 
-@cache
-def _processors(device: int) -> int:
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-
-
 # -- declarations and compilation -------------------------------------------------------------------------------------
 @cache
-def kernels() -> dict[str, Kernel]:
-    """Local. The kernels of all sources, by name."""
-    found = {}
+def kernels() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Local. By name of each kernel the name of its source, and the types of its parameters; "*" is a pointer."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for path in sorted(_FOLDER.glob("*.cu")):
         for template, name, parameters in _KERNEL.findall(path.read_text()):
             kinds = tuple("*" if "*" in item else item.split()[-2] for item in parameters.split(","))
             names = [f"{name}<{each}>" for each in _TYPES] if template else [name]
-            found |= dict.fromkeys(names, Kernel(path.name, kinds))
+            found |= dict.fromkeys(names, (path.name, kinds))
     return found
 
 
@@ -145,13 +128,8 @@ def program(source: str) -> dict[str, Any]:
         "code": f'// {hashlib.sha256(headers).hexdigest()}\n#line 1 "{source}"\n{(_FOLDER / source).read_text()}',
         # As on the CPU no contraction into FMA: the same element-wise bits. These kernels wait for memory anyway.
         "options": ("--std=c++17", "--fmad=false", f"-I{_FOLDER}"),
-        "name_expressions": [name for name, kernel in kernels().items() if kernel.source == source],
+        "name_expressions": [name for name, (file, _) in kernels().items() if file == source],
     }
-
-
-@cache
-def _module(source: str) -> Any:
-    return cupy.RawModule(**program(source))
 
 
 @cache
@@ -159,19 +137,19 @@ def load(name: str, device: int) -> tuple[Any, tuple[Callable[[Any], Any], ...]]
     """Local. The kernel of that name on the current device, and for each of its arguments what makes CuPy's of it.
 
     Raises:
-        MissingDependencyError: it cannot be compiled; the message has the errors of NVRTC, with file and line.
+        MissingDependencyError: it cannot be compiled or loaded; the message has NVRTC's errors, with file and line.
     """
-    kernel = kernels()[name]
+    source, kinds = kernels()[name]
     try:
-        function = _module(kernel.source).get_function(name).kernel  # of this device, unlike what it is taken from
-    except CompileException as error:
+        function = cupy.RawModule(**program(source)).get_function(name).kernel  # CuPy knows it if it has compiled it
+    except (CompileException, RuntimeError) as error:
         major, minor = cupy.cuda.nvrtc.getVersion()
         raise MissingDependencyError(
-            f"{kernel.source} cannot be compiled for sm_{cupy.cuda.Device(device).compute_capability} by NVRTC of CUDA "
-            f"{major}.{minor} with CuPy {cupy.__version__}: {error}\nThe kernels need compute capability 8.0 or later, "
-            f"and an NVRTC that knows the GPU: {pip_install(f'cuda{major}')}"
+            f"{source} cannot be compiled or loaded for sm_{cupy.cuda.Device(device).compute_capability} by NVRTC of "
+            f"CUDA {major}.{minor} with CuPy {cupy.__version__}: {error}\nThe kernels need compute capability 8.0 or "
+            f"later, and an NVRTC that knows the GPU: {pip_install(f'cuda{major}')}"
         ) from None
-    return function, tuple(_converter(kind, device) for kind in kernel.parameters)
+    return function, tuple(_converter(kind, device) for kind in kinds)
 
 
 def _converter(kind: str, device: int) -> Callable[[Any], Any]:

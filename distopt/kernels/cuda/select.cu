@@ -17,12 +17,11 @@ struct Source {
   float* new_momentum;
 };
 
-// The sums that are selected from, in the CPU's order of operations, and the new momentum.
+// Makes of a gradient the sums that are selected from, in the CPU's order of operations, and the new momentum.
 template <unsigned count>
-__device__ Unit<float, count> accumulated(const Source& from, size_t at, unsigned available, bool aligned,
-                                          Unit<float, count>& momentum) {
-  Unit<float, count> x = load<count>(from.grad + at, available, aligned);
-  if (!from.residual) return x;
+__device__ void accumulate(const Source& from, size_t at, unsigned available, bool aligned, Unit<float, count>& x,
+                           Unit<float, count>& momentum) {
+  if (!from.residual) return;
   const Unit<float, count> left = load<count>(from.residual + at, available, aligned);
   if (from.momentum) momentum = load<count>(from.momentum + at, available, aligned);
 #pragma unroll
@@ -31,12 +30,12 @@ __device__ Unit<float, count> accumulated(const Source& from, size_t at, unsigne
     if (from.momentum) x.e[c] = momentum.e[c] = __fadd_rn(x.e[c], __fmul_rn(momentum.e[c], from.decay));
     x.e[c] = __fadd_rn(x.e[c], left.e[c]);
   }
-  return x;
 }
 
-constexpr unsigned rows = 8, row = 32 * 4;          // a warp collects from rows of one Four per lane, side by side
+constexpr unsigned rows = 4, row = 32 * 4;          // a warp collects from rows of one Four per lane, side by side
 constexpr unsigned tile = warp_count * rows * row;  // elements that a block collects from, see gpu.py
 constexpr unsigned bins = 1 << 11;
+constexpr unsigned most_threads = 1024;  // of kernels of one block
 
 // In device memory.
 struct SelectState {
@@ -57,7 +56,8 @@ struct Share {
 struct Workspace {
   SelectState* state;
   Share* tiles;
-  Share* kept;  // per tile: keys above the boundary, and equal to it; after the scan: the same of all tiles before
+  // Per tile: keys above the boundary, << 32, and equal to it; after the scan: the same of all tiles before.
+  unsigned long long* kept;
   int* indices;
   float* values;
   unsigned capacity;
@@ -90,18 +90,16 @@ __device__ void find_digit(unsigned* counts, int width, int& prefix, unsigned& k
   __syncthreads();
 }
 
-constexpr unsigned sampling_threads = 1024;
-
 // One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given. A k of 0
 // selects all keys above it, so that the floor is the boundary.
-__global__ void __launch_bounds__(sampling_threads)
+__global__ void __launch_bounds__(most_threads)
     prepare(Source from, size_t n, unsigned k, unsigned strata, unsigned rank, int floor, SelectState* state,
             Findings* findings) {
-  constexpr unsigned most_groups = most_strata / sampling_threads;
+  constexpr unsigned most_groups = most_strata / most_threads;
   __shared__ unsigned counts[bins];
   __shared__ int prefix;
   __shared__ unsigned remaining;
-  for (unsigned i = threadIdx.x; i < bins; i += sampling_threads) counts[i] = state->counts[i] = 0;
+  for (unsigned i = threadIdx.x; i < bins; i += most_threads) counts[i] = state->counts[i] = 0;
   if (threadIdx.x == 0) {
     prefix = 0;
     remaining = rank;
@@ -120,24 +118,25 @@ __global__ void __launch_bounds__(sampling_threads)
   const size_t width = n / strata;
 #pragma unroll
   for (unsigned g = 0; g < most_groups; ++g) {
-    const unsigned s = g * sampling_threads + threadIdx.x;
+    const unsigned s = g * most_threads + threadIdx.x;
     const unsigned random = (s + 1) * 2654435761u;  // Knuth's multiplicative hash
     const size_t first = s * width + ((width - sample_group) * static_cast<unsigned long long>(random) >> 32);
-    Unit<float, sample_group> momentum;
-    const auto x = accumulated(from, first, s < strata ? sample_group : 0, false, momentum);
+    const unsigned available = s < strata ? sample_group : 0;
+    Unit<float, sample_group> x = load<sample_group>(from.grad + first, available, false), momentum;
+    accumulate(from, first, available, false, x, momentum);
 #pragma unroll
-    for (unsigned j = 0; j < sample_group; ++j) keys[g * sample_group + j] = s < strata ? key_of(x.e[j]) : -1;
+    for (unsigned j = 0; j < sample_group; ++j) keys[g * sample_group + j] = available ? key_of(x.e[j]) : -1;
   }
 #pragma unroll
   for (const int key : keys)
     if (key >= 0) atomicAdd(&counts[key >> 20], 1u);
   __syncthreads();
-  find_digit<sampling_threads>(counts, 11, prefix, remaining);
+  find_digit<most_threads>(counts, 11, prefix, remaining);
 #pragma unroll
   for (const int key : keys)
     if (key >= 0 && key >> 20 == prefix) atomicAdd(&counts[key >> 9 & (bins - 1)], 1u);
   __syncthreads();
-  find_digit<sampling_threads>(counts, 11, prefix, remaining);
+  find_digit<most_threads>(counts, 11, prefix, remaining);
   // The last nine bits make no difference. All zeros are one tie, which needs no candidates.
   if (threadIdx.x == 0) state->floor = max((prefix << 9) - 1, 0);
 }
@@ -184,9 +183,10 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // -- collecting -------------------------------------------------------------------------------------------------------
-// One block per tile: accumulates it, appends its candidates to the list, and notes elements that are not finite. 32
-// values per thread, and registers for 1024 threads on a processor, keep memory busy.
-__global__ void __launch_bounds__(block_threads, 4)
+// One block per tile: accumulates it, appends its candidates to the list, and notes elements that are not finite. All
+// loads of a thread's gradients are on their way before it looks at one; a store or an atomic in between would end
+// that.
+__global__ void __launch_bounds__(block_threads, 5)
     collect_candidates(Source from, unsigned n, Workspace w, Findings* findings) {
   __shared__ unsigned of_warp[warp_count], list_begin;
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -196,11 +196,15 @@ __global__ void __launch_bounds__(block_threads, 4)
   const int floor = w.state->floor;
   Four x[rows];
   unsigned wanted = 0;  // bit 4 * r + component
+  const auto available_at = [n](unsigned at) { return at < n ? min(n - at, 4u) : 0; };
+#pragma unroll
+  for (unsigned r = 0; r < rows; ++r)
+    x[r] = load<4>(from.grad + begin + r * row, available_at(begin + r * row), aligned);
 #pragma unroll
   for (unsigned r = 0; r < rows; ++r) {
-    const unsigned at = begin + r * row, available = at < n ? min(n - at, 4u) : 0;
+    const unsigned at = begin + r * row, available = available_at(at);
     Four momentum;
-    x[r] = accumulated(from, at, available, aligned, momentum);
+    accumulate(from, at, available, aligned, x[r], momentum);
     if (from.residual) store(from.new_residual + at, x[r], available, aligned);
     if (from.momentum) store(from.new_momentum + at, momentum, available, aligned);
     unsigned bits = 0;
@@ -213,16 +217,15 @@ __global__ void __launch_bounds__(block_threads, 4)
     }
     wanted |= bits << 4 * r;
   }
-  unsigned long long counts = 0;  // per row, 8 bits each: a row has at most 128
+  unsigned counts = 0;  // per row, 8 bits each: a row has at most 128
 #pragma unroll
-  for (unsigned r = 0; r < rows; ++r) counts |= static_cast<unsigned long long>(__popc(wanted >> 4 * r & 0xf)) << 8 * r;
-  const unsigned long long up_to = warp_scan(counts), before = up_to - counts;
-  const unsigned long long of_rows = __shfl_sync(all_lanes, up_to, 31);
+  for (unsigned r = 0; r < rows; ++r) counts |= __popc(wanted >> 4 * r & 0xf) << 8 * r;
+  const unsigned up_to = warp_scan(counts), before = up_to - counts, of_rows = __shfl_sync(all_lanes, up_to, 31);
   const unsigned own = __reduce_add_sync(all_lanes, static_cast<unsigned>(__popc(wanted)));
   if (lane == 0) of_warp[warp] = own;
   __syncthreads();
   unsigned out = 0, total = 0;
-#pragma unroll 1  // of 64 registers there is none to spare for sm_80
+#pragma unroll
   for (unsigned i = 0; i < warp_count; ++i) {
     if (i == warp) out = total;
     total += of_warp[i];
@@ -271,33 +274,24 @@ __global__ void __launch_bounds__(block_threads)
   }
   above = __reduce_add_sync(all_lanes, above);
   equal = __reduce_add_sync(all_lanes, equal);
-  if (lane == 0) w.kept[t] = {above, equal};
+  if (lane == 0) w.kept[t] = static_cast<unsigned long long>(above) << 32 | equal;
 }
 
-constexpr unsigned scan_threads = 1024;
-
 // One block: sums over the tiles before each tile; the number of selected elements.
-__global__ void __launch_bounds__(scan_threads) scan(Workspace w, unsigned tiles, Findings* findings) {
-  constexpr unsigned each = 4;    // tiles of a thread at a time: 32 bytes, side by side
-  unsigned long long before = 0;  // both counts in one sum
-  for (unsigned first = 0; first < tiles; first += scan_threads * each) {
-    const unsigned begin = first + threadIdx.x * each;
-    unsigned long long own[each] = {}, sum = 0, total;
+__global__ void __launch_bounds__(most_threads) scan(Workspace w, unsigned tiles, Findings* findings) {
+  const bool aligned = are_aligned(w.kept);
+  unsigned long long before = 0, total;
+  for (unsigned first = 0; first < tiles; first += most_threads * 4, before += total) {
+    const unsigned begin = first + threadIdx.x * 4, available = begin < tiles ? min(tiles - begin, 4u) : 0;
+    auto sums = load<4>(w.kept + begin, available, aligned);
+    unsigned long long sum = before + block_scan<most_threads>(sums.e[0] + sums.e[1] + sums.e[2] + sums.e[3], total);
 #pragma unroll
-    for (unsigned j = 0; j < each; ++j) {
-      if (begin + j >= tiles) continue;
-      const Share share = w.kept[begin + j];
-      own[j] = static_cast<unsigned long long>(share.first) << 32 | share.count;
-      sum += own[j];
+    for (auto& each : sums.e) {
+      const auto own = each;
+      each = sum;
+      sum += own;
     }
-    sum = before + block_scan<scan_threads>(sum, total);
-#pragma unroll
-    for (unsigned j = 0; j < each; ++j) {
-      if (begin + j >= tiles) continue;
-      w.kept[begin + j] = {static_cast<unsigned>(sum >> 32), static_cast<unsigned>(sum)};
-      sum += own[j];
-    }
-    before += total;
+    store(w.kept + begin, sums, available, aligned);
   }
   if (threadIdx.x == 0) findings->selected = (before >> 32) + w.state->remaining;
 }
@@ -308,10 +302,11 @@ __global__ void __launch_bounds__(block_threads)
   const unsigned t = blockIdx.x * warp_count + threadIdx.x / 32;
   if (t >= tiles || (!k && w.state->candidates > w.capacity)) return;
   const View view = view_of(w, x, n, k);
-  const Share share = share_of(w, view, t), before = w.kept[t];
+  const Share share = share_of(w, view, t);
+  const auto above_before = static_cast<unsigned>(w.kept[t] >> 32), equal_before = static_cast<unsigned>(w.kept[t]);
   const int boundary = w.state->prefix;
-  const unsigned ties_before = min(before.count, w.state->remaining);
-  unsigned out = before.first + ties_before, ties = w.state->remaining - ties_before;
+  const unsigned ties_before = min(equal_before, w.state->remaining);
+  unsigned out = above_before + ties_before, ties = w.state->remaining - ties_before;
   const unsigned lane = threadIdx.x % 32, lower = (1u << lane) - 1;
   for (unsigned base = 0; base < share.count; base += 32) {
     const bool present = base + lane < share.count;
