@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(block_threads, 8)
     store(out + first, encoded, available, aligned);
     if (residual) store(new_residual + first, left, available, aligned);
   });
-  if (from_bad) atomicMax(&findings->from_bad, static_cast<unsigned long long>(from_bad));
+  if (from_bad) atomicMax(&findings->from_bad, from_bad);
   // Both counts in one sum; a block sees fewer than 2^31 elements of either kind.
   const auto both = block_sum<block_threads>(static_cast<unsigned long long>(overflowed) << 32 | underflowed);
   if (threadIdx.x == 0 && both) {
@@ -123,5 +123,5 @@ __global__ void __launch_bounds__(block_threads)
     for (unsigned c = 0; c < 4; ++c)
       if (!(fabsf(values.e[c]) <= limit)) bad = max(bad, n - first - c);  // NaN, too
   });
-  if (bad) atomicMax(from_bad, static_cast<unsigned long long>(bad));
+  if (bad) atomicMax(from_bad, bad);
 }
