@@ -183,9 +183,10 @@ def _select(
     searched = workspace, accumulation.source(x), x.size, k
     # Few blocks, for the candidates: each adds its counts to those of all, which soon takes longer than the search.
     items = blocks(capacity if sample[0] else x.size, 32)
-    for known, shift in _DIGITS if k else ():
-        launch_strided("digit", items, *searched, known, shift)
-    launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
+    if k:  # otherwise all candidates are kept
+        for known, shift in _DIGITS:
+            launch_strided("digit", items, *searched, known, shift)
+        launch("count_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles)
     launch("scan", (1,), (_SELECT_THREADS,), workspace, tiles, findings)
     launch("write_kept", (blocks(tiles, _WARPS),), (THREADS,), *searched, tiles, lists.indices, lists.values)
 

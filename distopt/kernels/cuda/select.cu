@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(block_threads, 5)
   if (threadIdx.x == 0) {
     list_begin = total ? atomicAdd(&w.state->candidates, total) : 0;
     w.tiles[blockIdx.x] = {list_begin, total};
+    w.kept[blockIdx.x] = static_cast<unsigned long long>(total) << 32;  // right for a bound: all are kept
   }
   __syncthreads();
   // Candidates that find no room are counted: the count then shows that the list is incomplete.
