@@ -110,7 +110,7 @@ def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
     from_bad.fill(0)
     if x.dtype == np.float32:
         launch_strided("find_beyond", blocks(x.size, 4), x, x.size, limit, from_bad)
-    elif x.size:
+    elif x.size:  # float64, of some models in PyTorch
         beyond = ~(abs(x) <= limit)  # NaN, too
         from_bad[...] = (x.size - beyond.argmax()) * beyond.any()
 

@@ -66,7 +66,8 @@ __device__ void for_each(size_t count, F f) {
   for (size_t i = thread_index(); i < count; i += thread_stride()) f(i);
 }
 
-// Calls f(first, available) for each four elements, of which fewer are available at the end.
+// Calls f(first, available) for each four elements, of which fewer are available at the end. Not unrolled: many threads
+// keep memory busy, and need their registers.
 template <class F>
 __device__ void for_each_four(size_t n, F f) {
 #pragma unroll 1
