@@ -1,14 +1,15 @@
 """The base of kernels for CuPy arrays: arrays that have been checked, and products by cuBLAS.
 
-Products call cuBLAS directly, as CuPy refuses to call it while a stream is captured in a graph; they do so in
-and out of a capture, so that the bits are the same.
+Products call cuBLAS by CuPy's handle, but not through CuPy, which refuses to call it while a stream is captured in a
+graph; they do so in and out of a capture, so that the bits are the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import cupy
@@ -19,10 +20,8 @@ from ...kernels.cuda import check_device
 
 Array: TypeAlias = Any  # cupy.ndarray
 
-# NVIDIA's recommendation for Hopper; other GPUs need less.
-_WORKSPACE_BYTES = 32 << 20
-
-_workspaces: dict[tuple[int, int], Array] = {}  # by device and stream: products of one stream run one by one
+_WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper; other GPUs need less
+_MATH_MODE = 3 if os.environ.get("CUPY_TF32") == "1" else 0  # TF32, or the default
 
 
 def checked(array: Array, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
@@ -90,103 +89,58 @@ def product(
         if not accumulate:
             out.fill(0)
         return out
-    device, stream = cupy.cuda.runtime.getDevice(), current_stream()
+    device = cupy.cuda.runtime.getDevice()
     check_device(out, device)
-    cublas = _handles.get(device) or _open_cublas(device)
-    workspace = _workspaces.get((device, stream))
-    if workspace is None:
-        workspace = _workspaces[device, stream] = cupy.empty(_WORKSPACE_BYTES, cupy.uint8)
+    # Whoever takes its memory next from CuPy's pool is on this stream, behind the product.
+    workspace = cupy.empty(_WORKSPACE_BYTES, np.uint8)
+    call = _cublas_of(device)
+    # To set the stream takes the workspace away; without one of ours a capture would allocate in the graph. CuPy sets
+    # the stream before each call of its own.
+    call("cublasSetStream_v2", _pointer(current_stream()))
+    call("cublasSetWorkspace_v2", _address(workspace), ctypes.c_size_t(workspace.nbytes))
+    call("cublasSetMathMode", _MATH_MODE)
+    one, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(accumulate))
     # cuBLAS counts by columns: a row-major matrix is its transpose to it, and out' = b' a'.
-    given = int(b_transposed), int(a_transposed), columns, rows, inner
-    matrices = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
-    cublas.multiply(stream, workspace, given, matrices, accumulate)
+    given = int(b_transposed), int(a_transposed), columns, rows, inner, one
+    widths = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
+    if pairs:
+        second, first, result = ((_address(x), width, ctypes.c_longlong(x[0].size)) for x, width in widths)
+        call("cublasSgemmStridedBatched", *given, *second, *first, beta, *result, *pairs)
+    else:
+        second, first, result = ((_address(x), width) for x, width in widths)
+        call("cublasSgemm_v2", *given, *second, *first, beta, *result)
     return out
 
 
-def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
-    """Local. Let products of `stream` use the workspace of `with_stream`; None: no more.
-
-    So a product captured on a stream uses the workspace of the stream that launches it, in order with the work there.
-    """
-    if with_stream is None:
-        _workspaces.pop((device, stream), None)
-    elif (device, with_stream) in _workspaces:
-        _workspaces[device, stream] = _workspaces[device, with_stream]
+_pointer = ctypes.c_void_p
 
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_MATRIX, _MATRICES = (_POINTER, _INT), (_POINTER, _INT, ctypes.c_longlong)
-_GEMM = (_POINTER, *(_INT,) * 5, _POINTER, *_MATRIX, *_MATRIX, _POINTER, *_MATRIX)
-_GEMMS = (_POINTER, *(_INT,) * 5, _POINTER, *_MATRICES, *_MATRICES, _POINTER, *_MATRICES, _INT)
-# Of CUDA 12 and 13 alike.
-_FUNCTIONS = {
-    "cublasCreate_v2": (_POINTER,),
-    "cublasSetMathMode": (_POINTER, _INT),
-    "cublasSetStream_v2": (_POINTER, _POINTER),
-    "cublasSetWorkspace_v2": (_POINTER, _POINTER, ctypes.c_size_t),
-    "cublasSgemm_v2": _GEMM,
-    "cublasSgemmStridedBatched": _GEMMS,
-}
-_STANDARD, _TF32 = 0, 3  # math modes
+def _address(array: Array) -> ctypes.c_void_p:
+    return _pointer(array.data.ptr)
 
 
-class _Cublas:
-    """A handle of cuBLAS on the current device. It is never destroyed: the library may be torn down before it."""
-
-    def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
-        self._library.cublasGetStatusString.restype = ctypes.c_char_p
-        for name, types in _FUNCTIONS.items():
-            getattr(self._library, name).argtypes = types
-        self._handle = ctypes.c_void_p()
-        self._lock = threading.Lock()
-        self._place: tuple[int, int] | None = None  # stream and workspace
-        self._call("cublasCreate_v2", ctypes.byref(self._handle))
-        self._call("cublasSetMathMode", self._handle, _TF32 if os.environ.get("CUPY_TF32") == "1" else _STANDARD)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            text = self._library.cublasGetStatusString(status).decode()
-            raise RuntimeError(f"{name}: {text} (cuBLAS status {status})")
-
-    def multiply(
-        self,
-        stream: int,
-        workspace: Array,
-        given: tuple[int, ...],
-        matrices: tuple[tuple[Array, int], ...],
-        accumulate: bool,
-    ) -> None:
-        """The product by gemm: `given` are its integers; matrices a, b and c come with their leading dimensions."""
-        one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
-        given_matrices: list[tuple[int, ...]] = [(array.data.ptr, width) for array, width in matrices]
-        gemm, pairs = "cublasSgemm_v2", matrices[0][0].shape[:-2]
-        if pairs:
-            given_matrices = [(array.data.ptr, width, array[0].size) for array, width in matrices]
-            gemm = "cublasSgemmStridedBatched"
-        a, b, c = given_matrices
-        place = stream, workspace.data.ptr
-        with self._lock:
-            if place != self._place:
-                self._call("cublasSetStream_v2", self._handle, stream)
-                # To set the stream takes the workspace away; without one of ours a capture would allocate in the graph.
-                self._call("cublasSetWorkspace_v2", self._handle, place[1], workspace.nbytes)
-                self._place = place
-            scalars = ctypes.byref(one), ctypes.byref(beta)
-            self._call(gemm, self._handle, *given, scalars[0], *a, *b, scalars[1], *c, *pairs)
-
-
-_handles: dict[int, _Cublas] = {}  # by device
-
-
-def _open_cublas(device: int) -> _Cublas:
+def _cublas_of(device: int) -> Callable[..., None]:
+    """Calls functions of cuBLAS with CuPy's handle of this thread and device; arguments are int or of types of C."""
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
-        # CuPy loads the library for its own handle; to load this name then gives the same library.
-        cupy.cuda.Device(device).cublas_handle  # noqa: B018
-        _handles[device] = _Cublas(f"libcublas.so.{major}")
+        # CuPy loads the library for its handle; to load this name then gives the same library.
+        handle = _pointer(cupy.cuda.Device(device).cublas_handle)
+        library = _library(f"libcublas.so.{major}")
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependencyError(
             f"products need the cuBLAS of CuPy's CUDA ({error}); {pip_install(f'cuda{major}')}"
         ) from None
-    return _handles[device]
+
+    def call(name: str, *arguments: Any) -> None:
+        if status := getattr(library, name)(handle, *arguments):
+            text = library.cublasGetStatusString(status).decode()
+            raise RuntimeError(f"{name}: {text} (cuBLAS status {status})")
+
+    return call
+
+
+@cache
+def _library(name: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(name)
+    library.cublasGetStatusString.restype = ctypes.c_char_p
+    return library

@@ -21,15 +21,15 @@ class Capture:
     """
 
     def __init__(self, device: Device) -> None:
-        from ..kernels import gpu_base
+        from ..kernels.gpu_base import current_stream
 
-        self._base, self._device = gpu_base, device
+        self._device = device
         self._cuda = cuda = device.xp.cuda
         self.memory: list[Any] = []
         self._pool = cuda.MemoryPool(_allocator(cuda, self.memory))
         # Non-blocking: other threads may use the default stream meanwhile.
         self._stream = cuda.Stream(non_blocking=True)
-        self._launched_on = gpu_base.current_stream()
+        self._launched_on = current_stream()
         self._inside: contextlib.ExitStack | None = None
 
     def own_memory(self) -> Any:
@@ -47,8 +47,6 @@ class Capture:
             inside.enter_context(_no_collection())
             inside.enter_context(self._stream)
             inside.enter_context(self.own_memory())
-            self._base.share_workspace(self._device.id(), self._stream.ptr, self._launched_on)
-            inside.callback(self._base.share_workspace, self._device.id(), self._stream.ptr, None)
             self._device.capturing = what
             inside.callback(setattr, self._device, "capturing", "")
             self._cuda.runtime.streamBeginCapture(self._stream.ptr, _THREAD_LOCAL)

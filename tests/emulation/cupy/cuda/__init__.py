@@ -78,9 +78,12 @@ class Device:
 
     @property
     def cublas_handle(self) -> int:
-        """Only loads the library, as CuPy does for its own handle."""
-        handle: int = ctypes.CDLL(str(build.CUBLAS))._handle
-        return handle
+        """That of this thread and device; loads the library."""
+        handles: dict[int, ctypes.c_void_p] = vars(_local).setdefault("cublas_handles", {})
+        if self.id not in handles:
+            handles[self.id] = ctypes.c_void_p()
+            ctypes.CDLL(str(build.CUBLAS)).cublasCreate_v2(ctypes.byref(handles[self.id]))
+        return handles[self.id].value or 0
 
     @property
     def pci_bus_id(self) -> str:
