@@ -120,7 +120,6 @@ def _element_kernels(cupy: Any, n: int) -> None:
     from distopt.nn.kernels import gpu
 
     x, slots = cupy.asarray(np.sin(np.arange(n)).astype("float32")), [cupy.ones(n, "float32") for _ in range(2)]
-    gpu.relu_backward(x, gpu.relu(x))
     gpu.update("sgd", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 0.0, 0.0, False)
     gpu.update("adam", x, cupy.ones_like(x), slots, 1, 0.1, 0.9, 0.999, 1e-8, 0.0)
     gpu.update("rmsprop", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 1e-8, 0.0)

@@ -78,6 +78,7 @@ CONVOLUTIONS = [
     (1, 2, 13, 14, 3, (12, 12), (1, 1), (0, 0)),  # more taps than a panel has rows
     (1, 1, 2, 70, 2, (1, 34), (1, 1), (0, 0)),  # wider than the fast path of the input gradient
     (1, 2, 3, 70, 2, (2, 32), (1, 1), (0, 0)),  # and just as wide
+    (3, 4, 4, 5, 6, (4, 5), (1, 1), (0, 0)),  # one place, whose rows and columns may not be views of the images
     (0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)),
 ]
 
@@ -167,10 +168,11 @@ def test_error_of_winograd(isa, case):
         assert 3e-7 < error < 6e-6  # the direct sum would be better than that
 
 
-def test_inputs_do_not_change(isa, dtype):
-    x, w, b = array((3, 2, 6, 6), dtype), array((4, 2, 3, 3), dtype, 1), array(4, dtype, 2)
-    dy = array((3, 4, 4, 4), dtype, 3)
-    given = (x, w, b, dy, x.reshape(3, 72), array((72, 4), dtype, 4), dy[:, :, 0, 0].copy())
+@pytest.mark.parametrize(("n", "kernel"), [(3, 3), (1, 1)])
+def test_inputs_do_not_change(isa, dtype, n, kernel):
+    x, w, b = array((n, 2, 6, 6), dtype), array((4, 2, kernel, kernel), dtype, 1), array(4, dtype, 2)
+    dy = array((n, 4, 7 - kernel, 7 - kernel), dtype, 3)
+    given = (x, w, b, dy, x.reshape(n, 72), array((72, 4), dtype, 4), dy[:, :, 0, 0].copy())
     kept = [a.copy() for a in given]
     _, saved = cpu.conv2d(x, w, b, relu=True)
     cpu.conv2d_backward(dy, saved, np.empty_like(w), np.empty_like(b))
@@ -384,10 +386,12 @@ def test_a_label_that_is_no_class_is_refused(dtype, label):
             kernels.softmax_cross_entropy(np.zeros((2, 3), dtype), np.array([0, label]))
 
 
-def test_large_logits_do_not_overflow(dtype):
-    logits = np.array([[1e4, 0, -1e4]], dtype)
-    loss, _ = cpu.softmax_cross_entropy(logits, np.array([1]))
+def test_large_logits_do_not_overflow_and_a_class_may_be_masked(dtype):
+    logits = np.array([[1e4, 0, -1e4, -np.inf]], dtype)
+    loss, saved = cpu.softmax_cross_entropy(logits, np.array([1]))
     assert loss == 1e4
+    for scale in (1.0, 0.5):
+        assert cpu.softmax_cross_entropy_backward(saved, scale).tolist() == [[scale, -scale, 0, 0]]
 
 
 def test_kernels_of():

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ import numpy as np
 
 from ...checks import check_integer
 from ...errors import UsageError
-from .label_flag import check_labels
 
 T = TypeVar("T")
 
@@ -125,8 +125,20 @@ class Device:
         Raises:
             UsageError: a label of a cross entropy was out of range; its loss and gradients are NaN.
         """
-        if self.kind == "cuda":
-            check_labels(self._index)
+        if self.kind == "cuda" and self.bad_label[0]:
+            self.bad_label[0] = 0
+            _, sample, label, classes = self.bad_label.tolist()
+            raise UsageError(f"label {label} of sample {sample} is outside 0 ... {classes - 1}")
+
+    @cached_property
+    def bad_label(self) -> Any:
+        """Four int64 where kernels of a GPU record a label out of range, in memory of the host, so that none waits.
+
+        They are 1 if one is recorded, else 0; its sample; the label; and the number of classes.
+        """
+        values = np.frombuffer(self.xp.cuda.alloc_pinned_memory(32), np.int64, 4)
+        values[:] = 0
+        return values
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802

@@ -16,18 +16,10 @@ import cupy
 import numpy as np
 
 from ...errors import UsageError
-from ...kernels.cuda import (
-    THREADS,
-    are_aligned,
-    launch,
-    launch_each,
-    launch_planes,
-    launch_rows,
-    launch_units,
-)
-from ..devices.label_flag import label_flag
+from ...kernels.cuda import THREADS, launch, launch_each, launch_planes
+from ..devices.device import device_of
 from . import gpu_images
-from .cpu import SavedLinear, SavedLoss, SavedNorm
+from .cpu import SavedLinear, SavedNorm
 from .gpu_base import Array, checked, checked_or_none, product
 
 empty = cupy.empty
@@ -49,16 +41,17 @@ def from_half(x: Array) -> Array:
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
-    """See `cpu.linear`; a product by cuBLAS, then one pass for bias and ReLU."""
+    """See `cpu.linear`; bias and ReLU are passes of their own."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     checked(x, x.shape)
     checked(w, (x.shape[1], w.shape[1]))
     checked_or_none(b, (w.shape[1],))
     y = product(x, w)
-    if b is not None or relu:
-        aligned = are_aligned(y) and w.shape[1] * y.itemsize % 16 == 0
-        launch_units("add_bias", y.size, aligned, y, b, y, y.size, w.shape[1], relu)
+    if b is not None:
+        y += b
+    if relu:
+        cupy.maximum(y, 0, out=y)
     return y, SavedLinear(x, w, y if relu else None)
 
 
@@ -78,16 +71,12 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
 
 def relu(x: Array) -> Array:
     """See `cpu.relu`."""
-    y = _like(x)
-    launch_units("add_bias", y.size, are_aligned(x, y), x, None, y, y.size, 1, True)
-    return y
+    return cupy.maximum(checked(x, x.shape), 0)
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
     """See `cpu.relu_backward`."""
-    dx = _like(dy, y)
-    launch_units("relu_backward", dx.size, are_aligned(dy, y, dx), dy, y, dx, dx.size)
-    return dx
+    return cupy.where(checked(y, dy.shape) <= 0, 0, checked(dy, dy.shape))
 
 
 def sigmoid(x: Array) -> Array:
@@ -98,13 +87,6 @@ def sigmoid(x: Array) -> Array:
 def sigmoid_backward(dy: Array, y: Array) -> Array:
     """See `cpu.sigmoid_backward`."""
     return dy * y * (1 - y)
-
-
-def _like(*xs: Array) -> Array:
-    """A new array of the shape and type that all of `xs` must have."""
-    for x in xs:
-        checked(x, xs[0].shape)
-    return cupy.empty(xs[0].shape, np.float32)
 
 
 def _matrix(x: Array) -> tuple[int, int]:
@@ -123,34 +105,23 @@ def softmax(x: Array) -> Array:
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     """See `cpu.softmax_cross_entropy`; an invalid label makes the loss NaN, see the module."""
-    rows, columns = _matrix(logits)
+    rows, columns = _matrix(checked(logits, logits.shape))
     index = target = None
     if labels.ndim == 2:
-        target = cupy.ascontiguousarray(labels, np.float32)
+        target = checked(cupy.ascontiguousarray(labels, np.float32), logits.shape)
     elif labels.dtype.kind in "iu":
-        index = cupy.ascontiguousarray(labels, cupy.int64)
+        index = checked(cupy.ascontiguousarray(labels, np.int64), (rows,), np.int64)
     else:
         raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
-    checked_or_none(index, (rows,), np.int64)
-    checked_or_none(target, logits.shape)
-    probability, loss = _like(logits), cupy.empty((), np.float32)
-    row_loss = cupy.empty((rows,), cupy.float64)
-    launch_rows("cross_entropy", rows, logits, index, target, rows, columns, probability, row_loss)
-    flag = label_flag(logits.device.id).address
-    launch("mean_loss", (1,), (THREADS,), row_loss, index, rows, columns, loss, flag)
-    return loss, SavedLoss(probability, index, target)
+    gradient, losses = cupy.empty(logits.shape, np.float32), cupy.empty(rows, np.float64)
+    found = device_of(logits).bad_label.ctypes.data
+    launch_each("cross_entropy", rows, logits, index, target, rows, columns, gradient, losses, found)
+    return losses.sum().astype(np.float32), gradient
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
     """See `cpu.softmax_cross_entropy_backward`; the host does not wait for a `scale` on the device."""
-    probability, index, target = saved
-    rows, columns = probability.shape
-    dlogits = _like(probability)
-    on_device = isinstance(scale, cupy.ndarray)
-    factor = (1.0 if on_device else float(scale)) / max(rows, 1)
-    given = probability, index, target, checked(scale.reshape(()), ()) if on_device else None  # type: ignore[union-attr]
-    launch_rows("cross_entropy_backward", rows, *given, factor, rows, columns, dlogits)
-    return dlogits
+    return saved * scale
 
 
 # -- normalization -----------------------------------------------------------------------------------------------------
@@ -170,14 +141,11 @@ def batch_norm2d(
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
     for array in (gamma, beta, running_mean, running_var):
         checked(array, (c,))
-    y = _like(x)
+    y = cupy.empty(checked(x, x.shape).shape, np.float32)
     if training and x.size:
-        mean, inverse = cupy.empty((c,), np.float32), cupy.empty((c,), np.float32)
-        given, parts = ((n, c), h * w), gpu_images.parts_of((n, c), h * w)
-        sums, squares = cupy.empty((2, c, parts), cupy.float64)
-        launch("product_parts", (c, parts), (THREADS,), *given, x, x, None, None, sums, squares)
+        mean, inverse = cupy.empty((2, c), np.float32)
         results = mean, inverse, running_mean, running_var, momentum, eps
-        launch_rows("channel_moments", c, *given, sums, squares, parts, *results)
+        launch_each("channel_moments", c, c, n * h * w, *_sums(x, x), *results)
     else:
         mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
     launch_planes("normalize", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
@@ -188,18 +156,22 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
-    checked(dgamma, (c,))
-    checked(dbeta, (c,))
-    dx, parts = _like(x, dy), gpu_images.parts_of((n, c), h * w)
-    given = (n, c), h * w, dy, x, mean, inverse
-    sums, projections = cupy.empty((2, c, parts), cupy.float64)
-    if c:
-        launch("product_parts", (c, parts), (THREADS,), *given, sums, projections)
-    for parts_of_sum, result in ((sums, dbeta), (projections, dgamma)):
-        launch_rows("channel_sums", c, (n, c), parts_of_sum, parts, False, result)
-    results = gamma, training, dgamma, dbeta, dx
-    launch_planes("normalize_backward", n * c, h * w, *given, *results)
+    dx = cupy.empty(checked(dy, x.shape).shape, np.float32)
+    sums, products = _sums(dy, x)
+    checked(dbeta, (c,))[...] = sums
+    cupy.multiply(products - mean * sums, inverse, out=checked(dgamma, (c,)))
+    given = (n, c), h * w, dy, x, mean, inverse, gamma, training, dgamma, dbeta, dx
+    launch_planes("normalize_backward", n * c, h * w, *given)
     return dx
+
+
+def _sums(a: Array, b: Array) -> Array:
+    """The sums of a and of a * b by channel, [2, C] in float64."""
+    n, c, h, w = a.shape
+    of_planes = cupy.empty((2, n, c), np.float64)
+    if n * c:
+        launch("plane_sums", (n * c,), (THREADS,), h * w, a, b, *of_planes)
+    return of_planes.sum(axis=1)
 
 
 def channel_sums(x: Array) -> Array:

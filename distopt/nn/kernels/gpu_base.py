@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -41,12 +40,6 @@ def checked(array: Array, shape: tuple[int, ...], dtype: Any = np.float32) -> Ar
 def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any = np.float32) -> Array | None:
     """Local. As `checked`, also of None."""
     return None if array is None else checked(array, shape, dtype)
-
-
-def current_stream() -> int:
-    """Local. The stream that CuPy computes on."""
-    address: int = cupy.cuda.get_current_stream().ptr
-    return address
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -89,58 +82,49 @@ def product(
         if not accumulate:
             out.fill(0)
         return out
-    device = cupy.cuda.runtime.getDevice()
-    check_device(out, device)
-    # Whoever takes its memory next from CuPy's pool is on this stream, behind the product.
+    check_device(out, cupy.cuda.runtime.getDevice())
+    # On return it goes back to CuPy's pool, which gives it to later work of this stream alone.
     workspace = cupy.empty(_WORKSPACE_BYTES, np.uint8)
-    call = _cublas_of(device)
+    _call("cublasSetStream_v2", ctypes.c_void_p(cupy.cuda.get_current_stream().ptr))
     # To set the stream takes the workspace away; without one of ours a capture would allocate in the graph. CuPy sets
     # the stream before each call of its own.
-    call("cublasSetStream_v2", _pointer(current_stream()))
-    call("cublasSetWorkspace_v2", _address(workspace), ctypes.c_size_t(workspace.nbytes))
-    call("cublasSetMathMode", _MATH_MODE)
+    _call("cublasSetWorkspace_v2", _address(workspace), ctypes.c_size_t(workspace.nbytes))
+    _call("cublasSetMathMode", _MATH_MODE)
     one, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(accumulate))
     # cuBLAS counts by columns: a row-major matrix is its transpose to it, and out' = b' a'.
     given = int(b_transposed), int(a_transposed), columns, rows, inner, one
-    widths = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
+    matrices = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
     if pairs:
-        second, first, result = ((_address(x), width, ctypes.c_longlong(x[0].size)) for x, width in widths)
-        call("cublasSgemmStridedBatched", *given, *second, *first, beta, *result, *pairs)
+        apart = [(_address(x), width, ctypes.c_longlong(x[0].size)) for x, width in matrices]
+        _call("cublasSgemmStridedBatched", *given, *apart[0], *apart[1], beta, *apart[2], *pairs)
     else:
-        second, first, result = ((_address(x), width) for x, width in widths)
-        call("cublasSgemm_v2", *given, *second, *first, beta, *result)
+        alone = [(_address(x), width) for x, width in matrices]
+        _call("cublasSgemm_v2", *given, *alone[0], *alone[1], beta, *alone[2])
     return out
 
 
-_pointer = ctypes.c_void_p
-
-
 def _address(array: Array) -> ctypes.c_void_p:
-    return _pointer(array.data.ptr)
+    return ctypes.c_void_p(array.data.ptr)
 
 
-def _cublas_of(device: int) -> Callable[..., None]:
-    """Calls functions of cuBLAS with CuPy's handle of this thread and device; arguments are int or of types of C."""
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of cuBLAS with CuPy's handle of this thread and GPU; arguments are int or of types of C."""
+    library = _cublas()
+    if status := getattr(library, name)(ctypes.c_void_p(cupy.cuda.Device().cublas_handle), *arguments):
+        text = library.cublasGetStatusString(status).decode()
+        raise RuntimeError(f"{name}: {text} (cuBLAS status {status})")
+
+
+@cache
+def _cublas() -> ctypes.CDLL:
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
         # CuPy loads the library for its handle; to load this name then gives the same library.
-        handle = _pointer(cupy.cuda.Device(device).cublas_handle)
-        library = _library(f"libcublas.so.{major}")
+        cupy.cuda.Device().cublas_handle  # noqa: B018
+        library = ctypes.CDLL(f"libcublas.so.{major}")
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependencyError(
             f"products need the cuBLAS of CuPy's CUDA ({error}); {pip_install(f'cuda{major}')}"
         ) from None
-
-    def call(name: str, *arguments: Any) -> None:
-        if status := getattr(library, name)(handle, *arguments):
-            text = library.cublasGetStatusString(status).decode()
-            raise RuntimeError(f"{name}: {text} (cuBLAS status {status})")
-
-    return call
-
-
-@cache
-def _library(name: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(name)
     library.cublasGetStatusString.restype = ctypes.c_char_p
     return library

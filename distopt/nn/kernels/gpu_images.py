@@ -7,19 +7,20 @@ images that bound the memory; with groups of channels, a product for each. Chunk
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
+from cupy.lib.stride_tricks import as_strided
 
-from ...kernels.cuda import THREADS, blocks, launch, launch_planes, launch_rows
-from .geometry import Pair, out_size, pool_out
+from ...kernels.cuda import launch_planes
+from .geometry import Pair, out_size, pool_out, with_border
 from .gpu_base import Array, checked, checked_or_none, product
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: Window in images.cu
 
 SCRATCH_BYTES = 1 << 28  # for the lowered images of a chunk; one image may take more
-CHANNEL_BLOCKS = 1024  # most blocks of a sum over channels: about as many as an H100 holds
 
 
 class _SavedPool(NamedTuple):
@@ -37,24 +38,22 @@ class _Conv(NamedTuple):
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
-def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int, int]]:
-    """First image and number of images of each chunk; `columns_bytes` and `places` are those of one image."""
-    count = max(1, min(SCRATCH_BYTES // max(columns_bytes, 1), (2**31 - 1) // max(places, 1)))
-    for first in range(0, images, count):
-        yield first, min(count, images - first)
+def _chunks(x: Array, window: Sizes) -> Iterator[tuple[int, int]]:
+    """First image and number of images of each chunk; without images, a chunk of none."""
+    image_bytes = prod((x.shape[1], *window[2:4], *window[8:], x.itemsize))
+    count = max(1, SCRATCH_BYTES // max(image_bytes, 1))
+    for first in range(0, max(len(x), 1), count):
+        yield first, min(count, len(x) - first)
 
 
-def _column(x: Array, window: Sizes) -> int:
-    """Elements of a column of the lowered images."""
-    elements: int = x.shape[1] * window[2] * window[3]
-    return elements
-
-
-def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
-    columns = cupy.empty((_column(x, window), images * window[8] * window[9]), np.float32)
-    shape = (images, x.shape[1]), window, x[first : first + images], columns
-    launch_planes("lower", len(columns), columns.shape[1], *shape)
-    return columns
+def _lowered(x: Array, window: Sizes) -> Array:
+    """The columns of images: the pixel under each tap of each channel at each place."""
+    _, _, kh, kw, sh, sw, ph, pw, oh, ow = window
+    x = with_border(x, (ph, pw), cupy.empty)
+    n, c, *_ = x.shape
+    image, channel, row, pixel = x.strides
+    taps = as_strided(x, (c, kh, kw, n, oh, ow), (channel, row, pixel, image, row * sh, pixel * sw))
+    return cupy.ascontiguousarray(taps).reshape(c * kh * kw, n * oh * ow)
 
 
 def _groups(x: Array, w: Array) -> int:
@@ -69,17 +68,6 @@ def _products(groups: int, *matrices: Array, **options: bool) -> None:
     product(*matrices, **options)
 
 
-def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> Sizes:
-    """Window of a convolution of arrays that fit."""
-    kernel = (w.shape[2], w.shape[3])
-    size = out_size(x.shape, kernel, stride, padding)
-    checked(x, x.shape)
-    groups = _groups(x, w)
-    checked(w, (len(w) // groups * groups, x.shape[1] // groups, *kernel))
-    checked_or_none(b, (len(w),))
-    return (*x.shape[2:], *kernel, *stride, *padding, *size)
-
-
 def conv2d(
     x: Array,
     w: Array,
@@ -89,15 +77,21 @@ def conv2d(
     relu: bool = False,
     pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
-    """See `cpu.conv2d`; bias and ReLU are one pass over the product, and pooling is another."""
-    window = _convolution(x, w, b, stride, padding)
-    m, places = len(w), window[8] * window[9]
-    y = cupy.empty((len(x), m, *window[8:]), np.float32)
-    for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows = cupy.empty((m, images * places), np.float32)
-        _products(_groups(x, w), w.reshape(m, -1), _lowered(x, window, first, images), rows)
-        given = (images, m), places, rows, b, relu, y[first : first + images]
-        launch_planes("spread", images * m, places, *given)
+    """See `cpu.conv2d`; ReLU and pooling are passes of their own."""
+    m, kernel, groups = len(w), w.shape[2:], _groups(x, w)
+    size = out_size(x.shape, kernel, stride, padding)
+    window = (*x.shape[2:], *kernel, *stride, *padding, *size)
+    checked(x, x.shape)
+    checked(w, (m // groups * groups, x.shape[1] // groups, *kernel))
+    checked_or_none(b, (m,))
+    y = cupy.empty((len(x), m, *size), np.float32)
+    for first, images in _chunks(x, window):
+        some, rows = slice(first, first + images), cupy.empty((m, images * prod(size)), np.float32)
+        _products(groups, w.reshape(m, -1), _lowered(x[some], window), rows)
+        planes = rows.reshape(m, images, *size).swapaxes(0, 1)
+        cupy.add(planes, 0 if b is None else b[:, None, None], out=y[some])
+    if relu:
+        cupy.maximum(y, 0, out=y)
     pooled, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
     return pooled, _Conv(x, w, window, y if relu else None, pooling)
 
@@ -107,62 +101,34 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     x, w, window, y, pooling = saved
     if pooling is not None:
         dy = max_pool2d_backward(dy, pooling)
-    m, groups, places = len(w), _groups(x, w), window[8] * window[9]
-    checked(dy, (len(x), m, *window[8:]))
+    m, c, groups, size = len(w), x.shape[1], _groups(x, w), window[8:]
+    checked(dy, (len(x), m, *size))
     checked_or_none(dw, w.shape)
-    checked_or_none(db, (m,))
+    if y is not None:
+        dy = cupy.where(y <= 0, 0, dy)
+    if db is not None:
+        dy.sum(axis=(2, 3), dtype=np.float64).sum(axis=0, dtype=np.float64, out=checked(db, (m,)))
     dx = cupy.empty(x.shape, np.float32) if need_dx else None
-    if not len(x):
-        for sums in (dw, db):
-            if sums is not None:
-                sums.fill(0)
-    for first, images in _chunks(len(x), _column(x, window) * places * x.itemsize, places):
-        rows, some = cupy.empty((m, images * places), np.float32), slice(first, first + images)
-        given = (images, m), places, dy[some], None if y is None else y[some], rows
-        launch_planes("collect", images * m, places, *given)
+    for first, images in _chunks(x, window):
+        some = slice(first, first + images)
+        rows = cupy.ascontiguousarray(dy[some].swapaxes(0, 1)).reshape(m, images * prod(size))
         if dw is not None:
-            columns = _lowered(x, window, first, images)
-            _products(groups, rows, columns, dw.reshape(m, -1), b_transposed=True, accumulate=first > 0)
-        else:
-            columns = cupy.empty((_column(x, window), images * places), np.float32)
-        if db is not None:
-            _channel_sums(rows, first > 0, db)
+            total = dw.reshape(m, -1)
+            _products(groups, rows, _lowered(x[some], window), total, b_transposed=True, accumulate=first > 0)
         if dx is not None:
+            columns = cupy.empty((prod((c, *window[2:4])), images * prod(size)), np.float32)
             _products(groups, w.reshape(m, -1), rows, columns, a_transposed=True)
-            pieces = (images, x.shape[1]), window, columns, dx[some]
-            launch_planes("gather_columns", images * x.shape[1], window[0] * window[1], *pieces)
+            launch_planes("gather_columns", images * c, prod(window[:2]), (images, c), window, columns, dx[some])
     return dx
 
 
-def _channel_sums(rows: Array, add: bool, sums: Array) -> None:
-    """The gradient of a bias, in `sums`: a row is a channel of a single image."""
-    channels, pixels = rows.shape
-    parts = parts_of((1, channels), pixels)
-    workspace, given = cupy.empty((channels, parts), cupy.float64), (1, channels)
-    if channels:
-        launch("product_parts", (channels, parts), (THREADS,), given, pixels, rows, None, None, None, workspace, None)
-    launch_rows("channel_sums", channels, given, workspace, parts, add, sums)
-
-
-def parts_of(batch: Pair, pixels: int) -> int:
-    """Local. Number of blocks that sum up a channel; it depends on the shape alone."""
-    images, channels = batch
-    return max(1, min(blocks(images * pixels, 8 * THREADS), CHANNEL_BLOCKS // max(channels, 1)))
-
-
 # -- pooling -----------------------------------------------------------------------------------------------------------
-def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[tuple[int, ...], Sizes]:
-    """Shape of the result, and the window."""
-    shape = pool_out(x.shape, kernel, stride, padding)
-    checked(x, x.shape)
-    return shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
-
-
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     """See `cpu.max_pool2d`."""
-    shape, window = _pooling(x, kernel, stride, padding)
+    shape = pool_out(x.shape, kernel, stride, padding)
+    window = (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
     y, taken = cupy.empty(shape, np.float32), cupy.empty(shape, cupy.uint8)
-    given = shape[:2], window, x, y, taken
+    given = shape[:2], window, checked(x, x.shape), y, taken
     launch_planes("max_pool", shape[0] * shape[1], shape[2] * shape[3], *given)
     return y, _SavedPool(x.shape, window, taken)
 

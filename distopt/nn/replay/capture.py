@@ -21,15 +21,13 @@ class Capture:
     """
 
     def __init__(self, device: Device) -> None:
-        from ..kernels.gpu_base import current_stream
-
         self._device = device
         self._cuda = cuda = device.xp.cuda
         self.memory: list[Any] = []
         self._pool = cuda.MemoryPool(_allocator(cuda, self.memory))
         # Non-blocking: other threads may use the default stream meanwhile.
         self._stream = cuda.Stream(non_blocking=True)
-        self._launched_on = current_stream()
+        self._launched_on = cuda.get_current_stream().ptr
         self._inside: contextlib.ExitStack | None = None
 
     def own_memory(self) -> Any:

@@ -131,10 +131,8 @@ class StepGraphs:
         return self._capture(kind, train, states, inputs, options)
 
     def _kind_of(self, inputs: Sequence[Any], options: dict[str, Any]) -> _Kind:
-        from ..kernels.gpu_base import current_stream
-
         named: list[tuple[int | str, Any]] = [*enumerate(inputs), *sorted(options.items())]
-        key = (current_stream(), *[self._trait(name, value) for name, value in named])
+        key = (self._device.xp.cuda.get_current_stream().ptr, *[self._trait(name, value) for name, value in named])
         try:
             kind = self._kinds.get(key)
         except TypeError as error:

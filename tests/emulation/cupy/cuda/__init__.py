@@ -33,6 +33,7 @@ __all__ = [
 nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
 
 _local = threading.local()
+_SPOILED = 1 << 20  # bytes of freed memory that become NaN: of the workspace of a product, all would take 5 ms
 _pinned: dict[int, int] = {}  # size in bytes, by address
 _free_pinned: dict[int, list[int]] = {}  # addresses by size
 host_waits: list[str] = []  # what the host waited for: not CuPy's, for tests
@@ -78,7 +79,7 @@ class Device:
 
     @property
     def cublas_handle(self) -> int:
-        """That of this thread and device; loads the library."""
+        """A handle for each thread and device; loads the library."""
         handles: dict[int, ctypes.c_void_p] = vars(_local).setdefault("cublas_handles", {})
         if self.id not in handles:
             handles[self.id] = ctypes.c_void_p()
@@ -159,7 +160,7 @@ class _Lent(BaseMemory):
     def __del__(self, capturing: Any = _emulated.stream_capturing, memset: Any = _emulated.memset_async) -> None:
         with contextlib.suppress(RuntimeError):  # the stream may be gone; then nothing can be ordered behind it
             if self._pool.spoils or capturing(self._stream):
-                memset(self.ptr, 0xFF, self.size, self._stream)
+                memset(self.ptr, 0xFF, min(self.size, _SPOILED), self._stream)
         self._pool.free[self.device_id, self._stream, self.size].append(self._whole)
 
 
