@@ -72,11 +72,6 @@ def launch_each(name: str, count: int, *arguments: Any) -> None:
         launch(name, (min(blocks(count), 1 << 24),), (THREADS,), *arguments)
 
 
-def launch_units(name: str, count: int, aligned: bool, *arguments: Any) -> None:
-    """Local. Launch a thread for four elements if they are `aligned`, the last argument; else for each one."""
-    launch_each(name, count // 4 + count % 4 if aligned else count, *arguments, aligned)
-
-
 def launch_strided(name: str, items: int, *arguments: Any) -> None:
     """Local. Launch threads that loop over `items`, as many as the device holds at a time."""
     held = cupy.cuda.Device().attributes["MultiProcessorCount"] * (2048 // THREADS)
@@ -87,17 +82,6 @@ def launch_planes(name: str, planes: int, pixels: int, *arguments: Any) -> None:
     """Local. Launch threads that share the pixels of each plane; nothing for an empty grid."""
     if planes and pixels:
         launch(name, (min(blocks(pixels), 1 << 24), min(planes, GRID_ROWS)), (THREADS,), *arguments)
-
-
-def launch_rows(name: str, rows: int, *arguments: Any) -> None:
-    """Local. Launch a warp for each row; nothing without any."""
-    if rows:
-        launch(name, (min(blocks(rows, THREADS // 32), GRID_ROWS),), (32, THREADS // 32), *arguments)
-
-
-def are_aligned(*arrays: Array) -> bool:
-    """Local. Whether all arrays begin at a multiple of 16 bytes."""
-    return all(array.data.ptr % 16 == 0 for array in arrays)
 
 
 def blocks(items: int, each: int = THREADS) -> int:
