@@ -5,7 +5,7 @@ Imports devices only; never knows a tensor or an operation.
 | module | arrays | role |
 | --- | --- | --- |
 | `cpu` | NumPy | native kernels of `_core` |
-| `gpu` | CuPy | kernels of `distopt.kernels.cuda`, and cuBLAS |
+| `gpu` | CuPy | CuPy's functions, kernels of `distopt.kernels.cuda`, and cuBLAS |
 
 All have the same functions, documented in `cpu`, and take and return C-contiguous arrays of float32 or float64 in the
 layout N, C, H, W. A forward function returns `(y, saved)`; `saved` is opaque, and may be passed to the backward

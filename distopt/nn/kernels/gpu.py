@@ -1,9 +1,9 @@
-"""Kernels for CuPy arrays of float32: from `distopt.kernels.cuda`, and cuBLAS for products, on CuPy's current stream.
+"""Kernels for CuPy arrays of float32: CuPy's functions, kernels of `distopt.kernels.cuda`, and cuBLAS for products.
 
-The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. Nothing
-waits for the device, so an invalid label is found late: the loss and its gradients are then NaN, and
-`Device.check` raises when a value is next read from the device. Sums run in an order that shapes alone determine,
-without atomics, so equal inputs give equal bits on equal devices.
+The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. They work
+on CuPy's current stream, and nothing waits for the device, so an invalid label is found late: the loss and its
+gradients are then NaN, and `Device.check` raises when a value is next read from the device. Sums run in an order that
+shapes alone determine, without atomics, so equal inputs give equal bits on equal devices.
 """
 
 from __future__ import annotations

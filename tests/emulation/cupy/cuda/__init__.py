@@ -33,7 +33,7 @@ __all__ = [
 nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
 
 _local = threading.local()
-_SPOILED = 1 << 20  # bytes of freed memory that become NaN: of the workspace of a product, all would take 5 ms
+_SPOILED = 1 << 20  # bytes of freed memory that become NaN; to fill the workspace of each product would take 5 ms
 _pinned: dict[int, int] = {}  # size in bytes, by address
 _free_pinned: dict[int, list[int]] = {}  # addresses by size
 host_waits: list[str] = []  # what the host waited for: not CuPy's, for tests
