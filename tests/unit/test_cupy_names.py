@@ -19,7 +19,6 @@ own = {"FUNCTIONS", "TYPES", "annotations", "Any", "SimpleNamespace"}
 print(json.dumps({
     "cupy": [*cupy.FUNCTIONS, *cupy.TYPES, "empty", "full", "zeros", "ones", "arange", "array", "asarray", "asnumpy",
              "ascontiguousarray", "from_dlpack", "ndarray", "RawModule", "RawModule.get_function"],
-    "cupy.lib.stride_tricks": ["as_strided"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
     "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer"],

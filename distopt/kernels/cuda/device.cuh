@@ -9,7 +9,6 @@ constexpr unsigned block_threads = 256;
 constexpr unsigned all_lanes = 0xffffffff;
 constexpr unsigned warp_count = block_threads / 32;
 
-__device__ inline double infinity() { return __longlong_as_double(0x7ff0000000000000); }
 __device__ inline double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
 
 // The data of one memory access: one element, or several, aligned to their size or, if that is more, to 16 bytes.
@@ -18,16 +17,6 @@ struct alignas(count * sizeof(E) < 16 ? count * sizeof(E) : 16) Unit {
   E e[count];
 };
 using Four = Unit<float, 4>;
-
-template <unsigned count, class E>
-__device__ const Unit<E, count>& unit_at(const E* first) {
-  return *reinterpret_cast<const Unit<E, count>*>(first);
-}
-
-template <unsigned count, class E>
-__device__ Unit<E, count>& unit_at(E* first) {
-  return *reinterpret_cast<Unit<E, count>*>(first);
-}
 
 // Whether units of arrays may be accessed; null is no array.
 template <class... E>
@@ -38,7 +27,7 @@ __device__ bool are_aligned(const E*... arrays) {
 // The first `available` elements of a unit, and zeros.
 template <unsigned count, class E>
 __device__ Unit<E, count> load(const E* at, unsigned available, bool aligned) {
-  if (aligned && available >= count) return unit_at<count>(at);
+  if (aligned && available >= count) return *reinterpret_cast<const Unit<E, count>*>(at);
   Unit<E, count> x{};
 #pragma unroll
   for (unsigned c = 0; c < count; ++c)
@@ -49,7 +38,7 @@ __device__ Unit<E, count> load(const E* at, unsigned available, bool aligned) {
 template <unsigned count, class E>
 __device__ void store(E* at, const Unit<E, count>& x, unsigned available, bool aligned) {
   if (aligned && available >= count) {
-    unit_at<count>(at) = x;
+    *reinterpret_cast<Unit<E, count>*>(at) = x;
     return;
   }
 #pragma unroll
@@ -73,25 +62,6 @@ __device__ void for_each_four(size_t n, F f) {
 #pragma unroll 1
   for (size_t first = thread_index() * 4; first < n; first += thread_stride() * 4)
     f(first, static_cast<unsigned>(min(n - first, size_t{4})));
-}
-
-// A number that the compiler knows.
-template <int number>
-struct Width {
-  __device__ constexpr operator int() const { return number; }
-};
-
-// Calls f(width, first) for elements first ... first + width - 1, until it has had all: four at a time if the arrays
-// are `aligned` for that, and one where fewer are left.
-template <class F>
-__device__ void for_units(size_t count, bool aligned, F f) {
-  const size_t units = aligned ? count / 4 : 0, rest = units * 4;
-  for_each(units + (count - rest), [&](size_t i) {
-    if (i < units)
-      f(Width<4>(), i * 4);
-    else
-      f(Width<1>(), rest + (i - units));
-  });
 }
 
 // Calls f(plane) for each plane, in as many threads as share its elements by `for_each`. The second dimension of the
@@ -119,11 +89,6 @@ __device__ inline size_t planes_of(Batch batch) { return size_t(batch.images) * 
 template <class T>
 __device__ inline T rectify(T x) {
   return x < T(0) ? T(0) : x;
-}
-
-template <class T>
-__device__ inline T rectify_gradient(T dy, T y) {
-  return y <= T(0) ? T(0) : dy;
 }
 
 // Sum over the block, always in the same order; valid in thread 0. All threads must call it.

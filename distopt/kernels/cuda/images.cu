@@ -1,5 +1,5 @@
-// Kernels that move windows over dense images: the gradient of lowered ones, and pooling. Sums run in an order that
-// shapes alone determine, without atomics.
+// Kernels that move windows over dense images: lowering of convolutions, and pooling. cuBLAS computes the products.
+// Sums run in an order that shapes alone determine, without atomics.
 #include "device.cuh"
 
 // A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
@@ -23,8 +23,23 @@ __device__ inline void for_windows(const Window& s, int pixel, F f) {
 __device__ inline size_t pixels_of(const Window& s) { return size_t(s.h) * s.w; }
 __device__ inline size_t places_of(const Window& s) { return size_t(s.oh) * s.ow; }
 
-// dx = for each pixel the sum of its entries in columns [channels * kh * kw, images * oh * ow], which hold a value for
-// each tap of each channel at each place.
+// columns [channels * kh * kw, images * oh * ow] = the pixel under each tap of each channel at each place.
+__global__ void lower(Batch batch, Window s, const float* x, float* columns) {
+  const int taps = s.kh * s.kw;
+  const size_t width = batch.images * places_of(s);
+  for_planes(size_t(batch.channels) * taps, [&](unsigned row) {
+    const int channel = int(row) / taps, tap = int(row) % taps;
+    for_each(width, [&](size_t at) {
+      const unsigned image = unsigned(at) / unsigned(places_of(s)), place = unsigned(at) % unsigned(places_of(s));
+      const int iy = int(place) / s.ow * s.sh + tap / s.kw - s.ph, ix = int(place) % s.ow * s.sw + tap % s.kw - s.pw;
+      const bool inside = iy >= 0 && iy < s.h && ix >= 0 && ix < s.w;
+      const size_t plane = size_t(image) * batch.channels + channel;
+      columns[row * width + at] = inside ? x[plane * pixels_of(s) + size_t(iy) * s.w + ix] : 0.0f;
+    });
+  });
+}
+
+// The reverse: dx = for each pixel the sum of its entries in the columns.
 __global__ void gather_columns(Batch batch, Window s, const float* columns, float* dx) {
   const size_t width = batch.images * places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(block_threads)
   const auto size = static_cast<unsigned>(end - begin);
   const bool aligned = are_aligned(dense + begin);
   for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
-    unit_at<4>(sums + i) = add ? load<4>(dense + begin + i, size - i, aligned) : Four{};
+    store(sums + i, add ? load<4>(dense + begin + i, size - i, aligned) : Four{}, 4, true);
   for (unsigned b = threadIdx.x / 32; b < 2 * lists.size; b += warp_count) {
     const size_t bound = b % 2 ? end : begin;
     const unsigned found = lower_bound(lists.indices[b / 2], lists.counts[b / 2], static_cast<long long>(bound));
@@ -51,5 +51,5 @@ __global__ void __launch_bounds__(block_threads)
     __syncthreads();
   }
   for (unsigned i = threadIdx.x * 4; i < size; i += block_threads * 4)
-    store(dense + begin + i, unit_at<4>(sums + i), size - i, aligned);
+    store(dense + begin + i, load<4>(sums + i, 4, true), size - i, aligned);
 }

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
-from cupy.lib.stride_tricks import as_strided
 
 from ...kernels.cuda import launch_planes
-from .geometry import Pair, out_size, pool_out, with_border
+from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, checked, checked_or_none, product
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: Window in images.cu
@@ -48,12 +47,10 @@ def _chunks(x: Array, window: Sizes) -> Iterator[tuple[int, int]]:
 
 def _lowered(x: Array, window: Sizes) -> Array:
     """The columns of images: the pixel under each tap of each channel at each place."""
-    _, _, kh, kw, sh, sw, ph, pw, oh, ow = window
-    x = with_border(x, (ph, pw), cupy.empty)
     n, c, *_ = x.shape
-    image, channel, row, pixel = x.strides
-    taps = as_strided(x, (c, kh, kw, n, oh, ow), (channel, row, pixel, image, row * sh, pixel * sw))
-    return cupy.ascontiguousarray(taps).reshape(c * kh * kw, n * oh * ow)
+    columns = cupy.empty((c * prod(window[2:4]), n * prod(window[8:])), np.float32)
+    launch_planes("lower", *columns.shape, (n, c), window, x, columns)
+    return columns
 
 
 def _groups(x: Array, w: Array) -> int:

@@ -1,3 +1,0 @@
-"""`cupy.lib`, as far as distopt uses it."""
-
-from . import stride_tricks as stride_tricks
