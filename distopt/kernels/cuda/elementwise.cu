@@ -3,14 +3,17 @@
 #include "device.cuh"
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
-// A block for each plane: its sums of a and of a * b. A float's square is exact in float64, so that the variance is the
-// mean square less the square of the mean, and one pass reads the array.
-__global__ void plane_sums(int pixels, const float* a, const float* b, double* sums, double* products) {
+// A block for each plane: its sums of a and of a * b, where b is normalized if a mean is given. A float's square is
+// exact in float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
+__global__ void plane_sums(int channels, int pixels, const float* a, const float* b, const float* mean,
+                           const float* inverse_deviation, double* sums, double* products) {
+  const unsigned channel = blockIdx.x % unsigned(channels);
+  const float center = mean ? mean[channel] : 0.0f, inverse = mean ? inverse_deviation[channel] : 1.0f;
   const size_t first = size_t(blockIdx.x) * pixels;
   double sum = 0, product = 0;
   for (int i = int(threadIdx.x); i < pixels; i += block_threads) {
     sum += double(a[first + i]);
-    product += double(a[first + i]) * double(b[first + i]);
+    product += double(a[first + i]) * double((b[first + i] - center) * inverse);
   }
   sum = block_sum<block_threads>(sum);
   product = block_sum<block_threads>(product);

@@ -145,7 +145,7 @@ def batch_norm2d(
     if training and x.size:
         mean, inverse = cupy.empty((2, c), np.float32)
         results = mean, inverse, running_mean, running_var, momentum, eps
-        launch_each("channel_moments", c, c, n * h * w, *_sums(x, x), *results)
+        launch_each("channel_moments", c, c, n * h * w, *_plane_sums(x, x).sum(axis=1), *results)
     else:
         mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
     launch_planes("normalize", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
@@ -157,21 +157,20 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
     dx = cupy.empty(checked(dy, x.shape).shape, np.float32)
-    sums, products = _sums(dy, x)
-    checked(dbeta, (c,))[...] = sums
-    cupy.multiply(products - mean * sums, inverse, out=checked(dgamma, (c,)))
+    for of_planes, sums in zip(_plane_sums(dy, x, mean, inverse), (dbeta, dgamma), strict=True):
+        of_planes.sum(axis=0, out=checked(sums, (c,)))
     given = (n, c), h * w, dy, x, mean, inverse, gamma, training, dgamma, dbeta, dx
     launch_planes("normalize_backward", n * c, h * w, *given)
     return dx
 
 
-def _sums(a: Array, b: Array) -> Array:
-    """The sums of a and of a * b by channel, [2, C] in float64."""
+def _plane_sums(a: Array, b: Array, mean: Array | None = None, inverse: Array | None = None) -> Array:
+    """The sums of a and of a * b, which is normalized if a mean is given, over each plane: [2, N, C] in float64."""
     n, c, h, w = a.shape
-    of_planes = cupy.empty((2, n, c), np.float64)
+    sums = cupy.empty((2, n, c), np.float64)
     if n * c:
-        launch("plane_sums", (n * c,), (THREADS,), h * w, a, b, *of_planes)
-    return of_planes.sum(axis=1)
+        launch("plane_sums", (n * c,), (THREADS,), c, h * w, a, b, mean, inverse, *sums)
+    return sums
 
 
 def channel_sums(x: Array) -> Array:
