@@ -19,6 +19,7 @@ from ..launch.addresses import own_addresses
 from ..launch.job.multiprocess import refuse_worker
 from ..launch.job.topology import Topology
 from ..settings import Settings
+from .group.arguments import check_timeout
 from .group.process_group import DistoptProcessGroup
 from .hosts.communicator import HostsCommunicator
 from .hosts.gloo import Gloo, route_to
@@ -38,6 +39,7 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
 
     Raises:
         DistBackendError: the ranks did not find each other.
+        ValueError: the timeout is not positive.
     """
     ranks = options.global_ranks_in_group
     if not ranks:  # the default group; ranks of an earlier one may have ended
@@ -48,7 +50,7 @@ def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
 
 def _make(store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> DistoptProcessGroup:
     """Collective. Make the group of `ranks`, given by their numbers in the job; this process is `ranks[rank]`."""
-    size, seconds = len(ranks), timeout.total_seconds()
+    size, seconds = len(ranks), check_timeout(timeout)
 
     def connect_again(name: str) -> Communicator:
         # A clone, since other threads may use the store now, and it serves one at a time.

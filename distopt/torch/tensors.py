@@ -125,7 +125,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Local. `tensor`, detached and contiguous: a view of its memory if that is contiguous, else a copy.
 
     Raises:
-        ValueError: it is not on the CPU, or not strided.
+        ValueError: it is not on the CPU, not strided, or quantized.
     """
     if not tensor.is_cpu:
         raise ValueError(
@@ -136,6 +136,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor of layout {tensor.layout} cannot be sent; call to_dense(); all_reduce alone takes sparse ones, "
             "of to_sparse_coo()"
         )
+    if tensor.is_quantized:
+        raise ValueError("a quantized tensor cannot be sent, since ranks may differ in scale; send its int_repr()")
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if lies_in_a_row(tensor) else tensor.contiguous().resolve_conj().resolve_neg()

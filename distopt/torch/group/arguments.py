@@ -1,12 +1,31 @@
-"""Checks of the tensors that PyTorch hands to collectives. All raise a ValueError; `size` is the number of ranks."""
+"""Checks of what PyTorch hands to groups and collectives. All raise a ValueError; `size` is the number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_LONGEST_SECONDS = 1e9  # 31 years; Python's own waits raise an OverflowError beyond 292 years
+
+
+def seconds_of(timeout: timedelta) -> float:
+    """Local. A time-out in seconds; not positive where PyTorch means the time-out of the group."""
+    return min(timeout.total_seconds(), _LONGEST_SECONDS)
+
+
+def check_timeout(timeout: timedelta) -> float:
+    """Local. Check that the time-out of a group is positive, and return it in seconds."""
+    if (seconds := seconds_of(timeout)) <= 0:
+        raise ValueError(
+            f"the timeout of the group is {timeout.total_seconds():g} s; give a positive one of less than 292 years, "
+            "beyond which PyTorch makes it negative"
+        )
+    return seconds
 
 
 def check_list(size: int, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:

@@ -14,6 +14,7 @@ from ...errors import DistoptError
 from ..errors import as_torch
 from ..private import Received, untraced
 from ..tensors import as_message, dense, give_back
+from .arguments import seconds_of
 from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork
 
@@ -58,7 +59,7 @@ class PendingMessage(Received, WaitedWork):
         Raises:
             DistBackendError: the other rank has ended, was late, or sent another count or type.
         """
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        seconds = seconds_of(timeout) if timeout is not None else 0.0
         self._wait(seconds if seconds > 0 else self._seconds)
         if self._error is not None:
             raise self._error

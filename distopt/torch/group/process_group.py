@@ -28,7 +28,7 @@ from ..ddp.shared_buckets import LEAST_BYTES
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
 from ..tensors import memory_of, reduction_of, refuse_nan
-from .arguments import check_any, check_count, check_list, check_whole, split_rows
+from .arguments import check_any, check_count, check_list, check_timeout, check_whole, seconds_of, split_rows
 from .channels import Channel, Channels
 from .collectives import STARTS, Collectives, of_each
 from .futures import callback_owner
@@ -80,7 +80,7 @@ class DistoptProcessGroup(NamedGroup):
     ) -> None:
         super().__init__(rank, size)
         self._store = store
-        self._seconds = timeout.total_seconds()
+        self._seconds = check_timeout(timeout)
         self._make = make
         self._channels = Channels(Channel(name, communicator, who, self._seconds), connect)
         self._mail = Mail(communicator)
@@ -257,7 +257,7 @@ class DistoptProcessGroup(NamedGroup):
         """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        seconds = self._seconds if timeout is None else seconds_of(timeout)
         monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class DistoptProcessGroup(NamedGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Local. Set how long operations that are called from now on wait for a rank."""
-        self._seconds = timeout.total_seconds()
+        self._seconds = check_timeout(timeout)
 
     @property
     def count(self) -> int:
@@ -393,7 +393,7 @@ class DistoptProcessGroup(NamedGroup):
         return True
 
     def _seconds_of(self, opts: Any) -> float:
-        seconds: float = opts.timeout.total_seconds()
+        seconds = seconds_of(opts.timeout)
         return seconds if seconds > 0 else self._seconds
 
     def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:

@@ -26,6 +26,7 @@ from ...errors import DistoptError
 from ...timeline import timeline
 from ..errors import as_torch
 from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
+from .arguments import seconds_of
 from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork, of_a_hook, typed
 
@@ -159,7 +160,7 @@ class PendingWork(WaitedWork):
             DistBackendError: the operation has failed, and the message names the rank at fault; or it has not ended in
                 time, and continues.
         """
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        seconds = seconds_of(timeout) if timeout is not None else 0.0
         if not self.ended and seconds <= 0:
             self._queue.complete(self)
         elif not self.ended and not self._queue.complete_within(self, seconds):

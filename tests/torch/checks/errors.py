@@ -27,6 +27,32 @@ def check_sparse_tensors_that_differ(r: Ranks) -> None:
     dist.barrier()
 
 
+def check_quantized_tensors(r: Ranks) -> None:
+    """Their scales would not be sent, so that ranks with other ones would read other numbers."""
+    tensor = torch.quantize_per_tensor(torch.arange(4.0), 0.5 + r.rank, 0, torch.quint8)
+    for function, *args in ((dist.broadcast, 0), (dist.all_gather, tensor), (dist.isend, (r.rank + 1) % r.size)):
+        given = [tensor] * r.size if function is dist.all_gather else tensor
+        with_error(ValueError, r"quantized.*int_repr\(\)", function, given, *args)
+    dist.barrier()
+
+
+def check_timeouts_without_end(r: Ranks) -> None:
+    """Ten thousand years, which exceed what Python's waits take, and the longest, which PyTorch makes negative."""
+    group, long = dist.new_group(list(r.all), timeout=timedelta(days=3_650_000)), timedelta(days=3_650_000)
+    total = torch.full((3,), float(r.rank))
+    dist.all_reduce(total, group=group, async_op=True).wait(long)
+    same(total, torch.full((3,), float(sum(r.all))))
+    if r.size > 1:
+        received = torch.zeros(3)
+        sent = dist.isend(total + r.rank, (r.rank + 1) % r.size, group=group)
+        dist.irecv(received, (r.rank - 1) % r.size, group=group).wait(long)
+        sent.wait(long)
+        same(received, total + (r.rank - 1) % r.size)
+    dist.monitored_barrier(group, long)
+    dist.destroy_process_group(group)
+    with_error(ValueError, "positive one of less than 292 years", dist.new_group, list(r.all), timeout=timedelta.max)
+
+
 def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
     """Lists of the same total size. The sizes differ after the part of the label that messages show."""
     last = r.rank == r.size - 1
