@@ -39,30 +39,10 @@ std::size_t control_bytes(int world_size, std::size_t chunk_bytes) {
          round_up(static_cast<std::size_t>(world_size) * staging_buffers * chunk_bytes, page_bytes);
 }
 
-// Owns a descriptor until it is released.
-class File {
- public:
-  explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int get() const { return fd_; }
-  int release() {
-    int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-
- private:
-  int fd_;
-};
-
 // The lock that a living rank holds, on a byte of the file.
-struct flock lock_of(int rank) {
+struct flock lock_of(int rank, short type) {
   struct flock lock = {};
-  lock.l_type = F_WRLCK;
+  lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = rank;
   lock.l_len = 1;
@@ -74,18 +54,6 @@ int allocate(int fd, std::uint64_t offset, std::size_t bytes) {
   while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0)
     if (errno != EINTR) return errno;
   return 0;
-}
-
-std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
-  // Populated now: page faults in the first all-reduce of a training run would look like a slow peer.
-  void* memory =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
-  if (memory == MAP_FAILED)
-    throw CommunicatorError(
-        ErrorKind::memory,
-        "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" + std::strerror(errno) + ")",
-        "free memory or raise the limit (ulimit -v)");
-  return {static_cast<char*>(memory), [bytes](char* p) { ::munmap(p, bytes); }};
 }
 
 }  // namespace
@@ -115,7 +83,7 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
         ErrorKind::memory,
         std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " + std::strerror(error),
         memory_cure(error));
-  std::shared_ptr<char> memory = map(fd, 0, sizeof(SegmentHeader));
+  std::shared_ptr<char> memory = map_shared(fd, 0, sizeof(SegmentHeader));
   auto* header = reinterpret_cast<SegmentHeader*>(memory.get());
   header->magic = segment_magic;
   header->version = segment_version;
@@ -125,12 +93,12 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
   return file.release();
 }
 
-Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world_size_(world_size) {
-  File file(fd);
+Segment::Segment(int fd, int rank, int world_size)
+    : file_(std::make_shared<File>(fd)), rank_(rank), world_size_(world_size) {
   struct stat status = {};
   if (::fstat(fd, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(SegmentHeader)))
     throw CommunicatorError(ErrorKind::launch, "the shared file is too small to be a segment of distopt");
-  std::shared_ptr<char> first = map(fd, 0, sizeof(SegmentHeader));
+  std::shared_ptr<char> first = map_shared(fd, 0, sizeof(SegmentHeader));
   const auto* header = reinterpret_cast<const SegmentHeader*>(first.get());
   if (header->magic != segment_magic || header->version != segment_version)
     throw CommunicatorError(
@@ -144,7 +112,7 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
   end_ = control_bytes(world_size, chunk_bytes_);
   if (header->total_bytes != end_ || static_cast<std::uint64_t>(status.st_size) < end_)
     throw CommunicatorError(ErrorKind::launch, "the shared file is truncated; restart the job");
-  control_ = map(fd, 0, end_);
+  control_ = map_shared(fd, 0, end_);
   slots_ = reinterpret_cast<Slot*>(control_.get() + slots_offset());
   staging_ = control_.get() + staging_offset(world_size);
 
@@ -153,19 +121,22 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
   static_assert(sizeof(cores) == sizeof(slots_->cores), "one bit per core");
   if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) std::memcpy(slots_[rank].cores, &cores, sizeof(cores));
 
-  struct flock lock = lock_of(rank);
+  struct flock lock = lock_of(rank, F_WRLCK);
   if (::fcntl(fd, F_SETLK, &lock) != 0)
     throw CommunicatorError(ErrorKind::launch, "another process is rank " + std::to_string(rank) +
                                                    " of this job already; give every process its own rank");
-  file.release();
 }
 
 Segment::~Segment() { close(); }
 
-// Closing any descriptor of the file drops the lock of this process (POSIX), so this is the only one.
+// Closing any descriptor of the file drops the lock of this process (POSIX), so there is only one. Arrays that are
+// still in use keep it open.
 void Segment::close() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
+  if (file_) {
+    struct flock lock = lock_of(rank_, F_UNLCK);
+    ::fcntl(file_->get(), F_SETLK, &lock);
+    file_.reset();
+  }
   blocks_.clear();
 }
 
@@ -181,21 +152,21 @@ Channel& Segment::channel(int from, int to) const {
 std::size_t Segment::channel_bytes() const { return ring_bytes(world_size_); }
 
 bool Segment::holds_lock(int rank) const {
-  struct flock lock = lock_of(rank);
+  struct flock lock = lock_of(rank, F_WRLCK);
   // A failing question is no evidence of death; the time-out still bounds the wait.
-  return ::fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  return !file_ || ::fcntl(file_->get(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 int Segment::allocate_region(std::size_t bytes) {
   const std::size_t stride = round_up(bytes, page_bytes);
   if (stride == 0) return 0;
-  return allocate(fd_, end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
+  return allocate(file_->get(), end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
 }
 
 WireBlock Segment::map_block(std::size_t bytes) {
   const std::size_t stride = round_up(bytes, page_bytes);
   const std::size_t total = stride * static_cast<std::size_t>(world_size_);
-  WireBlock block{map(fd_, end_, total), end_, stride};
+  WireBlock block{map_arrays(file_, end_, total), end_, stride};
   blocks_.push_back(block);
   end_ += total;
   return block;

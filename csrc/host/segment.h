@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/layout.h"
+#include "host/mapping.h"
 
 namespace distopt {
 
@@ -67,7 +68,7 @@ class Segment {
  private:
   char* inbox(int rank) const;
 
-  int fd_;
+  std::shared_ptr<File> file_;
   int rank_;
   int world_size_;
   std::size_t chunk_bytes_ = 0;

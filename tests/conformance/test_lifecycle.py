@@ -161,6 +161,31 @@ def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
     assert comm.empty(5).size == 5
 
 
+@with_ranks(2)
+def test_a_forked_child_writes_to_memory_of_its_own(job: LocalJob) -> None:
+    comm = connect(job)
+    own = np.arange(5000.0, dtype=np.float32) + 1000 * job.topology.rank
+    kept, closed = comm.empty(own.size), connect(job)
+    left = closed.empty(own.size)
+    closed.close()
+    for array in (kept, left):
+        array[...] = own
+    with forked() as is_child:
+        if is_child:
+            for array in (kept, left):
+                assert (array == own).all()
+                array += 1  # as a backward pass adds to a gradient
+            with forked() as is_grandchild:
+                if is_grandchild:
+                    assert (kept == own + 1).all()
+                    kept[...] = 0
+            assert (kept == own + 1).all()
+    assert (kept == own).all()
+    assert (left == own).all()
+    comm.all_reduce(kept).wait()
+    assert (kept == 2 * np.arange(own.size, dtype=np.float32) + 1000).all()
+
+
 def exit_with_work_outstanding(job: LocalJob) -> None:
     global kept  # alive until the interpreter ends
     comm = connect(job)
