@@ -70,15 +70,24 @@ class CodecHook:
         assert step is not None
         views = views_of(step.layout)
         with step:
-            for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if (param := self._params.get(id(tensor))) is None:
-                    raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
+            params = [self._param_of(tensor) for tensor in bucket.parameters()]
+            if bucket.buffer().is_sparse:
+                raise UsageError(
+                    f"the gradient of {params[0].name} is sparse, and codecs send dense ones; make its layer with "
+                    "sparse=False, or wrap the optimizer in distopt.torch.DistOpt, which makes gradients dense"
+                )
+            for param, grad in zip(params, bucket.gradients(), strict=True):
                 views[id(param)].copy_(param.from_memory(grad))
                 step.final(param)
             self._taken.append((bucket, future))
             if bucket.is_last():
                 self._finish(step)
         return future
+
+    def _param_of(self, tensor: torch.Tensor) -> TrainedParameter:
+        if (param := self._params.get(id(tensor))) is None:
+            raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
+        return param
 
     def _begun(self) -> GradientCounter:
         """Collective. See `Engine.begin`."""

@@ -719,6 +719,11 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     ddp.register_comm_hook(*distopt.torch.hook(network()))
     with pytest.raises(UsageError, match="make the hook of the model inside of DDP"):
         ddp(torch.ones(1, 1, 8, 8)).sum().backward()
+    words = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 3, sparse=True), torch.nn.Linear(3, 2))
+    ddp = DistributedDataParallel(words)
+    ddp.register_comm_hook(*distopt.torch.hook(words))
+    with pytest.raises(UsageError, match=r"the gradient of 0\.weight is sparse, and codecs send dense ones"):
+        ddp(torch.tensor([[r.rank, 4]])).sum().backward()
     for averaged in ({"named_parameters": ddp.named_parameters()}, {"model": ddp}):
         with pytest.raises(UsageError, match=r"DDP averages the gradients of this model itself; use hook"):
             distopt.torch.DistOpt(sgd(ddp), **averaged)
