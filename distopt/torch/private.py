@@ -59,6 +59,7 @@ USES = {
     "ddp.reducer._rebuild_buckets": _ORDER,
     "ddp.reducer._get_zeros_like_grad_buckets": _ORDER,
     "ddp._has_rebuilt_buckets": _ORDER,
+    "torch.distributed.Reducer._set_forward_pass_work_handle": "to keep the works of DDP's join",
     "torch.distributed.ProcessGroupGloo.create_device": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._timeout": _GLOO,
     "torch.distributed.ProcessGroupGloo._Options._threads": _GLOO,
@@ -211,6 +212,21 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 def parameters_by_bucket(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """Local. The parameters in the order of the buckets, and in their order there."""
     return [parameter for bucket in ddp.reducer._get_zeros_like_grad_buckets() for parameter in bucket.parameters()]
+
+
+def keep_works_of_join() -> None:
+    """Local. Have DDP keep the works that its `join` starts in forward passes and reads in backward passes.
+
+    C++ alone does not keep a work of Python: its end would never come.
+    """
+    kept: weakref.WeakKeyDictionary[Any, dist.Work] = weakref.WeakKeyDictionary()
+    original = dist.Reducer._set_forward_pass_work_handle
+
+    def keeping(reducer: Any, work: dist.Work, use_static_world_size: bool) -> None:
+        kept[reducer] = work
+        original(reducer, work, use_static_world_size)
+
+    dist.Reducer._set_forward_pass_work_handle = keeping
 
 
 # -- Gloo -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .._core import set_leak_warnings
 from .group.process_group import DistoptProcessGroup
 from .join import join
-from .private import replace_monitored_barrier
+from .private import keep_works_of_join, replace_monitored_barrier
 
 
 def register_backend() -> None:
@@ -20,6 +20,7 @@ def register_backend() -> None:
         return
     dist.Backend.register_backend("distopt", join, extended_api=True, devices=["cpu"])
     _extend_monitored_barrier()
+    keep_works_of_join()
     set_leak_warnings(False)  # DTensor keeps its groups, and they their communicators, until the process has ended
 
 

@@ -43,6 +43,29 @@ def check_ddp(r: Ranks) -> None:
     dist.destroy_process_group(gloo)
 
 
+def joined(rank: int, group: dist.ProcessGroup, *, of_all: bool) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    with model.join(divide_by_initial_world_size=of_all):
+        for _ in range(2 + rank):
+            optimizer.zero_grad()
+            model(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+    return [tensor.detach().clone() for tensor in model.parameters()]
+
+
+def check_ddp_joins(r: Ranks) -> None:
+    """Ranks with different numbers of batches; sums are divided by all ranks, or by those that still have data."""
+    gloo = group_with_gloo(r.all)
+    for of_all in (True, False):
+        ours = joined(r.rank, dist.group.WORLD, of_all=of_all)
+        r.same_as_gloo(ours, joined(r.rank, gloo, of_all=of_all), of_all)
+        for tensor in ours:
+            same_on_all_ranks(tensor, "a parameter")
+    dist.destroy_process_group(gloo)
+
+
 def reference_cnn() -> torch.nn.Module:
     """The examples' CNN: 431,080 parameters."""
     torch.manual_seed(3)
