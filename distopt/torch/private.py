@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 _Kind = TypeVar("_Kind", bound=type)
+_bindings = torch._C._distributed_c10d
 
 _AUTOGRAD = "to tell whether, and in which backward pass, a collective is called"
 _PROFILER = "to keep Gloo's transfers out of a profile"
 _COMPILER = "to keep torch.compile from tracing the group"
 _MOVES = "to move DDP's buckets into shared memory"
 _ORDER = "to save and restore the order of DDP's buckets"
+_COMPILED = "to let compiled code wait for operations that were called outside of it"
 _GLOO = "to connect hosts through Gloo, by a given address or interface"
 _GROUP = "to answer torch.distributed, which asks every process group for it"
 _BACKEND = "to let C++ call a process group of Python"
@@ -54,6 +56,9 @@ USES = {
     "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
     "torch.Tensor._version": "to tell whether a backward pass has added to a gradient",
     "torch.Tensor._base": "to write the sum of complex sparse tensors",
+    "torch._C._distributed_c10d._allow_inflight_collective_as_graph_input": _COMPILED,
+    "torch._C._distributed_c10d._create_work_from_future": _COMPILED,
+    "torch._C._distributed_c10d._register_work": _COMPILED,
     "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "to derive SyncBatchNorm",
     "torch.ops.aten.native_batch_norm_backward": "to compute SyncBatchNorm's gradients",
     "ddp.reducer._rebuild_buckets": _ORDER,
@@ -178,6 +183,18 @@ def complex_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """Local. The complex tensor that `tensor` views as real numbers, if there is one."""
     base: torch.Tensor | None = tensor._base
     return base if base is not None and base.is_complex() else None
+
+
+# -- works ------------------------------------------------------------------------------------------------------------
+def register_work(work: dist.Work, tensors: Sequence[torch.Tensor]) -> None:
+    """Local. Tell `wait_tensor` of a work, where a script lets compiled code wait for operations called outside of it.
+
+    PyTorch itself does so in C++, which calls to a process group of Python do not enter.
+    """
+    if _bindings._allow_inflight_collective_as_graph_input():
+        kept = _bindings._create_work_from_future(work.get_future())  # C++ would not keep the work itself
+        for tensor in tensors:
+            _bindings._register_work(tensor, kept)
 
 
 # -- batch normalization ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ...errors import DistoptError
 from ...timeline import timeline
 from ..ddp.shared_buckets import LEAST_BYTES
 from ..errors import as_torch
-from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, untraced
+from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, register_work, untraced
 from ..tensors import memory_of, reduction_of, refuse_nan
 from .arguments import check_any, check_count, check_list, check_timeout, check_whole, seconds_of, split_rows
 from .channels import Channel, Channels
@@ -282,9 +282,11 @@ class DistoptProcessGroup(NamedGroup):
         if is_profiling():
             start = _recorded(start, start)
         try:
-            return start(tensor, *args, self._seconds)
+            work = start(tensor, *args, self._seconds)
         except DistoptError as error:
             raise as_torch(error) from error
+        register_work(work, (tensor,))
+        return work
 
     # -- names that PyTorch had before ---------------------------------------------------------------------------------
     alltoall_base = all_to_all_single
@@ -425,10 +427,12 @@ class DistoptProcessGroup(NamedGroup):
             return CompletedWork(tensors)
         if not is_async:
             work.wait()
-        elif in_backward:
+            return work
+        if in_backward:
             queue.attend_after_backward(work)
         else:
             queue.attend()
+        register_work(work, tensors)
         return work
 
 

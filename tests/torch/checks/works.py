@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch
@@ -266,3 +267,21 @@ def check_backward_without_a_thread(r: Ranks) -> None:
     assert set(threads) == {threading.get_ident()}
     assert len(threads) >= 5
     dist.destroy_process_group(group)
+
+
+def check_works_that_compiled_code_waits_for(r: Ranks) -> None:
+    """The script drops the works of operations that it calls; `wait_tensor`, as in compiled code, waits for them."""
+    wait = torch.ops._c10d_functional.wait_tensor
+    with allow_inflight_collective_as_graph_input_ctx():
+        for shape in ((3,), (70_000,)):
+            tensor = values(r.rank, torch.float32, shape)
+            dist.all_reduce(tensor, async_op=True)
+            same(wait(tensor), r.total(shape=shape), f"the sum of {shape}")
+            parts = [torch.zeros(shape) for _ in r.all]
+            dist.all_gather(parts, values(r.rank, torch.float32, shape), async_op=True)
+            for q, part in enumerate(parts):
+                same(wait(part), values(q, torch.float32, shape), f"part {q} of {shape}")
+            before, received = (r.rank - 1) % r.size, torch.zeros(shape)
+            dist.irecv(received, before)
+            dist.isend(values(r.rank, torch.float32, shape), (r.rank + 1) % r.size)
+            same(wait(received), values(before, torch.float32, shape), f"the message of {shape}")
