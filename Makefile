@@ -144,7 +144,7 @@ sanitize:
 # find races. Four minutes.
 THREADS := build/threads
 THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp csrc/cpu/reduce.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
-THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -DDISTOPT_ISA=portable -pthread \
+THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -Idistopt -DDISTOPT_ISA=portable -pthread \
 	-Wl,--wrap=mmap,--wrap=munmap,--wrap=fcntl
 sanitize-threads:
 	mkdir -p $(THREADS)
