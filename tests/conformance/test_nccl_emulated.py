@@ -236,7 +236,6 @@ def choose(job: LocalJob, gpus: str, device: str, visible: str) -> str:
         ("8", "auto", "4,6;4,6", ["nccl 0", "nccl 1"]),
         ("8", "cpu", "", ["shm", "shm"]),
         ("0", "auto", "", ["shm", "shm"]),
-        ("-1", "auto", "", ["shm", "shm"]),
     ],
 )
 def test_the_choice_of_communicator_and_device(gpus: str, device: str, visible: str, expected: list[str]) -> None:

@@ -1,26 +1,31 @@
-"""The emulated CUDA runtime for Python: the functions of build/emulation/libcuda.so.1 that the stand-ins stand on.
+"""The emulated driver for Python: the functions of build/emulation/libcuda.so.1 that the stand-ins stand on.
 
-Handles and addresses are integers. Calls release Python's lock, as several wait.
+Handles and addresses are integers. Calls release Python's lock, as several wait. There are $DISTOPT_EMULATED_GPUS
+devices (default 8), of which CUDA_VISIBLE_DEVICES selects some.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
 
 _library = ctypes.CDLL("libcuda.so.1")  # which `activate` has loaded
-_library.cudaGetErrorString.restype = ctypes.c_char_p
 _NOT_READY = 600
 
 
 def _call(name: str, *arguments: Any, library: Any = _library, word: Any = ctypes.c_ssize_t) -> int:
-    """The status, which is success or "not ready". The defaults are there when objects go at the end of the process."""
+    """The status, which is success or "not ready". The defaults are there when objects go at the end of the process.
+
+    As CUDA's runtime, which CuPy calls, this makes a context where the thread has none.
+    """
+    library.emulation_make_context()
     code: int = getattr(library, name)(*[word(value) if isinstance(value, int) else value for value in arguments])
     if code not in (0, _NOT_READY):
-        raise RuntimeError(f"{name}: {library.cudaGetErrorString(code).decode()} (CUDA error {code})")
+        raise RuntimeError(f"{name}: CUDA error {code}")
     return code
 
 
@@ -32,52 +37,61 @@ def _made(name: str, *arguments: Any, kind: Any = ctypes.c_void_p) -> Any:
 
 
 # -- devices and memory ------------------------------------------------------------------------------------------------
-device_count = partial(_made, "cudaGetDeviceCount", kind=ctypes.c_int)
-get_device = partial(_made, "cudaGetDevice", kind=ctypes.c_int)
-set_device = partial(_call, "cudaSetDevice")
-device_synchronize = partial(_call, "cudaDeviceSynchronize")
-malloc = partial(_made, "cudaMalloc")  # of bytes
-free = partial(_call, "cudaFree")
-malloc_host = partial(_made, "cudaMallocHost")
-memcpy_async = partial(_call, "cudaMemcpyAsync")  # to, from, bytes, kind, stream
-memset_async = partial(_call, "cudaMemsetAsync")  # to, value, bytes, stream
+get_device = _library.emulation_device
+device_synchronize = partial(_call, "cuCtxSynchronize")
+malloc = partial(_made, "cuMemAlloc_v2")  # of bytes
+free = partial(_call, "cuMemFree_v2")
+malloc_host = partial(_made, "cuMemAllocHost_v2")
+memory_type = partial(_made, "cuPointerGetAttribute", 2, kind=ctypes.c_int)  # of an address
+memset_async = partial(_call, "cuMemsetD8Async")  # to, value, bytes, stream
+
+
+def visible_devices() -> list[int]:
+    """The numbers that the visible devices have in the machine."""
+    there, chosen = range(int(os.environ.get("DISTOPT_EMULATED_GPUS", 8))), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [*there]
+    return [int(number) for number in chosen.split(",") if number and int(number) in there]
 
 
 def pci_bus_id(device: int) -> str:
-    text = ctypes.create_string_buffer(16)
-    _call("cudaDeviceGetPCIBusId", text, len(text), device)
-    return text.value.decode()
+    return f"0000:{visible_devices()[device] + 1:02X}:00.0"
 
 
-def memory_type(address: int) -> int:
-    return int(_made("cudaPointerGetAttributes", address, kind=ctypes.c_int))
+def set_device(device: int) -> None:
+    _call("cuCtxSetCurrent", device + 1)
+
+
+def memcpy_async(to: int, source: int, n_bytes: int, _kind: int, stream: int) -> None:
+    _call("cuMemcpyAsync", to, source, n_bytes, stream)
 
 
 # -- streams and events ------------------------------------------------------------------------------------------------
-stream_destroy = partial(_call, "cudaStreamDestroy")
-stream_synchronize = partial(_call, "cudaStreamSynchronize")  # runs what is in it; the way to look at arrays, too
-event_create = partial(_made, "cudaEventCreateWithFlags", 0)
-event_destroy = partial(_call, "cudaEventDestroy")
-event_record = partial(_call, "cudaEventRecord")  # event, stream
-event_synchronize = partial(_call, "cudaEventSynchronize")
+stream_destroy = partial(_call, "cuStreamDestroy_v2")
+stream_synchronize = partial(_call, "cuStreamSynchronize")  # runs what is in it; the way to look at arrays, too
+event_create = partial(_made, "cuEventCreate", 0)
+event_destroy = partial(_call, "cuEventDestroy_v2")
+event_record = partial(_call, "cuEventRecord")  # event, stream
+event_synchronize = partial(_call, "cuEventSynchronize")
 
 
-def stream_create(non_blocking: bool = False) -> int:
-    return int(_made("cudaStreamCreateWithPriority", int(non_blocking), 0))
+def stream_create(non_blocking: bool) -> int:
+    return int(_made("cuStreamCreateWithPriority", int(non_blocking), 0))
 
 
 def stream_wait_event(stream: int, event: int) -> None:
-    _call("cudaStreamWaitEvent", stream, event, 0)
+    _call("cuStreamWaitEvent", stream, event, 0)
 
 
 def event_query(event: int) -> bool:
-    return _call("cudaEventQuery", event) == 0
+    return _call("cuEventQuery", event) == 0
 
 
 # -- graphs, and work of Python ----------------------------------------------------------------------------------------
-begin_capture = partial(_call, "cudaStreamBeginCapture")  # stream, mode
-graph_launch = partial(_call, "cudaGraphLaunch")  # executable, stream
-graph_destroy = partial(_call, "cudaGraphDestroy")
+begin_capture = partial(_call, "cuStreamBeginCapture_v2")  # stream, mode
+graph_instantiate = partial(_made, "cuGraphInstantiate")
+graph_launch = partial(_call, "cuGraphLaunch")  # executable, stream
+graph_destroy = partial(_call, "cuGraphDestroy")
 
 _tasks: dict[int, Callable[[], None]] = {}  # a graph may run one at any time
 _numbers = count()
@@ -85,18 +99,14 @@ _numbers = count()
 
 def stream_capturing(stream: int, call: Any = _call, kind: Any = ctypes.c_int, byref: Any = ctypes.byref) -> bool:
     status = kind()
-    call("cudaStreamIsCapturing", stream, byref(status))
+    call("cuStreamIsCapturing", stream, byref(status))
     return bool(status.value)
 
 
 def end_capture(stream: int) -> int:
     graph = ctypes.c_void_p()
-    _call("cudaStreamEndCapture", stream, ctypes.byref(graph))
+    _call("cuStreamEndCapture", stream, ctypes.byref(graph))
     return graph.value or 0
-
-
-def graph_instantiate(graph: int) -> int:
-    return int(_made("cudaGraphInstantiate", graph, 0))
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -1,6 +1,5 @@
 // Grids on one OS thread: every thread of a block is a fiber.
 #undef _FORTIFY_SOURCE  // its longjmp takes another stack for a fault
-#include <cuda_runtime.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -12,6 +11,9 @@
 #include <cstring>
 #include <memory>
 #include <vector>
+
+#include "entry.h"
+#include "runtime.h"
 
 thread_local uint3 threadIdx;
 thread_local uint3 blockIdx;
@@ -197,6 +199,8 @@ const std::uint64_t* warp_exchange(const char* operation, unsigned mask, std::ui
 
 unsigned lane() { return block().lane(); }
 
+namespace {
+// Runs the body once for every thread of the grid.
 void run_grid(dim3 grid, dim3 block_size, const std::function<void()>& body) {
   static std::atomic<unsigned> launches{0};
   const bool forward = launches.fetch_add(1) % 2 == 0;
@@ -209,6 +213,18 @@ void run_grid(dim3 grid, dim3 block_size, const std::function<void()>& body) {
                 static_cast<unsigned>(b / grid.x / grid.y)};
     block().run(block_size.x * block_size.y * block_size.z, body);
   }
+}
+}  // namespace
+
+int launch(Stream* stream, dim3 grid, dim3 block, std::function<void()> body) {
+  const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
+  const bool fits = threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffff &&
+                    grid.y >= 1 && grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535;
+  if (!fits) return static_cast<int>(invalid_value);
+  return static_cast<int>(enqueue(stream, {[=] {
+                                    run_grid(grid, block, body);
+                                    return true;
+                                  }}));
 }
 
 }  // namespace emulation

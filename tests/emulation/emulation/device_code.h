@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "float16.h"
 
@@ -26,19 +27,14 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define EMULATION_BUILTIN extern thread_local
-EMULATION_BUILTIN uint3 threadIdx;
-EMULATION_BUILTIN uint3 blockIdx;
-EMULATION_BUILTIN dim3 blockDim;
-EMULATION_BUILTIN dim3 gridDim;
-#undef EMULATION_BUILTIN
+extern thread_local uint3 threadIdx, blockIdx;
+extern thread_local dim3 blockDim, gridDim;
 
 namespace emulation {
 
 // Waits for all threads of the block that have not ended.
 void block_barrier();
-// Waits for the lanes of `mask`; their values, by lane. `operation` tells apart what may not meet. Lanes that are not
-// in the mask hold rubbish.
+// Waits for all lanes, which must be those of `mask`; their values, by lane. `operation` tells apart what may not meet.
 const std::uint64_t* warp_exchange(const char* operation, unsigned mask, std::uint64_t value);
 unsigned lane();
 
@@ -74,8 +70,7 @@ inline void __threadfence_system() {}
 inline unsigned __ballot_sync(unsigned mask, int value) {
   const std::uint64_t* all = emulation::warp_exchange("__ballot_sync", mask, value != 0);
   unsigned bits = 0;
-  for (int i = 0; i < 32; ++i)
-    if (mask >> i & 1) bits |= static_cast<unsigned>(all[i]) << i;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
   return bits;
 }
 
@@ -102,8 +97,7 @@ template <class T>
 T __reduce_add_sync(unsigned mask, T value) {
   const std::uint64_t* all = emulation::warp_exchange("__reduce_add_sync", mask, emulation::to_bits(value));
   T total{};
-  for (int i = 0; i < 32; ++i)
-    if (mask >> i & 1) total += emulation::from_bits<T>(all[i]);
+  for (int i = 0; i < 32; ++i) total += emulation::from_bits<T>(all[i]);
   return total;
 }
 
@@ -121,19 +115,21 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
-#define EMULATION_ORDER(type)                               \
-  inline type min(type a, type b) { return b < a ? b : a; } \
-  inline type max(type a, type b) { return a < b ? b : a; }
-EMULATION_ORDER(int)
-EMULATION_ORDER(unsigned)
-EMULATION_ORDER(unsigned long)
-#undef EMULATION_ORDER
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
 
 // -- atomics
 namespace emulation {
 // The fibers of a grid share one OS thread, but grids of several streams may run at a time.
 template <class T, class Change>
 T atomic(T* at, Change change) {
+  static_assert(std::is_same_v<T, unsigned> || std::is_same_v<T, unsigned long long>, "CUDA has no such atomics");
   T before;
   __atomic_load(at, &before, __ATOMIC_RELAXED);
   T after;
@@ -143,16 +139,15 @@ T atomic(T* at, Change change) {
 }
 }  // namespace emulation
 
-#define EMULATION_ATOMICS(type)                                                         \
-  inline type atomicAdd(type* at, type x) {                                             \
-    return emulation::atomic(at, [=](type old) { return static_cast<type>(old + x); }); \
-  }                                                                                     \
-  inline type atomicMax(type* at, type x) {                                             \
-    return emulation::atomic(at, [=](type old) { return old < x ? x : old; });          \
-  }                                                                                     \
-  inline type atomicExch(type* at, type x) {                                            \
-    return emulation::atomic(at, [=](type) { return x; });                              \
-  }
-EMULATION_ATOMICS(unsigned)
-EMULATION_ATOMICS(unsigned long long)
-#undef EMULATION_ATOMICS
+template <class T>
+T atomicAdd(T* at, T x) {
+  return emulation::atomic(at, [=](T old) { return old + x; });
+}
+template <class T>
+T atomicMax(T* at, T x) {
+  return emulation::atomic(at, [=](T old) { return max(old, x); });
+}
+template <class T>
+T atomicExch(T* at, T x) {
+  return emulation::atomic(at, [=](T) { return x; });
+}

@@ -1,18 +1,23 @@
 // What the stand-in for NVRTC adds to a source that it compiles: CUDA's language before, entries to its kernels behind.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstring>
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "device_code.h"
+#include "nccl/driver.h"
+
 namespace emulation {
+
+// Runs the body once for every thread of the grid, when the stream gets there. Returns a Status.
+int launch(distopt::cuda::Stream* stream, dim3 grid, dim3 block, std::function<void()> body);
 
 struct Launch {
   unsigned grid[3], block[3];
-  cudaStream_t stream;
+  distopt::cuda::Stream* stream;
   std::size_t count;             // of the arguments
   const void* const* arguments;  // as bytes, each of the size beside it
   const std::size_t* sizes;
@@ -39,7 +44,7 @@ int enter(void (*kernel)(P...), const Launch& launch, std::index_sequence<i...>)
   if (wrong) return wrong;
   const auto& [x, y, z] = launch.grid;
   const auto& [bx, by, bz] = launch.block;
-  return emulation::launch(kernel, {x, y, z}, {bx, by, bz}, launch.stream, std::move(values));
+  return emulation::launch(launch.stream, {x, y, z}, {bx, by, bz}, [=] { std::apply(kernel, values); });
 }
 
 template <class... P>

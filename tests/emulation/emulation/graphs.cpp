@@ -6,46 +6,60 @@
 
 using namespace emulation;
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, int) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
+#define EXPORT extern "C"
+
+EXPORT Status cuStreamBeginCapture_v2(Stream* stream, int) {
+  const Lock lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  if (queue->recording || queue == legacy_queue(queue->device)) return cudaErrorStreamCaptureUnsupported;
-  queue->recording = std::make_unique<Recording>();
-  return cudaSuccess;
+  if (!queue) return invalid_handle;
+  if (queue->recording || stream == nullptr) return capture_unsupported;
+  queue->recording = std::make_unique<Graph>();
+  queue->invalid = false;
+  return Status::success;
 }
 
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+EXPORT Status cuStreamEndCapture(Stream* stream, Graph** graph) {
   *graph = nullptr;
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const Lock lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  const std::unique_ptr<Recording> recording = std::move(queue->recording);
-  if (!recording || recording->invalid) return cudaErrorStreamCaptureInvalidated;
-  *graph = new Graph(std::move(recording->graph));
-  return cudaSuccess;
+  if (!queue) return invalid_handle;
+  std::unique_ptr<Graph> recording = std::move(queue->recording);
+  if (!recording || queue->invalid) return capture_invalidated;
+  *graph = recording.release();
+  return Status::success;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, int* status) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
+EXPORT Status cuStreamIsCapturing(Stream* stream, CaptureStatus* status) {
+  const Lock lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  *status = queue->recording ? 1 : 0;
-  return cudaSuccess;
+  if (!queue) return invalid_handle;
+  *status = static_cast<CaptureStatus>(queue->recording != nullptr);
+  return Status::success;
 }
+EXPORT Status cuThreadExchangeStreamCaptureMode(CaptureMode*) { return Status::success; }
 
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+EXPORT Status cuGraphInstantiate(Graph** executable, const Graph* graph) {
   *executable = new Graph(*graph);
-  return cudaSuccess;
+  return Status::success;
 }
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
-  for (const Node& node : executable->nodes)
-    if (const cudaError_t code = enqueue_node(stream, node)) return code;
-  return cudaSuccess;
+EXPORT Status cuGraphLaunch(const Graph* executable, Stream* stream) {
+  for (const Node& node : *executable)
+    if (const Status status = enqueue(stream, node); status != Status::success) return status;
+  return Status::success;
 }
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+// An executable one, too.
+EXPORT Status cuGraphDestroy(Graph* graph) {
   delete graph;
-  return cudaSuccess;
+  return Status::success;
+}
+
+// The nodes of a graph are asked for twice: how many there are, then which.
+EXPORT Status cuGraphGetNodes(const Graph* graph, const Node** nodes, std::size_t* count) {
+  *count = graph->size();
+  for (std::size_t i = 0; nodes && i < *count; ++i) nodes[i] = &(*graph)[i];
+  return Status::success;
+}
+EXPORT Status cuGraphNodeGetType(const Node* node, int* type) {
+  *type = node->from ? 1 : 0;  // a copy, or a kernel
+  return Status::success;
 }

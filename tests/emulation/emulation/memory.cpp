@@ -12,28 +12,27 @@ namespace {
 enum class Place { pageable, pinned, device, beyond };
 
 Place place_of(const void* pointer, std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const Lock lock(runtime().mutex);
   const auto at = reinterpret_cast<std::uintptr_t>(pointer);
   auto found = runtime().allocations.upper_bound(at);
   if (found == runtime().allocations.begin()) return Place::pageable;
   --found;
   if (at >= found->first + std::max<std::size_t>(found->second.bytes, 1)) return Place::pageable;
   if (at + bytes > found->first + found->second.bytes) return Place::beyond;
-  return found->second.memory == Memory::device ? Place::device : Place::pinned;
+  return found->second.pinned ? Place::pinned : Place::device;
 }
 
-cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
-  if (const cudaError_t code = require_device(current_device)) return code;
-  has_context = true;
+Status allocate(void** pointer, std::size_t bytes, bool pinned) {
+  if (!context) return invalid_context;
   *pointer = nullptr;
-  if (!bytes) return cudaSuccess;
+  if (!bytes) return Status::success;
   void* const at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (!at) return cudaErrorMemoryAllocation;
+  if (!at) return out_of_memory;
   std::memset(at, 0xff, bytes);
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  runtime().allocations[reinterpret_cast<std::uintptr_t>(at)] = {bytes, memory, current_device};
+  const Lock lock(runtime().mutex);
+  runtime().allocations[reinterpret_cast<std::uintptr_t>(at)] = {bytes, pinned, current_device()};
   *pointer = at;
-  return cudaSuccess;
+  return Status::success;
 }
 
 }  // namespace
@@ -41,46 +40,56 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
 
 using namespace emulation;
 
-cudaError_t cudaMalloc(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::device); }
-cudaError_t cudaFree(void* pointer) {
-  if (!pointer) return cudaSuccess;
-  Allocation allocation{};
+#define EXPORT extern "C"
+
+EXPORT Status cuMemAlloc_v2(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, false); }
+EXPORT Status cuMemAllocHost_v2(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, true); }
+// Waits for the device, as the real one does.
+EXPORT Status cuMemFree_v2(void* pointer) {
+  const auto at = reinterpret_cast<std::uintptr_t>(pointer);
+  int device = 0;
   {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    const auto found = runtime().allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
-    if (found == runtime().allocations.end() || found->second.memory != Memory::device) return cudaErrorInvalidValue;
-    allocation = found->second;
+    const Lock lock(runtime().mutex);
+    const auto found = runtime().allocations.find(at);
+    if (found == runtime().allocations.end() || found->second.pinned) return invalid_value;
+    device = found->second.device;
   }
-  synchronize_device(allocation.device);
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  runtime().allocations.erase(reinterpret_cast<std::uintptr_t>(pointer));
+  synchronize_device(device);
+  const Lock lock(runtime().mutex);
+  runtime().allocations.erase(at);
   std::free(pointer);
-  return cudaSuccess;
+  return Status::success;
 }
 
-cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::pinned); }
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, cudaStream_t stream) {
-  if (!bytes) return cudaSuccess;
+// Pageable host memory makes the host wait, as on a real device; pinned memory is read and written when its turn comes.
+EXPORT Status cuMemcpyAsync(void* to, const void* from, std::size_t bytes, Stream* stream) {
+  if (!bytes) return Status::success;
   const Place target = place_of(to, bytes), source = place_of(from, bytes);
-  if (target == Place::beyond || source == Place::beyond) return cudaErrorInvalidValue;
-  const auto step = [=] { return std::memmove(to, from, bytes) == to; };
-  if (const cudaError_t code = enqueue_node(stream, {cudaGraphNodeTypeMemcpy, to, from, step})) return code;
+  if (target == Place::beyond || source == Place::beyond) return invalid_value;
+  const Status status = enqueue(stream, {[=] { return std::memmove(to, from, bytes) == to; }, to, from});
   const bool pageable = target == Place::pageable || source == Place::pageable;
-  return pageable ? synchronize_stream(stream) : cudaSuccess;
+  return pageable && status == Status::success ? synchronize(stream) : status;
+}
+EXPORT Status cuMemsetD8Async(void* to, int value, std::size_t bytes, Stream* stream) {
+  if (!bytes) return Status::success;
+  if (place_of(to, bytes) != Place::device) return invalid_value;
+  return enqueue(stream, {[=] { return std::memset(to, value, bytes) == to; }});
 }
 
-cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
-  if (!bytes) return cudaSuccess;
-  if (place_of(to, bytes) != Place::device) return cudaErrorInvalidValue;
-  const auto step = [=] { return std::memset(to, value, bytes) == to; };
-  return enqueue_node(stream, {cudaGraphNodeTypeMemset, to, nullptr, step});
-}
-
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+// The type of memory alone: 1 is the host's, if pinned, 2 the device's.
+EXPORT Status cuPointerGetAttribute(int* type, int, const void* pointer) {
   const Place place = place_of(pointer, 1);
-  attributes->type = place == Place::pinned   ? cudaMemoryTypeHost
-                     : place == Place::device ? cudaMemoryTypeDevice
-                                              : cudaMemoryTypeUnregistered;
-  return cudaSuccess;
+  *type = place == Place::pinned ? 1 : place == Place::device ? 2 : 0;
+  return Status::success;
+}
+// CUDA_MEMCPY3D in words: from each base on the type of memory, the address on the host, and that on the device.
+EXPORT Status cuGraphMemcpyNodeGetParams(const Node* node, std::size_t* words) {
+  const auto put = [&](std::size_t base, const void* pointer) {
+    const bool on_host = place_of(pointer, 1) == Place::pinned;
+    words[base] = on_host ? 1 : 4;  // host, or unified, which the address tells more of
+    words[base + (on_host ? 1 : 2)] = reinterpret_cast<std::size_t>(pointer);
+  };
+  put(4, node->from);
+  put(15, node->to);
+  return Status::success;
 }

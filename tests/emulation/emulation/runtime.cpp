@@ -1,7 +1,7 @@
-// Streams and events.
+// The work of streams.
 #include "runtime.h"
 
-#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -14,10 +14,34 @@ Runtime& runtime() {
   return *runtime;
 }
 
-namespace {
+std::shared_ptr<Queue> find(Stream* stream) {
+  if (stream != nullptr) {
+    const auto found = runtime().streams.find(stream);
+    return found == runtime().streams.end() ? nullptr : found->second;
+  }
+  if (!context) return nullptr;
+  std::shared_ptr<Queue>& queue = runtime().streams[reinterpret_cast<Stream*>(context - 1)];
+  if (!queue) {
+    queue = std::make_shared<Queue>();
+    queue->device = current_device();
+  }
+  return queue;
+}
 
-// Runs what comes before `to`; false where that is not finished and `wait` is not set.
+Position end_of(const std::shared_ptr<Queue>& queue) { return {queue, queue->added}; }
+
+void append(const std::shared_ptr<Queue>& queue, Task task) {
+  queue->tasks.push_back(std::move(task));
+  ++queue->added;
+}
+
+bool disturbs(Queue& queue) {
+  queue.invalid = true;
+  return queue.recording != nullptr;
+}
+
 bool advance(const Position& to, bool wait) {
+  if (!to.queue) return true;
   Runtime& r = runtime();
   std::unique_lock<std::mutex> lock(r.mutex);
   Queue& queue = *to.queue;
@@ -35,9 +59,7 @@ bool advance(const Position& to, bool wait) {
     queue.runner = std::this_thread::get_id();
     Task& task = queue.tasks.front();  // stays where it is while others append
     lock.unlock();
-    const bool finished = std::all_of(task.after.begin(), task.after.end(),
-                                      [&](const Position& position) { return advance(position, wait); }) &&
-                          task.step();
+    const bool finished = advance(task.after, wait) && task.step();
     Task done;
     if (finished) std::swap(done, task);
     lock.lock();
@@ -56,197 +78,61 @@ bool advance(const Position& to, bool wait) {
   return true;
 }
 
-// The lock is held.
-void append(const std::shared_ptr<Queue>& queue, Task task) {
-  const auto follow = [&](const std::shared_ptr<Queue>& other) {
-    if (other != queue && other->device == queue->device && other->added > other->finished)
-      task.after.push_back(end_of(other));
-  };
-  const std::shared_ptr<Queue>& legacy = legacy_queue(queue->device);
-  if (queue == legacy) {
-    for (const auto& entry : runtime().streams)
-      if (entry.second->blocking) follow(entry.second);
-  } else if (queue->blocking) {
-    follow(legacy);
-  }
-  queue->tasks.push_back(std::move(task));
-  ++queue->added;
-}
-
-// Whether the queue records, which is invalid from here on.
-bool disturbs(Queue& queue) {
-  if (queue.recording) queue.recording->invalid = true;
-  return queue.recording != nullptr;
-}
-
-// The ends that synchronising the stream waits for. A legacy stream waits for the blocking ones too.
-cudaError_t ends_of(cudaStream_t stream, std::vector<Position>& ends) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
+Status enqueue(Stream* stream, Node node) {
+  const Lock lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
-  ends.push_back(end_of(queue));
-  if (queue == legacy_queue(queue->device))
-    for (const auto& entry : runtime().streams)
-      if (entry.second->blocking && entry.second->device == queue->device) ends.push_back(end_of(entry.second));
-  return cudaSuccess;
+  if (!queue) return invalid_handle;
+  if (queue->recording)
+    queue->recording->push_back(std::move(node));
+  else
+    append(queue, {std::move(node.step), {}});
+  return Status::success;
 }
 
-cudaError_t find_event(cudaEvent_t event, Position& position) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const auto found = runtime().events.find(reinterpret_cast<std::uintptr_t>(event));
-  if (found == runtime().events.end()) return cudaErrorInvalidResourceHandle;
-  position = found->second.position;
-  return cudaSuccess;
-}
-
-}  // namespace
-
-std::shared_ptr<Queue>& legacy_queue(int device) {
-  std::shared_ptr<Queue>& queue = runtime().legacy[device];
-  if (!queue) {
-    queue = std::make_shared<Queue>();
-    queue->device = device;
+Status synchronize(Stream* stream) {
+  Position end;
+  {
+    const Lock lock(runtime().mutex);
+    const std::shared_ptr<Queue> queue = find(stream);
+    if (!queue) return invalid_handle;
+    if (disturbs(*queue)) return capture_unsupported;
+    end = end_of(queue);
   }
-  return queue;
-}
-
-// The queue behind a handle, or null. The lock is held.
-std::shared_ptr<Queue> find(cudaStream_t stream) {
-  if (stream == nullptr) return legacy_queue(current_device);
-  const auto found = runtime().streams.find(reinterpret_cast<std::uintptr_t>(stream));
-  return found == runtime().streams.end() ? nullptr : found->second;
-}
-
-Position end_of(const std::shared_ptr<Queue>& queue) { return {queue, queue->added}; }
-
-cudaError_t synchronize_stream(cudaStream_t stream) {
-  std::vector<Position> ends;
-  if (const cudaError_t code = ends_of(stream, ends)) return code;
-  for (const Position& end : ends) advance(end, true);
-  return cudaSuccess;
+  advance(end, true);
+  return Status::success;
 }
 
 void synchronize_device(int device) {
   std::vector<Position> ends;
   {
-    const std::lock_guard<std::mutex> lock(runtime().mutex);
-    ends.push_back(end_of(legacy_queue(device)));
+    const Lock lock(runtime().mutex);
     for (const auto& entry : runtime().streams)
       if (entry.second->device == device) ends.push_back(end_of(entry.second));
   }
   for (const Position& end : ends) advance(end, true);
 }
 
-namespace {
-std::uintptr_t new_handle() { return runtime().next_handle += 0x10; }
-}  // namespace
-
-cudaError_t enqueue_node(cudaStream_t stream, Node node) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  if (queue->recording)
-    queue->recording->graph.nodes.push_back(std::move(node));
-  else
-    append(queue, {{}, std::move(node.step)});
-  return cudaSuccess;
-}
-
-cudaError_t enqueue_step(cudaStream_t stream, Step step) {
-  Node node;
-  node.step = std::move(step);
-  return enqueue_node(stream, std::move(node));
-}
-
 }  // namespace emulation
 
 using namespace emulation;
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
-  if (const cudaError_t code = require_device(current_device)) return code;
-  if (flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
-  auto queue = std::make_shared<Queue>();
-  queue->device = current_device;
-  queue->blocking = flags != cudaStreamNonBlocking;
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::uintptr_t handle = new_handle();
-  runtime().streams[handle] = std::move(queue);
-  *stream = reinterpret_cast<cudaStream_t>(handle);
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  return runtime().streams.erase(reinterpret_cast<std::uintptr_t>(stream)) ? cudaSuccess
-                                                                           : cudaErrorInvalidResourceHandle;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronize_stream(stream); }
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  Position position;
-  if (const cudaError_t code = find_event(event, position)) return code;
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::shared_ptr<Queue> queue = find(stream);
-  if (!queue) return cudaErrorInvalidResourceHandle;
-  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
-  if (position.queue) append(queue, {{position}, [] { return true; }});
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  if (const cudaError_t code = require_device(current_device)) return code;
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const std::uintptr_t handle = new_handle();
-  runtime().events[handle] = {current_device, {}};
-  *event = reinterpret_cast<cudaEvent_t>(handle);
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  return runtime().events.erase(reinterpret_cast<std::uintptr_t>(event)) ? cudaSuccess : cudaErrorInvalidResourceHandle;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  const std::lock_guard<std::mutex> lock(runtime().mutex);
-  const auto found = runtime().events.find(reinterpret_cast<std::uintptr_t>(event));
-  const std::shared_ptr<Queue> queue = find(stream);
-  if (found == runtime().events.end() || !queue || queue->device != found->second.device)
-    return cudaErrorInvalidResourceHandle;
-  if (disturbs(*queue)) return cudaErrorStreamCaptureUnsupported;
-  append(queue, {{}, [] { return true; }});
-  found->second.position = end_of(queue);
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  Position position;
-  if (const cudaError_t code = find_event(event, position)) return code;
-  if (position.queue) advance(position, true);
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  Position position;
-  if (const cudaError_t code = find_event(event, position)) return code;
-  return !position.queue || advance(position, false) ? cudaSuccess : cudaErrorNotReady;
-}
-
-extern "C" int emulation_launch(void* stream, void (*run)(const void*), const void* arguments, std::size_t bytes) {
-  const auto* first = static_cast<const char*>(arguments);
-  const std::vector<char> copy(first, first + bytes);
-  return enqueue_step(static_cast<cudaStream_t>(stream), [=] {
-    run(copy.data());
-    return true;
-  });
-}
-
-extern "C" int emulation_enqueue(void* stream, int (*step)(void*), void* argument) {
-  int recording = 0;
-  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &recording)) return code;
+// For the fake NCCL, which looks it up by its name. `step` is called, possibly often, until it returns other than 0: 0
+// says that it has to wait, for another rank say. It must not block, or queries of the stream would.
+extern "C" int emulation_enqueue(Stream* stream, int (*step)(void*), void* argument) {
+  CaptureStatus recording{};
+  const Status status = cuStreamIsCapturing(stream, &recording);
+  if (status != Status::success) return static_cast<int>(status);
   // A step of the fake NCCL has an end, so it could be run only once.
-  if (recording) return cudaErrorStreamCaptureUnsupported;
-  return enqueue_step(static_cast<cudaStream_t>(stream), [=] { return step(argument) != 0; });
+  if (recording != CaptureStatus::none) return static_cast<int>(capture_unsupported);
+  return static_cast<int>(enqueue(stream, {[=] { return step(argument) != 0; }}));
+}
+
+// For the fake cuBLAS, and for functions of Python: `run` gets a copy of the arguments, as often as a graph with it is
+// launched.
+extern "C" Status emulation_launch(Stream* stream, void (*run)(const void*), const char* arguments, std::size_t bytes) {
+  const std::vector<char> copy(arguments, arguments + bytes);
+  return enqueue(stream, {[=] {
+                   run(copy.data());
+                   return true;
+                 }});
 }

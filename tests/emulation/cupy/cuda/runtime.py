@@ -18,10 +18,9 @@ class CUDARuntimeError(RuntimeError):
 
 
 def getDeviceCount() -> int:  # noqa: N802
-    try:
-        return int(_emulated.device_count())
-    except RuntimeError as error:
-        raise CUDARuntimeError(str(error)) from None
+    if count := len(_emulated.visible_devices()):
+        return count
+    raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
