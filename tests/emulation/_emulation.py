@@ -1,7 +1,7 @@
 """The emulated driver for Python: the functions of build/emulation/libcuda.so.1 that the stand-ins stand on.
 
-Handles and addresses are integers. Calls release Python's lock, as several wait. There are $DISTOPT_EMULATED_GPUS
-devices (default 8), of which CUDA_VISIBLE_DEVICES selects some.
+Handles and addresses are integers. Calls release Python's lock, as several wait. $DISTOPT_EMULATED_GPUS is the number
+of devices (default 8); CUDA_VISIBLE_DEVICES selects among them.
 """
 
 from __future__ import annotations

@@ -48,6 +48,31 @@ class Multiplies(Net):
         return autograd.matmul(super().forward(x), self.square)
 
 
+class CopiesFromHost(Net):
+    """From pinned memory, so that nothing waits."""
+
+    pinned = None
+
+    def forward(self, x):
+        out, cuda = super().forward(x), x.device.xp.cuda
+        if self.pinned is None:
+            memory = cuda.alloc_pinned_memory(out.array.nbytes)
+            self.pinned = np.frombuffer(memory, np.float32, out.size()).reshape(out.shape)
+            self.pinned[...] = 2
+        return self.copied(out, cuda.get_current_stream())
+
+    def copied(self, out, stream):
+        factor = tensor.Tensor(out.shape, out.device)
+        factor.array.set(self.pinned, stream)
+        return out * factor
+
+
+class CopiesToHost(CopiesFromHost):
+    def copied(self, out, stream):
+        out.array.get(stream, out=self.pinned, blocking=False)
+        return out
+
+
 class _ReadsBackward(autograd.Operation):
     def forward(self, x):
         return x * x.dtype.type(2)
@@ -91,6 +116,8 @@ class ReturnsANumber(Net):
 REFUSED = {
     WithDropout: "random numbers",
     ReadsForward: "",  # what CUDA says to that
+    CopiesFromHost: "copies from the host",
+    CopiesToHost: "copies to the host",
     Multiplies: "calling cuBLAS API during stream capture",
     ReducesForward: "a collective cannot be captured",
     Synchronizes: "norm sums over ranks, which a CUDA graph cannot hold",

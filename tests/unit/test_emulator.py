@@ -1,4 +1,4 @@
-"""The emulator of the CUDA runtime: right programs give right results, and faults of the usual kinds show."""
+"""The emulator of CUDA's driver: right programs give right results, and faults of the usual kinds show."""
 
 import os
 import subprocess

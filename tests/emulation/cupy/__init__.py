@@ -1,4 +1,4 @@
-"""A stand-in for CuPy on the emulated CUDA runtime, for tests on machines without a GPU.
+"""A stand-in for CuPy on the emulated driver, for tests on machines without a GPU.
 
 Only what distopt uses, and strict where CuPy is strict: arrays of NumPy and of the device do not mix, and reach each
 other by `get`, `set`, `asarray` and `asnumpy` alone. Every operation first runs what waits on the current stream.

@@ -1,4 +1,4 @@
-// What the stand-in for NVRTC adds to a source that it compiles: CUDA's language before, entries to its kernels behind.
+// The stand-in for NVRTC adds this to the sources that it compiles: CUDA's language, and entries to their kernels.
 #pragma once
 
 #include <cstring>
@@ -25,7 +25,7 @@ struct Launch {
 
 constexpr int wrong_count = -1, wrong_argument = -2;  // -2 - i: argument i
 
-// Whether the argument has the size of the parameter and, for a pointer, is no small number.
+// Whether the argument has the size of the parameter. A pointer is null or, as an address, a large number.
 template <class P>
 bool take(const Launch& launch, std::size_t i, P& value) {
   if (launch.sizes[i] != sizeof(P)) return false;

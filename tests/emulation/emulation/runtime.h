@@ -5,8 +5,8 @@
 // gives a wrong result instead of a race that is lost once a year. Queries make progress, so that polling loops end.
 // New device memory is filled with NaN. Any thread may drive any stream; one task of a stream runs at a time.
 //
-// Functions have the names of the driver; csrc/nccl, distopt/nn/replay/capture.py and _emulation.py call them. Those of
-// csrc/nccl have its parameters. Devices differ by their numbers alone: all of them have the memory of the host.
+// Functions have the names of the driver, and the parameters that csrc/nccl declares. Devices differ by their numbers
+// alone: all have the memory of the host.
 #pragma once
 
 #include <condition_variable>
