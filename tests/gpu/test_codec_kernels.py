@@ -140,6 +140,13 @@ def test_accumulation_without_a_selection(n, offset):
         both("accumulate", offset, x, accumulation, host.new_lists(0), new_findings())
 
 
+def test_the_first_nan_is_found_in_every_row_of_a_tile(offset):
+    x = np.zeros(TILE, F32)
+    for at in reversed(range(0, TILE, 129)):  # a warp reads rows of 128
+        x[at] = np.nan
+        both("accumulate", offset, x, Accumulation(), host.new_lists(0), new_findings())
+
+
 def cast(kernels, x, residuals, kind, scale, findings, back, offset=0):
     """There and back: what is decoded tells all bits of the wire apart from those of NaN."""
     wire = kernels.empty(x.size + 4 * offset, np.uint16)[4 * offset :]
