@@ -14,7 +14,7 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt import _core  # noqa: E402
-from distopt.kernels import FINDINGS, Accumulation, gpu, host, kernels_of  # noqa: E402
+from distopt.kernels import FINDINGS, Accumulation, cuda, gpu, host, kernels_of  # noqa: E402
 from distopt.kernels.base import Lists  # noqa: E402
 from tests.unit.test_codec_kernels import inputs, same_bits  # noqa: E402
 
@@ -132,6 +132,19 @@ def test_threshold_says_how_much_room_it_needs(room):
     assert found.tolist() == [5000, 0, 0, 0]
     assert same(residual + x, kept)
     assert lists.values.get().tolist() == ((residual + x).tolist() if room == 5000 else [77] * room)
+
+
+def test_a_scan_of_more_tiles_than_its_threads_take_at_a_time():
+    """As of more than 33 million elements."""
+    tiles, lists, found = 3 * 4096 + 5, gpu.new_lists(0), on_device(new_findings())
+    shares = np.random.default_rng(0).integers(0, 99, (tiles, 2)).astype(np.uint32)
+    workspace = lists.workspace(tiles * TILE, 0)
+    lists._state.fill(0)
+    kept = lists._tiles.view(np.uint32)[2 * tiles : 4 * tiles].reshape(tiles, 2)
+    kept[...] = cupy.asarray(shares)
+    cuda.launch("scan", (1,), (1024,), workspace, tiles, found)
+    np.testing.assert_array_equal(kept.get(), shares.cumsum(0) - shares)
+    assert found[0] == shares[:, 0].sum()
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -66,11 +66,18 @@ class Block {
     body_ = &body;
     warps_.assign((threads + 31) / 32, Warp());
     received_.resize(threads);
-    for (bool forward = true; alive_; forward = !forward) {
+    for (; alive_; forward_ = !forward_) {
       const unsigned before = progress_;
-      // Fibers in use are in ascending order of their threads; going there and back meets writes after reads too.
-      const std::size_t used = used_;
-      for (std::size_t i = 0; i < used; ++i) resume(*fibers_[forward ? i : used - 1 - i]);
+      // Fibers in use are in ascending order of their threads. Each warp runs until it has to wait for others, in every
+      // second round the last one first, so that a warp overtakes all others that no barrier holds back.
+      const auto fiber = [&, used = used_](std::size_t i) -> Fiber& { return *fibers_[forward_ ? i : used - 1 - i]; };
+      for (std::size_t i = 0, end = 0, used = used_; i < used; i = end) {
+        unsigned seen;
+        do {
+          seen = progress_;
+          for (end = i; end < used && fiber(end).thread / 32 == fiber(i).thread / 32; ++end) resume(fiber(end));
+        } while (progress_ != seen);
+      }
       while (next_ < threads_) {
         if (used_ == fibers_.size()) fibers_.push_back(std::make_unique<Fiber>());
         resume(*fibers_[used_]);
@@ -173,6 +180,7 @@ class Block {
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::size_t used_ = 0;  // fibers that have been suspended in this block
+  bool forward_ = true;   // the order of the warps
   jmp_buf scheduler_;
   Fiber* current_ = nullptr;
   const std::function<void()>* body_ = nullptr;

@@ -1,8 +1,9 @@
 // CUDA's language for kernels: qualifiers, built-in variables, vector types, synchronisation, atomics.
 //
-// The threads of a block are fibers of one OS thread. They run in turn, each until it has to wait for others, so an
-// access that no barrier orders meets a value that is too old or too new. Blocks run one after another, in ascending
-// order in every second launch and in descending order in the others.
+// The threads of a block are fibers of one OS thread. They run in turn, each until it has to wait for its warp, and the
+// warps too, each until it has to wait for the block, so an access that no barrier orders meets a value that is too old
+// or too new. Blocks run one after another, in ascending order in every second launch and in descending order in the
+// others.
 #pragma once
 
 #include <math.h>  // unlike <cmath>, with the overloads of C++ in the global namespace
