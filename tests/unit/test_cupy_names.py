@@ -17,8 +17,8 @@ import cupy
 public = lambda thing: [name for name in vars(thing) if not name.startswith("_")]
 own = {"FUNCTIONS", "TYPES", "annotations", "Any", "SimpleNamespace"}
 print(json.dumps({
-    "cupy": [*cupy.FUNCTIONS, *cupy.TYPES, "empty", "full", "zeros", "ones", "arange", "array", "asarray", "asnumpy",
-             "ascontiguousarray", "from_dlpack", "ndarray", "RawModule", "RawModule.get_function"],
+    "cupy": [*cupy.FUNCTIONS, *cupy.TYPES, "add.at", "empty", "full", "zeros", "ones", "arange", "array", "asarray",
+             "asnumpy", "ascontiguousarray", "ndarray", "RawModule", "RawModule.get_function"],
     "cupy.ndarray": public(cupy.ndarray),
     "cupy.random.Generator": public(cupy.random.Generator),
     "cupy.cuda": [*cupy.cuda.__all__, "BaseMemory", "Memory", "MemoryPointer"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,14 @@ from . import cuda
 
 # The operations below wait for the current stream, then compute at once.
 METHODS = (
-    *("all", "any", "argmax", "argmin", "argpartition", "argsort", "astype", "clip", "copy", "cumsum", "diagonal"),
-    *("dot", "flatten", "max", "mean", "min", "nonzero", "prod", "ravel", "repeat", "reshape", "round", "sort"),
-    *("squeeze", "std", "sum", "swapaxes", "take", "transpose", "var", "view"),
+    *("all", "any", "argmax", "astype", "clip", "copy", "flatten", "max", "mean", "min", "nonzero", "ravel", "repeat"),
+    *("reshape", "squeeze", "sum", "swapaxes", "take", "transpose", "var", "view"),
 )
 BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"),
     *("lt", "le", "eq", "ne", "gt", "ge"),
 )
 IN_PLACE = (*("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),)
-
-
-class Flags:
-    """The three that CuPy has."""
-
-    def __init__(self, flags: Any) -> None:
-        self.c_contiguous: bool = flags.c_contiguous
-        self.f_contiguous: bool = flags.f_contiguous
-        self.owndata: bool = flags.owndata
 
 
 class ndarray:  # noqa: N801
@@ -41,15 +32,12 @@ class ndarray:  # noqa: N801
     _host: np.ndarray[Any, Any]
     base: ndarray | None = None  # the array whose view it is
 
-    def __init__(
-        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
-    ) -> None:
+    def __init__(self, shape: Any, dtype: Any = float) -> None:
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         n_bytes = np.dtype(dtype).itemsize * prod(shape)
-        if memptr is None:
-            memptr = cuda.alloc(n_bytes)
-        self._memory = memptr.mem
-        self._host = np.ndarray(shape, dtype, cuda.host_bytes(memptr, n_bytes), strides=strides, order=order)  # type: ignore[call-overload]
+        pointer = cuda.alloc(n_bytes)
+        self._memory = pointer.mem
+        self._host = np.ndarray(shape, dtype, cuda.host_bytes(pointer, n_bytes))
 
     @classmethod
     def _from(cls, host: np.ndarray[Any, Any], source: ndarray) -> ndarray:
@@ -66,7 +54,7 @@ class ndarray:  # noqa: N801
     nbytes = property(lambda self: self._host.nbytes)
     itemsize = property(lambda self: self._host.itemsize)
     strides = property(lambda self: self._host.strides)
-    flags = property(lambda self: Flags(self._host.flags))
+    flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
     T = property(lambda self: self.transpose())
     device = property(lambda self: cuda.Device(self._memory.device_id))
 
@@ -76,13 +64,13 @@ class ndarray:  # noqa: N801
         return cuda.MemoryPointer(self._memory, self._host.ctypes.data - self._memory.ptr)
 
     # -- to the host and back ----------------------------------------------------------------------------------------
-    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray[Any, Any]:
+    def get(self, stream: Any = None, *, out: Any = None, blocking: bool = True) -> np.ndarray[Any, Any]:
         """A copy in host memory. Not blocking, it is complete only when the stream is."""
         if blocking:
             cuda.host_waits.append("get")
         if out is None:
             cuda.drain(stream)
-            return np.array(self._host, order=order)  # type: ignore[call-overload, no-any-return]
+            return np.array(self._host, order="C")
         if not isinstance(out, np.ndarray) or out.dtype != self.dtype or out.shape != self.shape:
             raise TypeError("Only numpy.ndarray of the same shape and dtype can be obtained from cupy.ndarray")
         if not (out.flags.c_contiguous and self._host.flags.c_contiguous):
@@ -117,11 +105,6 @@ class ndarray:  # noqa: N801
         cuda.drain()
         return self._host.tolist()
 
-    def tobytes(self) -> bytes:
-        cuda.host_waits.append("tobytes")
-        cuda.drain()
-        return self._host.tobytes()
-
     def fill(self, value: Any) -> None:
         own, value = self._host, host(value)
         cuda.run(lambda: own.fill(value))
@@ -132,14 +115,8 @@ class ndarray:  # noqa: N801
     def __bool__(self) -> bool:
         return bool(self.get())
 
-    def __int__(self) -> int:
-        return int(self.get())
-
     def __float__(self) -> float:
         return float(self.get())
-
-    def __index__(self) -> int:
-        return operator.index(self.get())
 
     def __repr__(self) -> str:
         return repr(self.get())
@@ -149,12 +126,6 @@ class ndarray:  # noqa: N801
             "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array "
             "explicitly."
         )
-
-    def __dlpack__(self, **_: Any) -> ndarray:
-        return self  # for `from_dlpack` of this module alone
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._memory.device_id
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or ufunc.signature is not None:
@@ -224,8 +195,6 @@ def _view(value: Any, sources: Any) -> ndarray | None:
 def call(function: Any, *args: Any, **options: Any) -> Any:
     """`function` of NumPy, on arrays of the device."""
     out = options.get("out")
-    if isinstance(out, tuple):
-        (out,) = out
     if out is not None and not isinstance(out, ndarray):
         raise TypeError("return arrays must be of ArrayType")
     task = functools.partial(function, *map(host, args), **{key: host(value) for key, value in options.items()})
@@ -240,7 +209,7 @@ def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
     """As `call`, while the current stream records: views are made now, and all else at each launch."""
     if getattr(function, "__name__", "") in ("dot", "matmul"):
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-    if getattr(function, "__name__", "") in ("nonzero", "flatnonzero", "unique"):
+    if getattr(function, "__name__", "") == "nonzero":
         cuda.drain()  # the size of the result is read from the device, which raises
     if out is not None or function in (np.copyto, np.add.at):
         cuda.run(task)
@@ -250,9 +219,7 @@ def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
     made: list[tuple[int, np.ndarray[Any, Any]]] = []
     arrays = []
     for i, value in enumerate(result if several else [result]):
-        if not isinstance(value, (np.ndarray, np.generic)):
-            arrays.append(value)
-        elif (view := _view(value, args)) is not None:
+        if (view := _view(value, args)) is not None:
             arrays.append(view)
         else:
             arrays.append(ndarray(value.shape, value.dtype))
