@@ -4,8 +4,9 @@
     python tests/gpu/first_gpu.py       in a checkout where distopt is installed
 
 Every part is a process of its own with a time limit, so that one which hangs or crashes does not keep the others from
-running. After each, OUT/first-gpu.md has what is known so far; the output of part N is in OUT/N-NAME.txt. The exit code
-is 0 if every part passed, 1 if one failed, 77 if none failed but some were not run, as without a GPU.
+running. After each, OUT/first-gpu.md has what is known so far, with the end of the output of what did not pass; all
+output of part N is in OUT/N-NAME.txt. The exit code is 0 if every part passed, 1 if one failed, 77 if none failed but
+some were not run, as without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN, FAILED, SKIPPED = "not run", 1, 77
 NO_TESTS = 5  # pytest's exit code where a whole file is skipped
 MINUTES, MINUTES_WITHOUT_GPU = 9.5, 4.7
-SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
+MARK = "DISTOPT_FIRST_GPU_PART"
+SHOWN_LINES = 50  # of the output of a part that did not pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class Part:
     name: str
     seconds: float
     arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()  # a command that runs Python, such as compute-sanitizer
     alone: bool = True  # whether it measures, so that nothing may run beside it
 
@@ -54,6 +55,7 @@ class Row:
     seconds: float = 0.0
     says: str = ""
     table: list[str] = field(default_factory=list)
+    end: list[str] = field(default_factory=list)
 
 
 def checks(name: str, *more: str) -> tuple[str, ...]:
@@ -68,8 +70,12 @@ def gpu_tests(name: str, seconds: float, *more: str) -> Part:
     return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), alone=False)
 
 
-def measures(only: str, *more: str) -> tuple[str, ...]:
-    return ("-m", "benchmarks", "gpu", "--only", only, *more)
+def measures(name: str, seconds: float, only: str, *more: str) -> Part:
+    return Part(name, seconds, ("-m", "benchmarks", "gpu", "--only", only, *more))
+
+
+def kernel_times(elements: int) -> Part:
+    return measures(f"kernels, {elements:,} elements", 60, "kernels", "--elements", str(elements))
 
 
 def sanitized(tool: str) -> Part:
@@ -78,7 +84,7 @@ def sanitized(tool: str) -> Part:
 
 
 # Versions first, as all else may fail for their sake, then the smallest uses of each library. Tests run four at a time,
-# the longest first: two minutes on an H100. Measurements come last.
+# the longest first: two minutes on an H100. Measurements come last, first those that decide something.
 TOGETHER = 4
 VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"))
 GPU = Part("GPU", 60, checks("gpu"))
@@ -87,13 +93,7 @@ ON_GPU = (
     Part("products", 60, tests("tests/gpu/test_ops.py", "-k", "products"), alone=False),
     Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), alone=False),
     Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), alone=False),
-    Part(
-        "MNIST",
-        120,
-        ("examples/mnist_multiprocess.py", "1", "--max-epoch", "3"),
-        environment={"DISTOPT_DEVICE": "cuda"},
-        alone=False,
-    ),
+    gpu_tests("mnist", 150, "-s"),
     gpu_tests("convolution", 120),
     gpu_tests("codec_kernels", 90),
     gpu_tests("ops", 120),
@@ -105,15 +105,13 @@ ON_GPU = (
     gpu_tests("staging", 30),
     sanitized("memcheck"),
     sanitized("racecheck"),
-    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), SHARING),
-    Part("ceilings", 60, measures("ceilings")),
-    *(
-        Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n)))
-        for n in (431_080, 2_000_000, 25_600_000, 100_000_000)
-    ),
-    Part("top-K beside others", 60, measures("select")),
-    Part("CNN step beside PyTorch", 120, measures("cnn")),
-    Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
+    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py")),
+    kernel_times(25_600_000),
+    measures("CNN step beside PyTorch", 120, "cnn"),
+    measures("top-K beside others", 60, "select"),
+    *map(kernel_times, (100_000_000, 2_000_000, 431_080)),
+    measures("ceilings", 60, "ceilings"),
+    measures("ResNet-50 step beside PyTorch", 300, "resnet"),
 )
 EMULATED = (
     "tests/unit/test_ops_gpu.py",
@@ -131,8 +129,16 @@ def _which(tool: str) -> str | None:
     return shutil.which(tool) or shutil.which(tool, path=f"/usr/local/cuda/bin:{Path(sys.executable).parent}")
 
 
-def run_part(part: Part, seconds: float, log: Path, python: str, environment: Mapping[str, str]) -> Row:
-    """Run `part` in a process group of its own, which is killed as a whole when `seconds` are over."""
+def kill_all(mark: str) -> None:
+    """End the processes with this in their environment, which those that they start inherit, in other sessions, too."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) -> Row:
+    """Run `part`, and end all that it has started when it has ended or `seconds` are over."""
     found = [_which(tool) for tool in part.before[:1]]
     if found == [None]:
         return Row(part.name, says=f"there is no {part.before[0]}")
@@ -142,11 +148,11 @@ def run_part(part: Part, seconds: float, log: Path, python: str, environment: Ma
     row = Row(part.name)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*tool, python, *part.arguments],
+            [*tool, sys.executable, *part.arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**environment, **part.environment},
+            env={**environment, MARK: str(log)},
             start_new_session=True,
         )
         try:
@@ -158,8 +164,7 @@ def run_part(part: Part, seconds: float, log: Path, python: str, environment: Ma
         except subprocess.TimeoutExpired:
             row.result = f"stopped after {seconds:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            kill_all(f"{MARK}={log}")
             process.wait()
     row.seconds = time.monotonic() - began
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -168,17 +173,12 @@ def run_part(part: Part, seconds: float, log: Path, python: str, environment: Ma
     row.says = ": ".join(filter(None, [row.says, last[:160]]))
     if row.result == "passed" and is_pytest and " passed" not in last:
         row.result = NOT_RUN  # all tests were skipped
+    if row.result not in {"passed", NOT_RUN}:
+        row.end = lines[-SHOWN_LINES:]
     return row
 
 
-def run_parts(
-    parts: Sequence[Part],
-    out: Path,
-    minutes: float,
-    python: str,
-    environment: Mapping[str, str],
-    head: str = "",
-) -> list[Row]:
+def run_parts(parts: Sequence[Part], out: Path, minutes: float, environment: Mapping[str, str], head: str) -> list[Row]:
     """Run the parts within `minutes`, and write after each of them what is known."""
     end = time.monotonic() + 60 * minutes
     rows: list[Row] = [Row(part.name, says="its turn has not come") for part in parts]
@@ -189,7 +189,7 @@ def run_parts(
         row = Row(part.name, says=f"{minutes:g} minutes are over")
         if left > 1:
             log = out / f"{number:02}-{''.join(c if c.isalnum() else '-' for c in part.name)}.txt"
-            row = run_part(part, min(part.seconds, left), log, python, environment)
+            row = run_part(part, min(part.seconds, left), log, environment)
         with lock:
             rows[number] = row
             print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
@@ -211,6 +211,9 @@ def write(out: Path, rows: Sequence[Row], head: str) -> None:
     for row in rows:
         if row.table:
             lines += ["", f"{row.name}:", "", *row.table]
+    for row in rows:
+        if row.end:
+            lines += ["", f"{row.name}, the end of its output:", "", "```", *row.end, "```"]
     new = out / "first-gpu.md.new"
     new.write_text("\n".join(lines) + "\n")
     new.replace(out / "first-gpu.md")
@@ -237,15 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
     environment.pop("DISTOPT_DEVICE", None)
-    asked = run_part(GPU, GPU.seconds, out / "GPU.txt", sys.executable, environment)
+    asked = run_part(GPU, GPU.seconds, out / "GPU.txt", environment)
     has_gpu = asked.result != NOT_RUN  # an answer that hangs or crashes rules nothing out
     print(asked.says, flush=True)
-    parts = (VERSIONS, *(ON_GPU if has_gpu else WITHOUT_GPU))
+    # Without the sources, as `pack.py` wants it, only a GPU is left to try.
+    parts = (VERSIONS, *(ON_GPU if has_gpu else WITHOUT_GPU if (ROOT / "distopt").exists() else ()))
     if options.only:
         parts = tuple(part for part in parts if any(word in part.name for word in options.only))
     head = f"{asked.says}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
     minutes = options.minutes or (MINUTES if has_gpu else MINUTES_WITHOUT_GPU)
-    rows = run_parts(parts, out, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head)
+    rows = run_parts(parts, out, minutes - (time.monotonic() - began) / 60, environment, head)
     counts = {result: sum(row.result == result for row in rows) for result in sorted({row.result for row in rows})}
     print(f"{', '.join(f'{count} {result}' for result, count in counts.items())}; see {out}/first-gpu.md")
     return exit_code(rows) or (0 if has_gpu else SKIPPED)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Make wheels for a GPU machine without network: python tests/gpu/pack.py FOLDER
 
-FOLDER gets distopt's wheel and NCCL's. Copy it there with the repository, but without the folder distopt, which Python
-would find first; then, with a Python that has CuPy and pytest:
+FOLDER gets the wheels of distopt, of packages that it and its tests need beside NumPy and CuPy, and of NCCL. A tenth of
+NCCL is left, without debugging symbols and the code for other architectures. Copy the folder there with the repository.
+Then, with a Python that has CuPy:
 
-    pip install --no-index --no-deps FOLDER/*.whl
+    rm -r distopt    # the sources of that copy, which Python would find first
+    pip install --no-index --find-links FOLDER --upgrade distopt-train nvidia-nccl-cu13 hypothesis pytest pytest-timeout
     python tests/gpu/first_gpu.py
-
-NCCL loses debugging symbols and the code for other architectures, which leaves a twentieth.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout")
 
 # Code for GPUs stands in containers: magic, version, bytes of the header, bytes that follow; so do the entries in them.
 CONTAINER = struct.Struct("<IHHQ")
@@ -100,13 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nccl", default="nvidia-nccl-cu13", help="its package (%(default)s)")
     options = parser.parse_args(argv)
     pip = [options.python, "-m", "pip"]
-    options.folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([*pip, "wheel", "-w", str(options.folder), str(ROOT), *TEST_TOOLS], check=True)
+    for wheel in options.folder.glob("numpy-*.whl"):  # CuPy was built for the one that is there
+        wheel.unlink()
     with tempfile.TemporaryDirectory() as scratch:
-        for command in (
-            [*pip, "wheel", "--no-deps", "-w", str(options.folder), str(ROOT)],
-            [*pip, "download", "--no-deps", "--only-binary=:all:", "-d", scratch, options.nccl],
-        ):
-            subprocess.run(command, check=True)
+        subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", "-d", scratch, options.nccl], check=True)
         (wheel,) = Path(scratch).glob("*.whl")
         pack_wheel(wheel, options.folder / wheel.name, options.arch)
 

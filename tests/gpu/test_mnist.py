@@ -24,5 +24,6 @@ def test_mnist_reaches_the_accuracy_of_the_reference():
     if "generated" in ended.stderr:
         pytest.skip("MNIST could not be downloaded, and generated digits say nothing about its accuracy")
     accuracies = [float(found) for found in re.findall(r"Evaluation accuracy = ([\d.]+)", ended.stdout)]
+    print(f"\n| MNIST, accuracy after each epoch | {accuracies} |")  # first_gpu.py shows it
     assert len(accuracies) == 10
     assert max(accuracies) >= 0.989

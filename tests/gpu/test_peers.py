@@ -1,7 +1,4 @@
-"""Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU if necessary.
-
-Two ranks on one GPU need NCCL 2.30 and the variables of `first_gpu.SHARING`.
-"""
+"""Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU if necessary."""
 
 from __future__ import annotations
 
@@ -13,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distopt.comm.gpu import GpuStack
+from distopt.comm.gpu import GpuStack, exchange_places, gpu_stack
+from distopt.comm.nccl import NcclCommunicator
+from distopt.errors import CommunicatorError
 from distopt.settings import Settings
 from tests.conformance.ranks import LocalJob, run_ranks
+
+from .test_nccl import SHARING, SHARING_VERSION
 
 LAUNCHES = 1500
 HASTY = Settings(timeout=10.0, stall_warning=2.0)
@@ -30,16 +31,9 @@ def sum_on_a_busy_device(comm: Any, array: Any) -> None:
     comm.barrier()
 
 
-def lose(job: LocalJob, how: str, emulated: bool) -> float:
+def lose(job: LocalJob, how: str, share: bool) -> float:
     """Seconds in which the host of the rank that remains got its error; it queues kernels before and after."""
-    if emulated:
-        from tests.emulation import activate
-
-        activate()
-    from distopt.comm.gpu import exchange_places, gpu_stack
-    from distopt.comm.nccl import NcclCommunicator
-    from distopt.errors import CommunicatorError
-
+    os.environ.update(SHARING if share else {})
     stack = gpu_stack()
     comm = NcclCommunicator(job, stack, exchange_places(job, stack), HASTY)
     xp = comm.xp
@@ -62,15 +56,11 @@ def lose(job: LocalJob, how: str, emulated: bool) -> float:
     return took
 
 
-def check(how: str, emulated: bool) -> None:
-    first, _ = run_ranks(lose, 2, how, emulated)
-    assert first.error is None, first.trace
-    assert first.value < HASTY.timeout + 60.0
-
-
 @pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_lost_peer_is_named_though_the_device_is_busy(stack: GpuStack, how: str) -> None:
-    shared = stack.nccl_version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if stack.cupy.cuda.runtime.getDeviceCount() < 2 and not shared:
-        pytest.skip("needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
-    check(how, emulated=False)
+    share = stack.cupy.cuda.runtime.getDeviceCount() < 2
+    if share and stack.nccl_version < SHARING_VERSION:
+        pytest.skip(f"needs two GPUs, or NCCL 2.30 for two ranks on one; this is {stack.nccl_version}")
+    first, _ = run_ranks(lose, 2, how, share)
+    assert first.error is None, first.trace
+    assert first.value < HASTY.timeout + 60.0

@@ -1,5 +1,6 @@
-"""`make first-gpu` without a GPU: parts that hang, crash or are missing."""
+"""`make first-gpu` without a GPU: parts that hang, crash or are missing, and the library that it packs."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -8,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.emulation import build
-from tests.gpu import first_gpu, first_parts
+from tests.gpu import first_gpu, first_parts, pack
 from tests.gpu.first_gpu import Part
 
 SLEEP = f"time.sleep({1000 + os.getpid()})"  # no other test on this machine has this line
-HANG = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; {SLEEP}']); "
+HANG = "import subprocess, sys, time; "
+HANG += f"subprocess.Popen([sys.executable, '-c', 'import time; {SLEEP}'], start_new_session=True); "
 HANG += f"print('| a | table |'); print('began', flush=True); {SLEEP}"
 
 
 def runs(tmp_path: Path, parts: tuple[Part, ...]):
-    rows = first_gpu.run_parts(parts, tmp_path, 10.0, sys.executable, os.environ, "Head.")
+    rows = first_gpu.run_parts(parts, tmp_path, 10.0, os.environ, "Head.")
     text = (tmp_path / "first-gpu.md").read_text()
     assert all(f"| {row.name} | {row.result} | " in text for row in rows)
     return rows, text
@@ -46,18 +48,22 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert "wrong / sum" in text
     assert "hangs:\n\n| a | table |" in text
     assert "passes:\n\n| 1 | 2 |" in text
+    assert "crashes, the end of its output:\n\n```\nso far\n```\n" in text
+    assert "passes, the end" not in text
     assert first_gpu.exit_code(rows) == 1
     assert capfd.readouterr().out.count("\n") == len(parts)
     ended = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert SLEEP not in ended, "what a part started ends with it"
 
 
-def test_every_part_names_something_that_exists():
+def test_every_part_names_something_that_exists_and_every_test_of_a_gpu_is_in_one():
     for part in (first_gpu.VERSIONS, *first_gpu.WITHOUT_GPU, *first_gpu.ON_GPU):
         for word in part.arguments:
             assert not word.endswith(".py") or (first_gpu.ROOT / word).exists(), word
         if "tests.gpu.first_parts" in part.arguments:
             assert part.arguments[-1] in first_parts.PARTS
+    files = {str(path.relative_to(first_gpu.ROOT)) for path in Path(first_gpu.__file__).parent.glob("test_*.py")}
+    assert files == files & {word for part in first_gpu.ON_GPU for word in part.arguments}
 
 
 @pytest.mark.slow
@@ -79,3 +85,38 @@ def test_bodies_run_on_the_emulated_gpu(body, shown):
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert shown in ended.stdout
+
+
+# -- NCCL's library for one architecture -------------------------------------------------------------------------------
+def container(entries: dict[tuple[int, int], bytes]) -> bytes:
+    """Code of a kind and for an architecture, as NVIDIA's linker stores it."""
+    body = b""
+    for (kind, architecture), code in entries.items():
+        head = pack.ENTRY.pack(kind, 0x101, 64, len(code))
+        body += head.ljust(pack.ARCHITECTURE_AT, b"\0") + architecture.to_bytes(4, "little") + bytes(32) + code
+    return pack.CONTAINER.pack(pack.MAGIC, 1, pack.CONTAINER.size, len(body)) + body
+
+
+def test_a_packed_library_keeps_the_code_of_its_architectures_and_still_loads(tmp_path):
+    linked = container({(2, 80): b"old" * 8, (2, 90): b"wanted" * 4, (1, 90): b"PTX text" * 4, (2, 100): b"new" * 8})
+    values = ", ".join(map(str, linked))
+    source = "int answer() { return 42; }\n" + "".join(
+        f'const unsigned char array_{i}[] __attribute__((section("{section}"), used)) = {{{values}}};\n'
+        for i, section in enumerate((pack.LINKED, pack.RELOCATABLE, "other"))
+    )
+    command = [build._tool("c++"), "-g", "-shared", "-fPIC", "-xc", "-", "-o", str(tmp_path / "whole.so")]
+    subprocess.run(command, input=source, text=True, check=True)
+    whole = (tmp_path / "whole.so").read_bytes()
+    library = bytearray(whole)
+    pack.cut(library, [90])
+    found = {name: bytes(library[start : start + size]) for name, start, size in pack.sections(library)}
+    assert found[pack.LINKED] == container({(2, 90): b"wanted" * 4}).ljust(len(linked), b"\0")
+    assert found[pack.RELOCATABLE] == container({}).ljust(len(linked), b"\0")
+    assert found["other"] == linked
+    assert not any(found[".debug_info"] + found[".strtab"])
+    assert len(library) == len(whole)
+    (tmp_path / "cut.so").write_bytes(library)
+    assert ctypes.CDLL(str(tmp_path / "cut.so")).answer() == 42
+    whole = bytearray(whole.replace(linked, linked[:4] + b"\2" + linked[5:]))  # a version that is not known
+    with pytest.raises(ValueError, match="unknown form"):
+        pack.cut(whole, [90])
