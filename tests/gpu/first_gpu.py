@@ -33,6 +33,7 @@ NO_TESTS = 5  # pytest's exit code where a whole file is skipped
 MINUTES, MINUTES_WITHOUT_GPU = 9.5, 4.7
 MARK = "DISTOPT_FIRST_GPU_PART"
 SHOWN_LINES = 50  # of the output of a part that did not pass
+ABORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def checks(name: str, *more: str) -> tuple[str, ...]:
 
 
 def tests(*names: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *names)
+    """Verbose, so that the last line of one that hangs names it."""
+    return ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *names)
 
 
 def gpu_tests(name: str, seconds: float, *more: str) -> Part:
@@ -129,12 +131,16 @@ def _which(tool: str) -> str | None:
     return shutil.which(tool) or shutil.which(tool, path=f"/usr/local/cuda/bin:{Path(sys.executable).parent}")
 
 
-def kill_all(mark: str) -> None:
-    """End the processes with this in their environment, which those that they start inherit, in other sessions, too."""
+def end_all(mark: str, by: signal.Signals) -> None:
+    """Signal the processes with this in their environment, which what they start inherits, in other sessions, too."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+                os.kill(int(folder.name), by)
+
+
+def lines_of(log: Path) -> list[str]:
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) -> Row:
@@ -143,38 +149,41 @@ def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, st
     if found == [None]:
         return Row(part.name, says=f"there is no {part.before[0]}")
     tool = [*found, *part.before[1:]]
-    is_pytest = part.arguments[:2] == ("-m", "pytest")
-    began = time.monotonic()
-    row = Row(part.name)
+    began, code, mark = time.monotonic(), None, f"{MARK}={log}"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*tool, sys.executable, *part.arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**environment, MARK: str(log)},
+            env={**environment, "PYTHONFAULTHANDLER": "1", MARK: str(log)},
             start_new_session=True,
         )
         try:
-            code = process.wait(seconds)
-            skipped = code == SKIPPED or (code == NO_TESTS and is_pytest)
-            row.result = "passed" if code == 0 else NOT_RUN if skipped else "failed" if code > 0 else "crashed"
-            signalled = f", {signal.Signals(-code).name}" if code < 0 else ""
-            row.says = f"exit code {code}{signalled}" if row.result in {"failed", "crashed"} else ""
-        except subprocess.TimeoutExpired:
-            row.result = f"stopped after {seconds:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+            lines = lines_of(log)
+            if code is None:
+                end_all(mark, signal.SIGABRT)  # Python then writes where it was
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ABORT_SECONDS)
         finally:
-            kill_all(f"{MARK}={log}")
+            end_all(mark, signal.SIGKILL)
             process.wait()
-    row.seconds = time.monotonic() - began
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    row = Row(part.name, seconds=time.monotonic() - began)
+    last = next((line.strip(" =") for line in reversed(lines) if not line.startswith("| ")), "")[:160]
+    is_pytest = part.arguments[:2] == ("-m", "pytest")
+    skipped = code == SKIPPED or (is_pytest and (code == NO_TESTS or (code == 0 and " passed" not in last)))
+    if code is None:
+        row.result, row.says = f"stopped after {seconds:.0f} s", last
+    elif code == 0 or skipped:
+        row.result, row.says = NOT_RUN if skipped else "passed", last
+    else:
+        signalled = f", {signal.Signals(-code).name}" if code < 0 else ""
+        row.result, row.says = "failed" if code > 0 else "crashed", f"exit code {code}{signalled}: {last}"
     row.table = [line for line in lines if line.startswith("| ")]
-    last = next((line.strip() for line in reversed(lines) if not line.startswith("| ")), "")
-    row.says = ": ".join(filter(None, [row.says, last[:160]]))
-    if row.result == "passed" and is_pytest and " passed" not in last:
-        row.result = NOT_RUN  # all tests were skipped
     if row.result not in {"passed", NOT_RUN}:
-        row.end = lines[-SHOWN_LINES:]
+        row.end = lines_of(log)[-SHOWN_LINES:]
     return row
 
 

@@ -39,7 +39,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     rows, text = runs(tmp_path, parts)
     assert [row.result for row in rows] == [*("stopped after 4 s", "crashed", "failed", "not run", "not run", "passed")]
     assert [row.says for row in rows][1:4] == [
-        "exit code -11, SIGSEGV: so far",
+        'exit code -11, SIGSEGV: File "<string>", line 1 in <module>',
         "exit code 3: wrong | sum",
         "no torch",
     ]
@@ -48,7 +48,9 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert "wrong / sum" in text
     assert "hangs:\n\n| a | table |" in text
     assert "passes:\n\n| 1 | 2 |" in text
-    assert "crashes, the end of its output:\n\n```\nso far\n```\n" in text
+    assert "fails, the end of its output:\n\n```\nwrong | sum\n```\n" in text
+    assert [row.end[0] for row in rows[:2]] == ["| a | table |", "so far"]
+    assert 'File "<string>", line 1 in <module>' in "".join(rows[0].end), "where it was"
     assert "passes, the end" not in text
     assert first_gpu.exit_code(rows) == 1
     assert capfd.readouterr().out.count("\n") == len(parts)
