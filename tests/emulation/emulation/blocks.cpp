@@ -229,6 +229,7 @@ int launch(Stream* stream, dim3 grid, dim3 block, std::function<void()> body) {
   const bool fits = threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffff &&
                     grid.y >= 1 && grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535;
   if (!fits) return static_cast<int>(invalid_value);
+  make_context();
   return static_cast<int>(enqueue(stream, {[=] {
                                     run_grid(grid, block, body);
                                     return true;

@@ -38,4 +38,4 @@ EXPORT Status cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 // For _emulation.py.
 EXPORT int emulation_device() { return current_device(); }
-EXPORT void emulation_make_context() { context = current_device() + 1; }
+EXPORT void emulation_make_context() { make_context(); }

@@ -130,6 +130,7 @@ extern "C" int emulation_enqueue(Stream* stream, int (*step)(void*), void* argum
 // For the fake cuBLAS, and for functions of Python: `run` gets a copy of the arguments, as often as a graph with it is
 // launched.
 extern "C" Status emulation_launch(Stream* stream, void (*run)(const void*), const char* arguments, std::size_t bytes) {
+  make_context();
   const std::vector<char> copy(arguments, arguments + bytes);
   return enqueue(stream, {[=] {
                    run(copy.data());

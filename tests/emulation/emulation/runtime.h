@@ -98,6 +98,8 @@ Runtime& runtime();
 
 // The context of this thread: 1 + the number of its device, or 0. The driver makes none.
 extern thread_local std::intptr_t context;
+// As CUDA's runtime makes one where a thread has none; CuPy and cuBLAS call it.
+inline void make_context() { context = context ? context : 1; }
 inline int current_device() { return context ? static_cast<int>(context) - 1 : 0; }
 
 // The lock is held. The queue behind a handle, or null; the default stream is that of the current context.
