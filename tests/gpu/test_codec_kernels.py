@@ -134,17 +134,15 @@ def test_threshold_says_how_much_room_it_needs(room):
     assert lists.values.get().tolist() == ((residual + x).tolist() if room == 5000 else [77] * room)
 
 
-def test_a_scan_of_more_tiles_than_its_threads_take_at_a_time():
-    """As of more than 33 million elements."""
-    tiles, lists, found = 3 * 4096 + 5, gpu.new_lists(0), on_device(new_findings())
-    shares = np.random.default_rng(0).integers(0, 99, (tiles, 2)).astype(np.uint32)
-    workspace = lists.workspace(tiles * TILE, 0)
-    lists._state.fill(0)
-    kept = lists._tiles.view(np.uint32)[2 * tiles : 4 * tiles].reshape(tiles, 2)
-    kept[...] = cupy.asarray(shares)
-    cuda.launch("scan", (1,), (1024,), workspace, tiles, found)
-    np.testing.assert_array_equal(kept.get(), shares.cumsum(0) - shares)
-    assert found[0] == shares[:, 0].sum()
+def test_a_scan_of_more_tiles_than_its_threads_take_at_a_time(offset):
+    """As of more than 16 million elements."""
+    tiles, found, state = 3 * 4096 + 5, on_device(new_findings()), cupy.zeros(1 << 14, np.uint8)
+    above, equal = np.random.default_rng(0).integers(0, 99, (2, tiles))
+    counts = (above << 32 | equal).astype(np.uint64)
+    kept = on_device(counts, offset)
+    cuda.launch("scan", (1,), (1024,), (state.data.ptr, 0, kept.data.ptr, 0, 0, 0), tiles, found)
+    np.testing.assert_array_equal(kept.get(), counts.cumsum() - counts)
+    assert found[0] == above.sum()
 
 
 @pytest.mark.parametrize("n", SIZES)

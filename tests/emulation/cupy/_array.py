@@ -152,6 +152,9 @@ class ndarray:  # noqa: N801
     def __abs__(self) -> Any:
         return call(abs, self)
 
+    def __invert__(self) -> Any:
+        return call(operator.invert, self)
+
 
 def host(value: Any) -> Any:
     """`value` with the NumPy views of its arrays; a NumPy array is refused, as CuPy does."""

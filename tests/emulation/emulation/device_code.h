@@ -66,7 +66,6 @@ T shuffle(const char* operation, unsigned mask, T value, int source, bool inside
 // -- synchronisation
 inline void __syncthreads() { emulation::block_barrier(); }
 inline void __threadfence() {}
-inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned mask, int value) {
   const std::uint64_t* all = emulation::warp_exchange("__ballot_sync", mask, value != 0);
@@ -88,10 +87,6 @@ template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
   const int source = static_cast<int>(emulation::lane()) + static_cast<int>(delta);
   return emulation::shuffle("__shfl_down_sync", mask, value, source, source < 32);
-}
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits) {
-  return emulation::shuffle("__shfl_xor_sync", mask, value, static_cast<int>(emulation::lane()) ^ bits, true);
 }
 
 template <class T>
@@ -140,15 +135,16 @@ T atomic(T* at, Change change) {
 }
 }  // namespace emulation
 
+// The value is converted to the type of the target, as by functions of that type.
 template <class T>
-T atomicAdd(T* at, T x) {
+T atomicAdd(T* at, std::common_type_t<T> x) {
   return emulation::atomic(at, [=](T old) { return old + x; });
 }
 template <class T>
-T atomicMax(T* at, T x) {
+T atomicMax(T* at, std::common_type_t<T> x) {
   return emulation::atomic(at, [=](T old) { return max(old, x); });
 }
 template <class T>
-T atomicExch(T* at, T x) {
+T atomicExch(T* at, std::common_type_t<T> x) {
   return emulation::atomic(at, [=](T) { return x; });
 }
