@@ -6,7 +6,7 @@ NCCL is left, without debugging symbols and the code for other architectures. Co
 Then, with a Python that has CuPy:
 
     rm -r distopt    # the sources of that copy, which Python would find first
-    pip install --no-index --find-links FOLDER --upgrade distopt-train nvidia-nccl-cu13 hypothesis pytest pytest-timeout
+    pip install --no-index FOLDER/*.whl
     python tests/gpu/first_gpu.py
 """
 

@@ -22,6 +22,7 @@ def outcomes(ranks: str, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "CHECKS": ",".join(checks)}
     ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=560)
     assert ended.returncode == 0, ended.stderr
+    sys.stderr.write(ended.stderr)
     return json.loads(ended.stdout.splitlines()[-1])
 
 

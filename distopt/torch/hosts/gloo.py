@@ -216,10 +216,14 @@ class Gloo:
         notices, self._notices = self._notices, None
         text = json.dumps([type(error).__name__, error.fact[: _CAUSE_BYTES // 2], error.cure, error.ranks])
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
+        sends = []
         for rank, process in enumerate(self.processes):
             if process is not self.me and notices is not None:
                 with suppress(RuntimeError):  # it has ended
-                    notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
+                    sends.append(notices.send([data], rank, 0))
+        for send in sends:  # all are on their way: a wait that times out, for a rank that has failed too, ends the rest
+            with suppress(RuntimeError):
+                send.wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self, number: int) -> CommunicatorError | None:
         """The error that the rank with this number in the job has reported; None if it has not."""

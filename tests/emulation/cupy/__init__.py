@@ -91,3 +91,9 @@ def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
 
 def asnumpy(a: ndarray) -> Any:
     return a.get()
+
+
+def from_dlpack(array: Any) -> ndarray:
+    """Of arrays of this module, and what exports one."""
+    own: ndarray = array.__dlpack__()
+    return own

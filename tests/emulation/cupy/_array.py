@@ -127,6 +127,12 @@ class ndarray:  # noqa: N801
             "explicitly."
         )
 
+    def __dlpack__(self, **_: Any) -> ndarray:
+        return self  # for `from_dlpack` of this module alone
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._memory.device_id
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or ufunc.signature is not None:
             return NotImplemented

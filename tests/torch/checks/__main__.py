@@ -35,6 +35,7 @@ def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: 
             CHECKS[name](Ranks(rank, counts))
         except BaseException:
             error = traceback.format_exc()
+            print(error, file=sys.stderr, flush=True)  # the others may wait for this rank until their end
         try:
             dist.barrier()
         except BaseException:  # the next check has a new group
