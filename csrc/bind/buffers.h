@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/gil.h"
 #include "host/arguments.h"
 #include "host/describe.h"
 
@@ -28,7 +29,7 @@ class Buffers {
   }
   ~Buffers() {
     if (count_ == 0 || !Py_IsInitialized()) return;  // at the end of the process the arrays are gone already
-    nb::gil_scoped_acquire gil;                      // the last to let go may be a thread that waits without it
+    const WithGil gil;                               // the last to let go may be a thread that waits without it
     for (int i = 0; i < count_; ++i) PyBuffer_Release(&views_[i]);
   }
   Buffers(const Buffers&) = delete;

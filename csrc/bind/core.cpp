@@ -29,7 +29,10 @@ NB_MODULE(_core, m) {
   m.def("build_info", &build_info, "Compiler and flags of this build.");
   m.def("refuse_early_exit", &distopt::refuse_early_exit, nb::arg("text"),
         "Have C's exit(0) say `text` and end this process with code 1; an empty text takes that back.");
-  m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("value"), "Whether objects left at exit are reported.");
+  // What a daemon thread, or another package, still holds when the process ends is no leak.
+  nb::set_leak_warnings(false);
+  m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("value"),
+        "Whether objects left at exit are reported (tests); by default they are not.");
   m.def("remove_mpich_files", &distopt::remove_mpich_files, nb::arg("pid") = 0,
         "Remove what MPICH would leave in /dev/shm if this process, or another, were killed.");
   nb::class_<distopt::Watchdog>(m, "Watchdog", "Ends the process with a message, unless it is stopped in time.")

@@ -7,6 +7,7 @@
 
 #include "base/select_rules.h"
 #include "bind/arrays.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "cpu/codec.h"
 #include "cpu/sparse.h"
@@ -46,7 +47,7 @@ Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string
   const auto fits = [&](const auto& array) { return !array || array->size() == in.size(); };
   require(out.size() == in.size() && fits(residual) && fits(new_residual), "the arrays differ in length");
   const DType dtype = type_16(type);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   const CastCounts counts =
       codec_kernels().encode16(in.data(), data_of(residual), data_of(new_residual ? new_residual : residual),
                                out.data(), in.size(), scale, limit, dtype);
@@ -56,18 +57,18 @@ Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string
 void decode16(Flat<const std::uint16_t> in, Flat<float> out, const std::string& type, float scale) {
   require(out.size() == in.size(), "the arrays differ in length");
   const DType dtype = type_16(type);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   codec_kernels().decode16(in.data(), out.data(), in.size(), scale, dtype);
 }
 
 double squared_norm(Flat<const float> x) {
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   return codec_kernels().squared_norm(x.data(), x.size());
 }
 
 template <class Real>
 std::optional<std::size_t> first_beyond(Flat<const Real> x, double limit) {
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   std::size_t found;
   if constexpr (sizeof(Real) == sizeof(float))
     found = codec_kernels().first_beyond_32(x.data(), x.size(), static_cast<float>(limit));
@@ -102,7 +103,7 @@ std::pair<std::size_t, std::size_t> bind_top_k(Flat<const float> grad, std::size
   require(k <= grad.size(), "k is larger than the array");
   require(indices.size() == values.size() && values.size() >= top_k_capacity(grad.size(), k),
           "the lists are shorter than top_k_capacity");
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   const Selection found = top_k(from, grad.size(), k, indices.data(), values.data(), values.size());
   return {found.count, found.nonfinite};
 }
@@ -115,7 +116,7 @@ std::pair<std::size_t, std::size_t> bind_threshold(Flat<const float> grad, float
   const Source from = source(grad, residual, momentum, scale, decay, new_residual, new_momentum);
   require(bound >= 0, "the threshold is negative or NaN");
   require(indices.size() == values.size(), "the lists differ in length");
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   const Selection found = select_threshold(from, grad.size(), bound, indices.data(), values.data(), values.size());
   return {found.count, found.nonfinite};
 }
@@ -125,7 +126,7 @@ void require_list(const Flat<const std::int32_t>& indices, std::size_t n) {
 }
 
 void clear_at(Flat<float> dense, Flat<const std::int32_t> indices) {
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   require_list(indices, dense.size());
   for (std::size_t j = 0; j < indices.size(); ++j) dense.data()[indices.data()[j]] = 0;
 }
@@ -140,7 +141,7 @@ void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32
     require(indices[r].size() == values[r].size(), "a list has not as many values as indices");
     lists.push_back({indices[r].data(), values[r].data(), values[r].size()});
   }
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   for (const auto& list : indices) require_list(list, dense.size());
   scatter_add(dense.data(), lists.data(), lists.size(), static_cast<std::int32_t>(lo), static_cast<std::int32_t>(hi),
               scale);

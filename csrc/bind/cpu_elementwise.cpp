@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "bind/arrays.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "cpu/elementwise.h"
 #include "cpu/linear.h"
@@ -26,7 +27,7 @@ void linear(Array<const T, 2> x, Array<const T, 2> w, std::optional<Array<const 
   const LinearShape s = linear_shape<T>(x, w);
   need(b, "b", {s.out});
   need(y, "y", {s.n, s.out});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   const auto& table = table_of<T>(linear_kernels());
   table.forward(s, x.data(), w.data(), data_of(b), y.data(), relu, scratch<T>(table.work_size(s)));
 }
@@ -40,7 +41,7 @@ void linear_backward(Array<const T, 2> dy, std::optional<Array<const T, 2>> y, A
   need(dw, "dw", {s.in, s.out});
   need(db, "db", {s.out});
   need(dx, "dx", {s.n, s.in});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   const auto& table = table_of<T>(linear_kernels());
   table.backward(s, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
                  scratch<T>(table.work_size(s)));
@@ -49,7 +50,7 @@ void linear_backward(Array<const T, 2> dy, std::optional<Array<const T, 2>> y, A
 template <class T, auto Function>
 void map(Dense<const T> x, Dense<T> y) {
   need_same_size(y, "y", x);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   (elementwise<T>().*Function)(x.data(), y.data(), Index(x.size()));
 }
 
@@ -57,7 +58,7 @@ template <class T, auto Function>
 void map_backward(Dense<const T> dy, Dense<const T> y, Dense<T> dx) {
   need_same_size(y, "y", dy);
   need_same_size(dx, "dx", dy);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   (elementwise<T>().*Function)(dy.data(), y.data(), dx.data(), Index(dy.size()));
 }
 
@@ -66,7 +67,7 @@ void channel_moments(Array<const T, 3> x, Array<T, 1> mean, Array<T, 1> variance
   const Index n = x.shape(0), c = x.shape(1), pixels = x.shape(2);
   need(mean, "mean", {c});
   need(variance, "variance", {c});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().channel_moments(x.data(), n, c, pixels, mean.data(), variance.data());
 }
 
@@ -79,7 +80,7 @@ void normalize(Array<const T, 3> x, Array<const T, 1> mean, Array<const T, 1> in
   need(gamma, "gamma", {c});
   need(beta, "beta", {c});
   need(y, "y", {n, c, pixels});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().normalize(x.data(), n, c, pixels, mean.data(), inverse_deviation.data(), gamma.data(), beta.data(),
                              y.data());
 }
@@ -96,7 +97,7 @@ void normalize_backward(Array<const T, 3> dy, Array<const T, 3> x, Array<const T
   need(dgamma, "dgamma", {c});
   need(dbeta, "dbeta", {c});
   need(dx, "dx", {n, c, pixels});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().normalize_backward(dy.data(), x.data(), n, c, pixels, mean.data(), inverse_deviation.data(),
                                       gamma.data(), training, dgamma.data(), dbeta.data(), dx.data());
 }
@@ -110,7 +111,7 @@ void softmax(Array<const T, 2> x, Array<T, 2> y) {
   const Index rows = x.shape(0), columns = x.shape(1);
   need_columns(columns);
   need(y, "y", {rows, columns});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().softmax(x.data(), y.data(), rows, columns);
 }
 
@@ -136,7 +137,7 @@ Index cross_entropy(Array<const T, 2> logits, std::optional<Array<const std::int
   need_columns(columns);
   const Labels<T> wanted(labels, target, rows, columns);
   need(probability, "probability", {rows, columns});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   return elementwise<T>().cross_entropy(logits.data(), wanted.index, wanted.target, rows, columns, probability.data(),
                                         loss.data());
 }
@@ -147,7 +148,7 @@ Index cross_entropy_backward(Array<const T, 2> probability, std::optional<Array<
   const Index rows = probability.shape(0), columns = probability.shape(1);
   const Labels<T> wanted(labels, target, rows, columns);
   need(dlogits, "dlogits", {rows, columns});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   return elementwise<T>().cross_entropy_backward(probability.data(), wanted.index, wanted.target, T(scale), rows,
                                                  columns, dlogits.data());
 }
@@ -162,7 +163,7 @@ void sgd(Dense<T> param, Dense<const T> grad, std::optional<Dense<T>> buffer, do
          double dampening, double weight_decay, bool nesterov) {
   need_same_size(grad, "grad", param);
   if (buffer) need_same_size(*buffer, "momentum_buffer", param);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().sgd(param.data(), grad.data(), data_of(buffer), Index(param.size()), {T(lr), T(weight_decay)},
                        T(momentum), T(1 - dampening), nesterov);
 }
@@ -175,7 +176,7 @@ void adam(Dense<T> param, Dense<const T> grad, Dense<T> m, Dense<T> v, Index ste
   need_same_size(v, "v", param);
   if (step < 1) throw std::invalid_argument("Adam counts steps from 1; got step " + std::to_string(step));
   const double correction1 = 1 - std::pow(beta1, double(step)), correction2 = 1 - std::pow(beta2, double(step));
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().adam(param.data(), grad.data(), m.data(), v.data(), Index(param.size()),
                         {T(lr / correction1), T(weight_decay)}, mean_of<T>(beta1), mean_of<T>(beta2), T(eps),
                         T(std::sqrt(correction2)));
@@ -186,7 +187,7 @@ void rmsprop(Dense<T> param, Dense<const T> grad, Dense<T> running, double lr, d
              double weight_decay) {
   need_same_size(grad, "grad", param);
   need_same_size(running, "running", param);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().rmsprop(param.data(), grad.data(), running.data(), Index(param.size()), {T(lr), T(weight_decay)},
                            mean_of<T>(rho), T(eps));
 }
@@ -195,7 +196,7 @@ template <class T>
 void adagrad(Dense<T> param, Dense<const T> grad, Dense<T> history, double lr, double eps, double weight_decay) {
   need_same_size(grad, "grad", param);
   need_same_size(history, "history", param);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   elementwise<T>().adagrad(param.data(), grad.data(), history.data(), Index(param.size()), {T(lr), T(weight_decay)},
                            T(eps));
 }

@@ -1,6 +1,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include "bind/arrays.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "cpu/conv.h"
 #include "cpu/pool.h"
@@ -99,7 +100,7 @@ void conv2d(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const 
   const Conv<T> conv(x, w, stride, pooling);
   need(b, "b", {conv.kernels()});
   conv.need_output(y, "y");
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(conv_kernels())
       .forward(conv.shape, x.data(), w.data(), data_of(b), y.data(), relu, conv.pooling_or_null(), conv.work());
 }
@@ -115,7 +116,7 @@ void conv2d_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, A
   need(dw, "dw", {conv.kernels(), s.c, s.kh, s.kw});
   need(db, "db", {conv.kernels()});
   need(dx, "dx", {s.n, s.groups * s.c, s.h, s.w});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(conv_kernels())
       .backward(s, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
                 conv.pooling_or_null(), conv.work());
@@ -127,7 +128,7 @@ void max_pool2d(Array<const T, 4> x, Array<T, 4> y, Array<std::uint8_t, 4> taken
   const PoolShape s = pool_shape(x, kernel, stride, padding);
   need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
   need(taken, "taken", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(pool_kernels()).max_pool(s, x.data(), y.data(), taken.data());
 }
 
@@ -137,7 +138,7 @@ void max_pool2d_backward(Array<const T, 4> dy, Array<const std::uint8_t, 4> take
   const PoolShape s = pool_shape(dx, kernel, stride, padding);
   need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
   need(taken, "taken", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(pool_kernels()).max_pool_backward(s, dy.data(), taken.data(), dx.data());
 }
 
@@ -145,7 +146,7 @@ template <class T>
 void avg_pool2d(Array<const T, 4> x, Array<T, 4> y, Pair kernel, Pair stride, Pair padding) {
   const PoolShape s = pool_shape(x, kernel, stride, padding);
   need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(pool_kernels()).avg_pool(s, x.data(), y.data());
 }
 
@@ -153,7 +154,7 @@ template <class T>
 void avg_pool2d_backward(Array<const T, 4> dy, Array<T, 4> dx, Pair kernel, Pair stride, Pair padding) {
   const PoolShape s = pool_shape(dx, kernel, stride, padding);
   need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   table_of<T>(pool_kernels()).avg_pool_backward(s, dy.data(), dx.data());
 }
 

@@ -15,6 +15,7 @@
 
 #include "base/errors.h"
 #include "base/patience.h"
+#include "bind/gil.h"
 #include "host/describe.h"
 
 namespace distopt {
@@ -68,16 +69,16 @@ inline Hooks make_hooks(Warn warn) {
   // Shared, so that the last to let go need not hold the GIL.
   std::shared_ptr<nb::callable> callable(new nb::callable(std::move(warn)), [](nb::callable* pointer) {
     if (!Py_IsInitialized()) return;  // leaked at the end of the process
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     delete pointer;
   });
   Hooks hooks;
   hooks.check_signals = [] {
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   };
   hooks.warn = [callable](const std::string& text) {
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     (*callable)(text);
   };
   return hooks;

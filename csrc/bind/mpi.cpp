@@ -15,6 +15,7 @@
 
 #include "bind/buffers.h"
 #include "bind/errors.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "mpi/communicator.h"
 
@@ -39,7 +40,7 @@ MpiCommunicator& communicator_of(const MpiWork& work) { return *nb::inst_ptr<Mpi
 
 MpiWork start(MpiCommunicator& communicator, std::shared_ptr<MpiCollective> collective) {
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil unlocked;
     communicator.start(collective);
   }
   return {nb::find(communicator), std::move(collective)};
@@ -56,7 +57,7 @@ MpiWork start(MpiCommunicator& communicator, Arguments arguments, Buffers buffer
 
 bool done(const MpiWork& work) {
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil unlocked;
     if (communicator_of(work).test(*work.collective)) return true;
   }
   work.communicator.attr("waits").attr("polled")();
@@ -66,7 +67,7 @@ bool done(const MpiWork& work) {
 // Short waits end here; distopt/comm/mpi/waits.py continues long ones.
 void wait(const MpiWork& work, std::optional<double> timeout) {
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil unlocked;
     const double quiet_seconds = std::min(timeout.value_or(yield_seconds), yield_seconds);
     if (communicator_of(work).wait(*work.collective, quiet_seconds)) return;
   }
@@ -124,7 +125,7 @@ void bind_mpi(nb::module_& m) {
       .def("__init__",
            [](Patience* made, double timeout, double warning) { new (made) Patience(Limits{timeout, warning}); });
   m.attr("yield_seconds") = yield_seconds;
-  m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<nb::gil_scoped_release>(),
+  m.def("pause", &pause, nb::arg("quiet_seconds"), Unlocked(),
         "Yield the core or sleep between two looks, nothing having moved for that long.");
   nb::class_<MpiCollective>(m, "MpiCollective", "A collective over MPI.")
       .def_prop_ro("sequence", &MpiCollective::sequence)
@@ -141,7 +142,6 @@ void bind_mpi(nb::module_& m) {
                                      "A ragged collective over MPI under way.")
       .def_prop_ro("parts", &MpiRaggedWork::take_parts, "See `RaggedWork.parts`.");
 
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<MpiCommunicator> communicator(
       m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());
   communicator

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bind/errors.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "nccl/communicator.h"
 
@@ -20,7 +21,6 @@ namespace {
 using Address = std::uintptr_t;
 using Shared = std::shared_ptr<NcclCommunicator>;
 using Parts = std::vector<std::pair<Address, std::size_t>>;
-using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 template <class T>
 T* at(Address address) {
@@ -32,6 +32,12 @@ cuda::Stream* stream_of(Address handle) { return at<cuda::Stream>(handle); }
 struct NcclWork {
   Shared communicator;
   NcclCommunicator::Work collective;
+};
+
+// Not a Board itself: nanobind's pointer to one would hold an object of Python, which a thread of the communicator,
+// often the last that lets go, could not free when the interpreter has ended.
+struct NcclBoard {
+  std::shared_ptr<Board> board;
 };
 
 // What is sent and received: an array each, or the parts of ragged ones. `count` is as in Arguments.
@@ -52,19 +58,19 @@ NcclOperation operation(const std::string& kind, const Parts& sent, const Parts&
 NcclWork start(Shared communicator, const nb::list& operations, Address stream) {
   std::vector<NcclOperation> given;
   for (const nb::handle each : operations) given.push_back(nb::cast<const NcclOperation&>(each));
-  const nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   auto collective = communicator->start(std::move(given), stream_of(stream));
   return {std::move(communicator), std::move(collective)};
 }
 
-Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
-              double timeout, double stall_warning, Warn warn) {
+Shared create(const std::string& path, nb::bytes id, int rank, int world_size, const NcclBoard& board, double timeout,
+              double stall_warning, Warn warn) {
   nccl::UniqueId unique_id;
   if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   Hooks hooks = make_hooks(std::move(warn));
-  const nb::gil_scoped_release release;
-  return NcclCommunicator::connect(nccl::load(path), unique_id, rank, world_size, std::move(board),
+  const WithoutGil unlocked;
+  return NcclCommunicator::connect(nccl::load(path), unique_id, rank, world_size, board.board,
                                    Limits{timeout, stall_warning}, std::move(hooks));
 }
 
@@ -85,19 +91,19 @@ int driver_version() {
 void bind_work(nb::module_& m) {
   nb::class_<NcclWork>(m, "NcclWork", "A collective of NCCL under way.")
       .def(
-          "done", [](NcclWork& work) { return work.communicator->done(*work.collective); }, WithoutGil(),
+          "done", [](NcclWork& work) { return work.communicator->done(*work.collective); }, Unlocked(),
           "Local. Whether the result is there.")
       .def(
           "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.collective, stream_of(stream)); },
-          nb::arg("stream"), WithoutGil(), "Local. What `stream` does from now on sees the result.")
+          nb::arg("stream"), Unlocked(), "Local. What `stream` does from now on sees the result.")
       .def(
           "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.collective, timeout); },
-          nb::arg("timeout"), WithoutGil(), "Wait on the host, at most `timeout` seconds.");
-  nb::class_<Board>(m, "NcclBoard", "Where the ranks of one host see each other.")
+          nb::arg("timeout"), Unlocked(), "Wait on the host, at most `timeout` seconds.");
+  nb::class_<NcclBoard>(m, "NcclBoard", "Where the ranks of one host see each other.")
       .def(
           "__init__",
-          [](Board* board, int fd, int rank, const std::vector<ProcessFields>& processes) {
-            new (board) Board(fd, rank, processes_of(processes));
+          [](NcclBoard* board, int fd, int rank, const std::vector<ProcessFields>& processes) {
+            new (board) NcclBoard{std::make_shared<Board>(fd, rank, processes_of(processes))};
           },
           nb::arg("fd"), nb::arg("rank"), nb::arg("processes"));
   nb::class_<NcclOperation>(m, "NcclOperation", "A collective of NCCL to be started.");
@@ -115,17 +121,17 @@ void bind_nccl(nb::module_& m) {
       .def("start", &start, nb::arg("operations"), nb::arg("stream"),
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
-      .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
-      .def("close", &NcclCommunicator::close, WithoutGil());
+      .def("abort", &NcclCommunicator::abort, nb::arg("reason"), Unlocked())
+      .def("close", &NcclCommunicator::close, Unlocked());
 
   m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"), nb::arg("count"),
         nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("label"),
         "A collective on device pointers; an array, or a part of a ragged one, is (address, count).");
   m.def(
-      "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), WithoutGil(),
+      "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), Unlocked(),
       "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");
   m.def("nccl_unique_id", &unique_id, nb::arg("path"), "128 bytes that the ranks of one communicator share.");
-  m.def("cuda_driver_version", &driver_version, WithoutGil(),
+  m.def("cuda_driver_version", &driver_version, Unlocked(),
         "The CUDA version that the driver supports, as 1000 * major + 10 * minor.");
 }
 

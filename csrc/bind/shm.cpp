@@ -12,6 +12,7 @@
 
 #include "bind/buffers.h"
 #include "bind/errors.h"
+#include "bind/gil.h"
 #include "bind/rooms.h"
 #include "cpu/reduce.h"
 #include "shm/communicator.h"
@@ -31,7 +32,7 @@ struct ShmWork {
 // microseconds keeps it.
 ShmWork start(ShmCommunicator& communicator, std::shared_ptr<ShmCollective> collective) {
   if (!communicator.start(collective)) {
-    nb::gil_scoped_release release;
+    const WithoutGil unlocked;
     communicator.progress();
   }
   return {communicator.shared_from_this(), std::move(collective)};
@@ -43,7 +44,7 @@ ShmWork start(ShmCommunicator& communicator, Arguments arguments, Buffers buffer
 
 void wait(ShmCommunicator& communicator, const ShmCollective& collective, std::optional<double> timeout) {
   if (communicator.wait_briefly(collective)) return;
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   communicator.wait(collective, timeout.value_or(communicator.default_timeout()));
 }
 
@@ -68,7 +69,7 @@ nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, i
                              std::uint64_t bytes_available) {
   std::shared_ptr<char> memory;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil unlocked;
     memory = communicator.empty(count, static_cast<DType>(dtype), bytes_available);
   }
   return flat_array(std::move(memory), count, static_cast<DType>(dtype));
@@ -95,7 +96,7 @@ ShmMessage start_message(ShmCommunicator& communicator, bool sends, nb::handle a
   Buffers buffers;
   const Py_buffer view = buffers.add(array, sends ? 0 : PyBUF_WRITABLE);
   auto message = std::make_shared<HeldMessage>(sends, peer, tag, static_cast<DType>(dtype), view, std::move(buffers));
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   communicator.messages().start(message);
   return {communicator.shared_from_this(), std::move(message)};
 }
@@ -122,7 +123,7 @@ auto reduce(const std::vector<Array>& outputs, const std::vector<Input>& inputs,
   };
   for (const Array& array : outputs) check(array);
   for (const Input& array : inputs) check(array);
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   return rank_and_index(reduce_kernels().reduce(outs.data(), static_cast<int>(outs.size()), ins.data(),
                                                 static_cast<int>(ins.size()), inputs.at(0).size(),
                                                 static_cast<DType>(dtype), static_cast<RedOp>(op), look));
@@ -130,7 +131,7 @@ auto reduce(const std::vector<Array>& outputs, const std::vector<Input>& inputs,
 
 void copy(const Array& to, const Input& from) {
   if (to.nbytes() != from.nbytes()) throw std::invalid_argument("both arrays must have the same size");
-  nb::gil_scoped_release release;
+  const WithoutGil unlocked;
   reduce_kernels().copy(to.data(), from.data(), from.nbytes());
 }
 
@@ -138,8 +139,7 @@ void bind_works(nb::module_& m) {
   nb::class_<ShmWork>(m, "ShmWork", nb::sig("class ShmWork(distopt.comm.work.Work)"),
                       "A collective under way in shared memory.")
       .def(
-          "done", [](ShmWork& work) { return work.communicator->test(*work.collective); },
-          nb::call_guard<nb::gil_scoped_release>(),
+          "done", [](ShmWork& work) { return work.communicator->test(*work.collective); }, Unlocked(),
           "Local. Move the operation forward without waiting; return whether it has finished.")
       .def(
           "wait",
@@ -158,8 +158,7 @@ void bind_works(nb::module_& m) {
   nb::class_<ShmMessage>(m, "ShmMessage", nb::sig("class ShmMessage(distopt.comm.work.MessageWork)"),
                          "A message under way in shared memory.")
       .def(
-          "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); },
-          nb::call_guard<nb::gil_scoped_release>(),
+          "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); }, Unlocked(),
           "Local. Move messages forward without waiting; return whether this one has ended.")
       .def(
           "wait",
@@ -167,8 +166,7 @@ void bind_works(nb::module_& m) {
             ShmCommunicator& communicator = *work.communicator;
             communicator.messages().wait(*work.message, timeout.value_or(communicator.default_timeout()));
           },
-          nb::arg("timeout") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
-          "Wait for the end, at most `timeout` seconds.")
+          nb::arg("timeout") = nb::none(), Unlocked(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro(
           "source", [](const ShmMessage& work) { return work.message->finished() ? work.message->peer() : -1; },
           "See `MessageWork.source`.")
@@ -188,9 +186,9 @@ void bind_communicator(nb::module_& m) {
            nb::arg("op"), nb::arg("timeout"), nb::arg("place"))
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
-      .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
+      .def("progress", &ShmCommunicator::progress, Unlocked())
       // Without the lock, which a thread that has the turn may need to release an array.
-      .def("close", &ShmCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &ShmCommunicator::close, Unlocked());
   bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 }

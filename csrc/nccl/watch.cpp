@@ -118,8 +118,10 @@ void NcclCommunicator::close() {
     changed_.wait_for(lock, orderly ? finalize_seconds : abort_seconds, [&] { return ended_; });
   }
   watcher_.join();
-  if (warning_.valid()) warning_.wait();
-  hooks_.warn = nullptr;  // its end takes Python's lock, which the thread that destroys this may not do
+  // Both hold a function of Python. The calling thread, often the last that lets go of this, cannot free it: the
+  // interpreter may have ended.
+  warning_ = {};  // waits
+  hooks_.warn = nullptr;
   board_->close();
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._core import set_leak_warnings
 from .group.process_group import DistoptProcessGroup
 from .join import join
 from .private import keep_works_of_join, replace_monitored_barrier
@@ -21,7 +20,6 @@ def register_backend() -> None:
     dist.Backend.register_backend("distopt", join, extended_api=True, devices=["cpu"])
     _extend_monitored_barrier()
     keep_works_of_join()
-    set_leak_warnings(False)  # DTensor keeps its groups, and they their communicators, until the process has ended
 
 
 def _extend_monitored_barrier() -> None:

@@ -5,15 +5,21 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from distopt import _core
+from distopt.comm import nccl
 from distopt.errors import CommunicatorError, MismatchError, UsageError
 from distopt.settings import Settings
 from tests.emulation import build
@@ -275,6 +281,33 @@ def test_close_is_idempotent_and_final(job: LocalJob) -> None:
     comm.close()
     with pytest.raises(CommunicatorError, match="use it before close"):
         comm.all_reduce(comm.xp.zeros(3))
+
+
+@with_ranks(2)
+def test_a_closed_communicator_holds_no_object_of_python(job: LocalJob) -> None:
+    """The last to let go of it is often its calling thread, perhaps when the interpreter has ended."""
+    heard, boards, make = threading.Event(), [], _core.NcclBoard
+
+    def hear(_text: str) -> None:
+        heard.set()
+
+    def remember(*given: Any) -> _core.NcclBoard:
+        boards.append(make(*given))
+        return boards[0]
+
+    nccl._log, _core.NcclBoard = SimpleNamespace(warning=hear), remember
+    before = sys.getrefcount(hear)
+    comm = connect(job, replace(PATIENT, stall_warning=0.2), CONNECTED="1")
+    if job.topology.rank != 0:
+        job.all_gather(b"")
+    work = comm.all_reduce(comm.xp.zeros(3))
+    if job.topology.rank == 0:
+        assert heard.wait(PATIENT.timeout)
+        job.all_gather(b"")
+    work.wait(PATIENT.timeout)
+    comm.close()
+    assert sys.getrefcount(hear) == before
+    assert sys.getrefcount(boards[0]) == 2  # of the list, and of this call
 
 
 @with_ranks(2)

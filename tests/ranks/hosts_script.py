@@ -12,6 +12,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
+from distopt import _core
 from distopt.comm import Communicator, create
 from distopt.errors import CommunicatorError, MismatchError
 from distopt.launch.job.mpi import MpiJob
@@ -68,6 +69,7 @@ def mismatches(job: MpiJob) -> str:
 
 def main() -> None:
     how, hosts = sys.argv[1], sys.argv[2:]
+    _core.set_leak_warnings(True)
     logging.basicConfig(level=logging.INFO)
     job = MpiJob(host=f"host-{hosts[0][MPI.COMM_WORLD.rank]}" if hosts else None)
     rank, last = job.topology.rank, job.topology.world_size - 1

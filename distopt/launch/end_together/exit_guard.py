@@ -150,7 +150,8 @@ class ExitGuard:
                 _say(self._says(f"left with exit code {self._exit_code}"))
             self.abort(self._exit_code)
         while self.communicators:  # after sys.exit, too, no peer may wait for this rank
-            self.communicators.pop().close()
+            with contextlib.suppress(UsageError):  # a daemon thread of the script waits in it
+                self.communicators.pop().close()
         if not self._mpi.Is_finalized():  # by the script
             for farewell in self.farewells:
                 farewell()
