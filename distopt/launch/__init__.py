@@ -6,9 +6,9 @@ Every start ends in `join`, which makes a `Job`:
   rank has the ticket of its parent (`job.multiprocess`).
 - `distopt run`: on each node, `nodes.agent` starts a program for each rank and supervises them in the same way. On
   several nodes `nodes.owner`, which is part of one of the agents, decides for all.
-- torchrun, srun, horovodrun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the ranks derive a
-  key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to a server that
-  rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
+- torchrun, srun, horovodrun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the
+  ranks derive a key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to
+  a server that rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
 - mpiexec connects the ranks by itself (`rendezvous.mpi`, `job.mpi`).
 
 The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). All connections
