@@ -105,6 +105,11 @@ class DistOpt:
         """Collective."""
         if not isinstance(opt, Optimizer):
             raise UsageError(f"DistOpt wraps an optimizer, such as opt.SGD(lr=0.1); got {opt!r}")
+        if not isinstance(communicator, Communicator | None):
+            raise UsageError(
+                f"DistOpt takes a communicator of distopt, such as World(MpiJob(comm)).communicator for an mpi4py "
+                f"communicator; got {communicator!r}"
+            )
         self.codec = codec
         Engine.check_options(non_finite, check_every)
         if clip_grad_norm is not None:

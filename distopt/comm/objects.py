@@ -56,13 +56,25 @@ def _noted(value: Any, path: str, contents: list[bytes]) -> Any:
     if kind is bytes:
         contents.append(value)
         return ["bytes", len(value)]
-    if (kind is np.ndarray or isinstance(value, np.generic)) and not value.dtype.hasobject:
+    if (kind is np.ndarray or isinstance(value, np.generic)) and _is_in_npy(value.dtype):
         stream = io.BytesIO()
         np.lib.format.write_array(stream, np.asanyarray(value), allow_pickle=False)
         contents.append(stream.getvalue())
         return ["array" if kind is np.ndarray else "scalar", len(contents[-1])]
     check_unmasked(value)
-    raise UsageError(f"{path} is a {kind.__name__}, which is not sent; convert it to {_CARRIED}")
+    of_type = f" of {value.dtype}" if kind is np.ndarray else ""
+    raise UsageError(f"{path} is a {kind.__name__}{of_type}, which is not sent; convert it to {_CARRIED}")
+
+
+def _is_in_npy(dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy's format has this type; of others, such as bfloat16 of ml_dtypes, it keeps the size only."""
+    if dtype.hasobject:
+        return False
+    try:
+        described = np.lib.format.dtype_to_descr(dtype)
+    except ValueError:  # fields that overlap
+        return False
+    return np.lib.format.descr_to_dtype(described) == dtype
 
 
 def _read(note: Any, stream: io.BytesIO) -> Any:

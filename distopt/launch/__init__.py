@@ -6,9 +6,9 @@ Every start ends in `join`, which makes a `Job`:
   rank has the ticket of its parent (`job.multiprocess`).
 - `distopt run`: on each node, `nodes.agent` starts a program for each rank and supervises them in the same way. On
   several nodes `nodes.owner`, which is part of one of the agents, decides for all.
-- torchrun, srun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the ranks derive a
-  key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to a server that
-  rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
+- torchrun, srun, horovodrun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the
+  ranks derive a key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to
+  a server that rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
 - mpiexec connects the ranks by itself (`rendezvous.mpi`, `job.mpi`).
 
 The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). All connections
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ..errors import LaunchError
+from ..errors import LaunchError, UsageError
 from .end_together import siblings
 from .end_together.report import supervisor
 from .job.base import Job
@@ -79,10 +79,16 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     Raises:
         LaunchError: the arguments or the launcher's variables contradict each other, or a rank has started this
             process by multiprocessing.
+        UsageError: `ticket` is no Ticket.
         MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
     """
     if ticket is None:
         refuse_worker()
+    elif not isinstance(ticket, Ticket):
+        raise UsageError(
+            f"{ticket!r} was given where a Ticket is expected; ranks of an mpi4py communicator make a world of their "
+            "own by World(MpiJob(comm)) (docs/guide/collectives.md)"
+        )
     if ticket is not None and origin.place != (local_rank, world_size):
         if local_rank is None or world_size is None:
             raise LaunchError(

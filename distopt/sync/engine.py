@@ -172,8 +172,13 @@ class Engine:
         else:
             self._loaded |= old.get_states()
             old = None
-        check_names(self._loaded, list(unique_names(params).values()))
-        if old is not None:
+        names = set(unique_names(params).values())
+        saved = {key.split("/", 2)[2] for key in self._loaded}
+        known = {str(param.name) for param in self.agreement.attached.values()}
+        if old is None:
+            check_names(self._loaded, saved if saved <= known else names)
+        if old is not None or saved not in (set(), names):  # layers have been frozen or thawed
+            self._loaded = {}
             log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
         small_first = self.communicator.overlaps
         return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.agreement.prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..checks import check_integer
 from ..comm.base import Array
@@ -175,7 +175,7 @@ class Layout:
             _load(kind, states, loaded)
 
 
-def check_names(saved: States, names: Sequence[str]) -> None:
+def check_names(saved: States, names: Collection[str]) -> None:
     """Local. Check that saved states belong to these parameters.
 
     Raises:

@@ -494,6 +494,52 @@ def test_states_of_another_model_are_refused_at_every_step():
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize("first", [slice(0, None), slice(2, None)], ids=["then some", "then all"])
+def test_a_run_that_resumes_where_other_parameters_begin_to_train_goes_on_as_if_undisturbed(first):
+    """A residual per kind of codec: of the next step, of a step before, and of none in the run that resumes."""
+    codecs = [ErrorFeedback(TopK(0.1)), ErrorFeedback(Threshold(1.0)), Fp32()]
+    then = slice(2 - first.start, None)
+
+    def run(own, some, codec, number):
+        own.params, own.version = own.everyone[some], own.version + 1
+        return own.run(codec, gradients(own.rank, number)[some])
+
+    def body(comm):
+        whole, late, later = Rank(comm), Rank(comm), Rank(comm)
+        for own in (whole, late, later):
+            own.everyone = own.params
+            own.engine.agreement.attach(own.params)
+        for number, codec in enumerate(codecs):
+            run(whole, first, codec, number)
+        late.engine.set_states(whole.engine.get_states())
+        later.engine.set_states(whole.engine.get_states())
+        for own in (whole, later):
+            run(own, first, Fp32(), 3)
+        for number, codec in enumerate(codecs, 4):
+            expected = run(whole, then, codec, number)
+            for own in (late, later):
+                assert same_bits(run(own, then, codec, number), expected)
+                assert own.engine.get_states().keys() == whole.engine.get_states().keys()
+
+    on_ranks(2, body)
+
+
+def test_states_that_lack_a_parameter_of_one_kind_are_refused_though_others_trained():
+    def body(comm):
+        own, fresh = Rank(comm), Rank(comm)
+        for codec in (ErrorFeedback(TopK(0.1)), ErrorFeedback(Threshold(1.0))):
+            own.run(codec, gradients(own.rank))
+        states = own.engine.get_states()
+        del states["ErrorFeedback(TopK)/residual/fc.W"]
+        fresh.engine.agreement.attach(fresh.params)
+        fresh.params = fresh.params[1:]
+        fresh.engine.set_states(states)
+        with pytest.raises(StateError, match=r"lack that of fc\.W"):
+            fresh.begin(ErrorFeedback(TopK(0.1)))
+
+    on_ranks(1, body)
+
+
 def test_parameters_without_names_have_states_too():
     def body(comm):
         own = Rank(comm)

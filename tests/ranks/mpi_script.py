@@ -9,7 +9,7 @@ from distopt import launch
 from distopt.comm import create
 
 job = launch.join()
-communicator = create(job, "mpi")
+communicator = create(job, *sys.argv[2:] or ["mpi"])
 communicator.barrier()
 sys.stdout.write(f"rank {job.topology.rank} of {job.topology.world_size}\n")  # one write: whole lines
 sys.stdout.flush()
@@ -28,4 +28,16 @@ if how != "success" and job.topology.rank == job.topology.world_size - 1:
         raise ValueError("0123456789" * 5_000_000 + " the end of the text")
     if how == "wait":
         signal.pause()
+if how == "finalize":
+    MPI = sys.modules["mpi4py.MPI"]
+    try:
+        if job.topology.rank == job.topology.world_size - 1:
+            raise ValueError("the cause")
+        communicator.barrier()
+    finally:
+        MPI.Finalize()
+if how in ("use", "make"):
+    sys.modules["mpi4py.MPI"].Finalize()
+    if how == "make":
+        create(job, sys.argv[2])
 communicator.barrier()

@@ -69,6 +69,19 @@ def test_srun_on_one_host_and_jobs_that_never_meet():
     ]
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_of_horovodrun_are_one_job(n):
+    places = {"HOROVOD_RANK": "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK": "HOROVOD_LOCAL_SIZE"}
+    store = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(JOB)}
+    envs = [store | dict.fromkeys(places, str(rank)) | dict.fromkeys(places.values(), str(n)) for rank in range(n)]
+    ended = [program.end() for program in [Program([sys.executable, SCRIPT, "ok"], env) for env in envs]]
+    assert [one.code for one in ended] == [0] * n, ended
+    here = os.uname().nodename
+    assert [one.stdout for one in ended] == [
+        f"rank {rank} of {n}, {rank} of {n} on {here}: LaunchedJob shm mpi=False\n" for rank in range(n)
+    ]
+
+
 def test_killed_rank_is_named_on_one_host_though_the_others_do_not_communicate():
     programs = [Program([sys.executable, SCRIPT, "SIGKILL"], slurm(rank, 3, "here", 1)) for rank in range(3)]
     programs[0].read_lines(1)

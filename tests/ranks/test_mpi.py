@@ -14,6 +14,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich
 from distopt import _core, launch
 from distopt.comm import create
 from distopt.comm.mpi.communicator import MpiCommunicator
+from distopt.comm.world import World
 from distopt.errors import (
     CommunicatorClosedError,
     LaunchError,
@@ -69,6 +70,16 @@ def test_hosts_are_told_apart_and_each_has_a_group(job):
     fake.close()
     with pytest.raises(LaunchError, match="closed"):
         fake.all_gather(b"")
+
+
+def test_a_communicator_of_mpi4py_has_a_world_of_its_own(job):
+    rank, size = job.topology.rank, job.topology.world_size
+    half = job.comm.Split(rank % 2, -rank)
+    members = [other for other in reversed(range(size)) if other % 2 == rank % 2]
+    with World(launch.MpiJob(half)) as world:
+        assert (world.rank, world.world_size) == (members.index(rank), len(members))
+        assert world.all_gather(10 * rank).tolist() == [10 * other for other in members]
+    half.Free()
 
 
 def test_join_is_the_mpi_job():

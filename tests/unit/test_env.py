@@ -67,6 +67,33 @@ def test_tasks_of_submitit_on_one_machine_are_ranks():
     assert (inner.rank, inner.size) == (3, 8)
 
 
+HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+HOROVOD_STORE = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711"}
+
+
+def test_ranks_of_horovodrun():
+    info = launcher(HOROVOD)
+    assert info is not None
+    assert (info.name, info.rank, info.size, info.local_rank, info.local_size) == ("horovodrun", 1, 2, 1, 2)
+    found = meeting(info, HOROVOD | HOROVOD_STORE)
+    assert found is not None
+    assert found.one_host
+    of_another_job = meeting(info, HOROVOD | HOROVOD_STORE | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "4712"})
+    assert of_another_job is not None
+    assert of_another_job.key != found.key
+    with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_ADDR is not set; start the job with horovodrun"):
+        meeting(info, HOROVOD)
+    across = HOROVOD | HOROVOD_STORE | {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+    info = launcher(across)
+    assert info is not None
+    found = meeting(info, across)
+    assert found is not None
+    assert (found.one_host, found.address) == (False, "10.0.0.1")
+    inner = launcher(HOROVOD | PMI)
+    assert inner is not None
+    assert (inner.rank, inner.size) == (3, 8)
+
+
 def test_tasks_of_a_job_script_that_nobody_started():
     assert unstarted_tasks(SBATCH) == 8
     assert unstarted_tasks(SRUN) == 0

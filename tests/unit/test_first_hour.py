@@ -62,6 +62,8 @@ def test_a_tensor_of_one_element_is_a_number():
     ("mistake", "text"),
     [
         (lambda: opt.DistOpt(0.1), "DistOpt wraps an optimizer, such as .* got 0.1"),
+        (lambda: opt.DistOpt(opt.SGD(), communicator=3), "DistOpt takes a communicator of distopt, .* got 3"),
+        (lambda: opt.DistOpt(opt.SGD(), 3), "3 was given where a Ticket is expected; ranks of an mpi4py communicator"),
         (lambda: opt.DistOpt(opt.SGD), "DistOpt wraps an optimizer, such as .* got <class"),
         (lambda: opt.DistOpt(opt.DistOpt(opt.SGD())), "DistOpt wraps an optimizer, such as .* got <distopt"),
         (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is not a codec; pass one, .*top-k"),

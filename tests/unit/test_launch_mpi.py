@@ -75,6 +75,34 @@ def test_exception_in_one_rank_ends_the_job_and_is_shown_whole():
     assert ended.stderr.count("Traceback") == 1
 
 
+# -- a script that calls MPI_Finalize itself ---------------------------------------------------------------------------
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+def test_a_rank_that_finalizes_because_of_an_exception_leaves_no_other_waiting(backend):
+    ended = mpiexec(2, SCRIPT, "finalize", backend, env={"DISTOPT_TIMEOUT": "1000"})  # longer than a test waits
+    assert ended.code != 0
+    assert re.search(r"^rank 1 on \S+ \(pid \d+\) failed:\nTraceback", ended.stderr, re.M), ended.stderr
+    assert "\nValueError: the cause\n" in ended.stderr
+    assert "CommunicatorClosedError: rank" in ended.stderr
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(
+    ("how", "backend", "text"),
+    [
+        ("use", "shm", "ClosedError: rank {} (host "),
+        ("use", "mpi", "ClosedError: rank {} (host "),
+        ("make", "shm", "LaunchError: rank {} on "),
+    ],
+)
+def test_what_follows_mpi_finalize_is_refused(how, backend, text):
+    ended = mpiexec(2, SCRIPT, how, backend)
+    assert ended.code != 0
+    assert any(text.format(rank) in ended.stderr for rank in (0, 1)), ended.stderr
+    if how == "make":
+        assert "called MPI_Finalize" in ended.stderr
+
+
 @pytest.mark.slow
 def test_killed_rank_is_noticed_even_if_mpiexec_is_not_awake(tmp_path):
     log = tmp_path / "stderr"  # mpiexec drops what it has not read when a rank aborts

@@ -335,13 +335,14 @@ def looped() -> list:
         ({"a": [0, (1, 2j)]}, "obj['a'][1][1] is a complex"),
         ({(1, 2j): 1}, "a key of obj[1] is a complex"),
         ({"w": tensor.Tensor((2,))}, "obj['w'] is a Tensor"),
-        ([np.array([None])], "obj[0] is a ndarray"),
+        ([np.array([None])], "obj[0] is a ndarray of object"),
+        (np.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 0]}), "obj is a ndarray of {"),
         (lambda: 1, "obj is a function"),
         (10**5000, "obj is a int"),
         ({10**5000: 1}, "a key of obj is a int"),
         (looped(), "obj is nested too deeply, or contains itself"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_the_offending_part_is_named(world, value, message):
     with pytest.raises(UsageError) as caught:

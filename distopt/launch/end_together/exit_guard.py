@@ -68,12 +68,15 @@ class ExitGuard:
         self._left = False  # all jobs were closed
         self._exit_code = 0
         self._mpi: Any = None
+        self._rank = 0
         self._pid = 0
 
     def arm(self, mpi: ModuleType) -> None:
         """Local. From now on, leaving early ends the job."""
         if self._mpi is None:
-            self._mpi, self._pid = mpi, os.getpid()
+            self._mpi, self._pid, self._rank = mpi, os.getpid(), mpi.COMM_WORLD.rank
+            # MPI_Finalize, which the script may call, begins with the attributes of COMM_SELF.
+            mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=self._finalizing), None)
             sys.excepthook = partial(self._uncaught, supervisor.unhook())
             # Both must be replaced. Whether to close the communicators or to abort is decided in an
             # exit handler of Python, which does not get the exit code; C's `on_exit` gets it when Python has ended.
@@ -149,14 +152,20 @@ class ExitGuard:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 _say(self._says(f"left with exit code {self._exit_code}"))
             self.abort(self._exit_code)
-        while self.communicators:  # after sys.exit, too, no peer may wait for this rank
-            with contextlib.suppress(UsageError):  # a daemon thread of the script waits in it
-                self.communicators.pop().close()
-        if not self._mpi.Is_finalized():  # by the script
-            for farewell in self.farewells:
-                farewell()
+        self._close()  # after sys.exit, too, no peer may wait for this rank
         if self.others is not None:
             self._finalize()  # waits for the other ranks while a thread still hears of their end
+
+    def _close(self) -> None:
+        while self.communicators:
+            with contextlib.suppress(UsageError):  # a daemon thread of the script waits in it
+                self.communicators.pop().close()
+        while self.farewells:
+            self.farewells.pop()()
+
+    def _finalizing(self, *_: object) -> None:
+        if self._is_rank:
+            self._close()
 
     def _finalize(self) -> None:
         if not self._mpi.Is_finalized():
@@ -165,7 +174,7 @@ class ExitGuard:
             self.others.leave()
 
     def _says(self, text: str) -> str:
-        return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
+        return f"rank {self._rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
 
     def abort(self, code: int) -> None:
         """Local. End all ranks of the launcher's job."""

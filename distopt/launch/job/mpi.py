@@ -92,7 +92,7 @@ class MpiJob(Job):
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective. See `Job.all_gather`."""
         self._check_open()
-        return all_gather(import_mpi(), self.comm, payload, self._settings)
+        return all_gather(start_mpi(), self.comm, payload, self._settings)
 
     def _make_host_group(self) -> HostGroup:
         topology, settings = self.topology, self._settings

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ...errors import LaunchError
 from .base import Launcher, LauncherInfo
 from .distopt_run import DISTOPT_RUN
+from .horovodrun import Horovodrun
 from .mpich import Mpich
 from .open_mpi import OpenMpi
 from .srun import SRUN
@@ -20,7 +21,8 @@ from .torchrun import Torchrun
 
 __all__ = ["LAUNCHERS", "LauncherInfo", "launcher", "launcher_of"]
 
-LAUNCHERS = (DISTOPT_RUN, Torchrun(), OpenMpi(), Mpich(), SRUN, Submitit())  # from the innermost to the outermost
+# From the innermost to the outermost.
+LAUNCHERS = (DISTOPT_RUN, Torchrun(), OpenMpi(), Mpich(), Horovodrun(), SRUN, Submitit())
 
 
 def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:

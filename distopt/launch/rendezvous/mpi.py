@@ -31,8 +31,15 @@ def start_mpi() -> ModuleType:
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
+        LaunchError: the MPI library cannot be started by this launcher, a rank is missing, or MPI has been finalized.
     """
     MPI = import_mpi()
+    if MPI.Is_finalized():
+        info = launcher()
+        raise LaunchError(
+            f"rank {info.rank if info else 0} on {socket.gethostname()} (pid {os.getpid()}) has called MPI_Finalize, "
+            "after which it can join no job and make no communicator; leave that call to distopt, at the script's end"
+        )
     if MPI.COMM_WORLD.size > 1:
         remove_shared_files()
         guard.arm(MPI)

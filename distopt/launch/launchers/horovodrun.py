@@ -1,0 +1,24 @@
+"""horovodrun with Gloo, which numbers the ranks and does not connect them. With MPI it calls mpiexec, which decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..mpi_quirks import is_open_mpi
+from .base import Launcher
+
+
+class Horovodrun(Launcher):
+    """horovodrun, by the variables that it sets for each rank."""
+
+    name = "horovodrun"
+    rank, size = "HOROVOD_RANK", "HOROVOD_SIZE"
+    local_rank, local_size = "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    prefixes = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_")
+    may_start_launchers = True
+    address = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # of horovodrun itself, which is to run on the host of rank 0
+    job_variables = (address, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+    def misfit(self, library: str, env: Mapping[str, str]) -> str:
+        """Local. See `Launcher.misfit`; Open MPI needs its own mpiexec."""
+        return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""
