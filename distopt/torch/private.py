@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 _Kind = TypeVar("_Kind", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _bindings = torch._C._distributed_c10d
 
 _AUTOGRAD = "to tell whether, and in which backward pass, a collective is called"
@@ -142,13 +143,19 @@ def untraced(kind: _Kind) -> _Kind:
     """
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
-            method._torchdynamo_disable = True  # type: ignore[attr-defined] # for callers that are traced
-            with contextlib.suppress(ImportError):  # PyTorch built without a compiler
-                from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-                strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-                set_code_exec_strategy(method.__code__, strategy)  # for callers outside of a graph
+            untraced_function(method)
     return kind
+
+
+def untraced_function(function: _Function) -> _Function:
+    """Local. Have compiled code, also that of compiled autograd, call a function without tracing it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined] # for callers that are traced
+    with contextlib.suppress(ImportError):  # PyTorch built without a compiler
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, strategy)  # for callers outside of a graph
+    return function
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

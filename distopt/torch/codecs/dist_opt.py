@@ -19,7 +19,7 @@ from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine,
 from ...sync.layout import Layout
 from ...sync.step import GradientCounter
 from ..ddp.plain_model import plain_model
-from ..private import call_after_backward, current_backward_pass, is_nested_backward
+from ..private import call_after_backward, current_autograd_node, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
@@ -311,6 +311,11 @@ class DistOpt(torch.optim.Optimizer):
         if self._shards is not None and self._shards.precedes_last:
             return
         number = current_backward_pass()
+        if current_autograd_node() is None:
+            raise UsageError(
+                "compiled autograd calls nothing at the end of a backward pass, when gradients are averaged; leave "
+                "torch._dynamo.config.compiled_autograd False, and compile the model only"
+            )
         if self._step is not None and number > self._pass and not is_nested_backward():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites

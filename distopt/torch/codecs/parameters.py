@@ -17,7 +17,7 @@ from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...sync.layout import Layout
-from ..private import current_autograd_node
+from ..private import current_autograd_node, untraced_function
 from ..tensors import array_of, is_of
 
 _views: weakref.WeakKeyDictionary[Layout, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()  # see `views_of`
@@ -136,11 +136,13 @@ class GradientHook:
     ) -> None:
         tensor, trains, this = param.tensor, param.tensor.requires_grad, weakref.ref(self)
 
+        @untraced_function
         def take(_: object, grads: tuple[torch.Tensor | None, ...]) -> None:
             if grads[0] is not None and (method := taker()) is not None:
                 method(param, tensor)
 
         # The tensor keeps this, and the node keeps the tensor: with the node in it, gc could free none of them.
+        @untraced_function
         def follow(_: torch.Tensor) -> None:
             if (hook := this()) is not None:
                 hook._follow()

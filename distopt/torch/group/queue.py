@@ -213,7 +213,7 @@ class OperationQueue:
         self._waiting = 0  # number of threads that wait for the condition
         self._queue: deque[PendingWork] = deque()
         self._begun = 0  # number of operations at the front of the queue that have started
-        self._busy = False  # a thread uses the communicator
+        self._busy = 0  # the thread that uses the communicator
         self._untold: deque[PendingWork] = deque()  # operations that have ended, with callbacks to run
         self._teller = 0  # the thread that runs callbacks
         self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # a weak reference: the last backward pass
@@ -224,19 +224,24 @@ class OperationQueue:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
-        """Local. Take the communicator, and return True, if the queue is empty. Call `leave` after the operation."""
+        """Local. Take the communicator, and return True, if the queue is empty. Call `leave` after the operation.
+
+        Raises:
+            DistBackendError: a signal handler calls this while an operation of its thread uses the communicator.
+        """
         if _with_operations:
             self._let_others_go_on()
         with self._lock:  # the condition's own; entering the condition would take six times as long
             if self._busy or self._queue:
+                self._refuse_interrupted()
                 return False
-            self._busy = True
+            self._busy = threading.get_ident()
             return True
 
     def leave(self) -> None:
         """Local. Give the communicator back, after `enter` has returned True."""
         with self._lock:
-            self._busy = False
+            self._busy = 0
             if self._waiting:
                 self._condition.notify_all()
 
@@ -247,20 +252,25 @@ class OperationQueue:
             _with_operations.add(self)
             if self._busy:
                 return
-            self._busy = True
+            self._busy = threading.get_ident()
         self._begin()
         self.leave()
 
     def complete(self, work: PendingWork) -> None:
-        """Local. Carry out the operations up to `work`, or wait while another thread does."""
+        """Local. Carry out the operations up to `work`, or wait while another thread does.
+
+        Raises:
+            DistBackendError: a signal handler calls this while an operation of its thread uses the communicator.
+        """
         while True:
             self._let_others_go_on()
             with self._lock:
                 if self._busy and not work.ended:
+                    self._refuse_interrupted()
                     self._wait(lambda: not self._busy or work.ended)
                 if work.ended:
                     return
-                self._busy = True
+                self._busy = threading.get_ident()
             self._carry_out_first()
 
     def until_told(self, work: PendingWork) -> None:
@@ -301,7 +311,7 @@ class OperationQueue:
             with self._lock:
                 if self._busy or work.ended:
                     break
-                self._busy = True
+                self._busy = threading.get_ident()
             self._begin()
             if not self._queue[0].done():
                 self.leave()
@@ -351,6 +361,14 @@ class OperationQueue:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- internal ------------------------------------------------------------------------------------------------------
+    def _refuse_interrupted(self) -> None:
+        """Local. Refuse to wait for an operation of this thread: a signal handler has interrupted it."""
+        if self._busy == threading.get_ident():
+            raise dist.DistBackendError(
+                "a signal handler waits for a collective of the group whose collective it has interrupted, and that "
+                "goes on only after the handler; set a variable in the handler, and call collectives between steps"
+            )
+
     def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
         """Local. Wait until `predicate` holds, at most `seconds` (None: no limit); return whether it holds."""
         with self._lock:
@@ -380,7 +398,7 @@ class OperationQueue:
             self._begun = max(self._begun - 1, 0)
             if not self._queue:
                 _with_operations.discard(self)
-            self._busy = False
+            self._busy = 0
             self._condition.notify_all()
         self._tell()
 

@@ -11,4 +11,4 @@ CHECKS = {
     if name.startswith("check_") and function.__module__ == subject.__name__
 }
 # A compiler's processes, and hooks of C++, are not for every run: `make torch` has them.
-BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "builtin_hooks")
+BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "dist_opt_under_compiled_autograd", "builtin_hooks")

@@ -472,6 +472,23 @@ def check_dist_opt_in_nested_backward_passes(r: Ranks) -> None:
         ours.close()
 
 
+def check_dist_opt_under_compiled_autograd(r: Ranks) -> None:
+    """It would leave the gradients of each rank in `.grad`; the step after the error is as if there had been none."""
+    disturbed, undisturbed = network(), network()
+    ours, theirs = dist_opt(disturbed), dist_opt(undisturbed)
+    for x, y in batches(r.rank, 1):
+        loss = torch.nn.functional.cross_entropy(disturbed(x), y)
+        with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(UsageError, match="leave torch"):
+            torch.compile(loss.backward, backend="eager")()
+    train(disturbed, ours, r.rank, 2)
+    train(undisturbed, theirs, r.rank, 2)
+    for one, other in zip(params_of(disturbed), params_of(undisturbed), strict=True):
+        same(one, other)
+        same_on_all_ranks(one, "a parameter")
+    ours.close()
+    theirs.close()
+
+
 def check_dist_opt_with_a_grad_scaler(r: Ranks) -> None:
     """An overflow on one rank makes the scalers of all ranks skip a step, and halves their scales."""
     for name, options in CODECS.items():

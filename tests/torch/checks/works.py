@@ -1,9 +1,11 @@
 """Works: who carries operations out, when, and in which order."""
 
+import signal
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ import distopt.torch
 from distopt.torch.group.queue import PendingWork
 
 from .ddp import network
-from .ranks import Ranks, reduced, same, same_on_all_ranks, values
+from .ranks import Ranks, reduced, same, same_on_all_ranks, values, with_error
 
 
 def check_inference_mode(r: Ranks) -> None:
@@ -285,3 +287,32 @@ def check_works_that_compiled_code_waits_for(r: Ranks) -> None:
             dist.irecv(received, before)
             dist.isend(values(r.rank, torch.float32, shape), (r.rank + 1) % r.size)
             same(wait(received), values(before, torch.float32, shape), f"the message of {shape}")
+
+
+def check_collectives_in_signal_handlers(r: Ranks) -> None:
+    """A handler that waits for a collective of the group whose collective it has interrupted would never return."""
+    if len(r.counts) > 1 or r.size == 1:  # between hosts, a handler runs after the wait
+        return
+    group, store = dist.new_group(list(r.all), timeout=timedelta(seconds=30)), dist.group.WORLD.get_group_store()
+    first, second = (torch.full((300,), float(place + r.rank)) for place in (0, 1))
+    works = []
+
+    def handle(*_: object) -> None:
+        with_error(dist.DistBackendError, "signal handler waits", dist.all_reduce, torch.ones(2), group=group)
+        works.append(dist.all_reduce(second, group=group, async_op=True))
+        with_error(dist.DistBackendError, "signal handler waits", works[0].wait)
+        store.set("signal handled", "")
+
+    if r.rank == 0:
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        dist.all_reduce(first, group=group)
+        signal.signal(signal.SIGALRM, before)
+        works[0].wait()
+    else:
+        store.wait(["signal handled"], timedelta(seconds=30))
+        for own in (first, second):
+            dist.all_reduce(own, group=group)
+    for place, own in enumerate((first, second)):
+        same(own, torch.full((300,), float(sum(place + q for q in r.all))))
+    dist.destroy_process_group(group)
