@@ -1,7 +1,10 @@
 #include "base/early_exit.h"
 
+#include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -28,6 +31,17 @@ Refusal& refusal() {
   ::_exit(1);
 }
 
+int awaited_child = 0;
+int awaiting_socket = -1;
+
+void await_child() {
+  // Forked children have no such child: waitpid fails, and the socket, which they may share, stays as it is.
+  if (::waitpid(awaited_child, nullptr, WNOHANG) != 0) return;
+  ::shutdown(awaiting_socket, SHUT_WR);
+  while (::waitpid(awaited_child, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
 }  // namespace
 
 void refuse_early_exit(std::string text) {
@@ -36,6 +50,13 @@ void refuse_early_exit(std::string text) {
   (void)registered;
 #endif
   refusal() = {std::move(text), ::getpid()};
+}
+
+void exit_after(int pid, int fd) {
+  awaited_child = pid;
+  awaiting_socket = fd;
+  static const int registered = std::atexit(await_child);
+  (void)registered;
 }
 
 }  // namespace distopt

@@ -29,6 +29,8 @@ NB_MODULE(_core, m) {
   m.def("build_info", &build_info, "Compiler and flags of this build.");
   m.def("refuse_early_exit", &distopt::refuse_early_exit, nb::arg("text"),
         "Have C's exit(0) say `text` and end this process with code 1; an empty text takes that back.");
+  m.def("exit_after", &distopt::exit_after, nb::arg("pid"), nb::arg("fd"),
+        "Have C's exit hang up the socket `fd`, and wait for this process's child `pid`.");
   // What a daemon thread, or another package, still holds when the process ends is no leak.
   nb::set_leak_warnings(false);
   m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("value"),

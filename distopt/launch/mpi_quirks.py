@@ -71,10 +71,11 @@ def spare_reads(local_rank: int | None, local_size: int | None) -> None:
     and between process namespaces, such as containers of their own, and where a filter of system calls (seccomp)
     forbids process_vm_readv. MPI_Init fails then, or the first large message: MPICH looks at Yama's ptrace_scope only.
     """
-    if _SWITCH in os.environ or local_size == 1 or not (reason := _refusal()):
+    if _SWITCH in os.environ or not (reason := _refusal()):
         return
     os.environ[_SWITCH] = "0"
-    if not local_rank:
+    # Containers of one host may share its name, by which MPICH finds the ranks that it connects through shared memory.
+    if not local_rank and local_size != 1:
         _log.warning("%s, so MPICH copies messages between ranks of one host once more (%s=0)", reason, _SWITCH)
 
 

@@ -13,6 +13,7 @@ import http.client
 import io
 import logging
 import os
+import stat
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -157,8 +158,15 @@ def _from_files(paths: list[Path], verify: bool) -> Digits:
 
 def _find(folder: Path, name: str) -> Path | None:
     dotted = name.replace("-idx", ".idx")
-    candidates = (folder / f"{stem}{suffix}" for suffix in ("", ".gz") for stem in (name, dotted))
-    return next((path for path in candidates if path.is_file()), None)
+    for path in (folder / f"{stem}{suffix}" for suffix in ("", ".gz") for stem in (name, dotted)):
+        try:
+            if stat.S_ISREG(path.stat().st_mode):
+                return path
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # a folder that this user may not enter, for example
+            raise DataError(f"{path}: {error.strerror or error}; check the path and its permissions") from error
+    return None
 
 
 def _check_digits(arrays: list[NDArray[Any]], paths: list[Path]) -> None:
@@ -281,7 +289,7 @@ def _fetch(url: str) -> bytes:
     deadline = time.monotonic() + FILE_SECONDS
     content = bytearray()
     with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer:
-        while chunk := answer.read(1 << 16):
+        while chunk := answer.read1(1 << 16):  # read would wait until it has all of these bytes
             content += chunk
             if len(content) > MAX_DOWNLOAD_BYTES:
                 raise DataError(f"{url}: more than {MAX_DOWNLOAD_BYTES} bytes; this is not MNIST")

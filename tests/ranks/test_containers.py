@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.networks.emulation import LINK
 from tests.faults.backends import own_memory
-from tests.processes import ROOT, Ended, Program, is_open_mpi, mpiexec_command
+from tests.processes import ROOT, Ended, Program, free_port, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
@@ -128,3 +128,20 @@ def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
     ended = [Program(command, {"DISTOPT_TIMEOUT": "60"}).end()]
     assert_sums(ended, 4, "hierarchical")
     assert_said(ended)
+
+
+@pytest.mark.parametrize("container", ["process namespaces"])
+@pytest.mark.parametrize("hosts", [["pod-0", "pod-1"], ["pod", "pod"]], ids=["two host names", "one host name"])
+def test_ranks_that_are_process_1_by_variables(container, hosts, memory):
+    """As in pods, or by `docker run`, without an init: rank 0 takes its container along at its end."""
+    port = free_port()
+    programs = []
+    for rank, host in enumerate(hosts):
+        command = ["unshare", "--uts", *CONTAINERS[container][:-2], "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
+        script = [sys.executable, str(ROOT / "tests" / "ranks" / "late_finalize_script.py")]
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DISTOPT_TIMEOUT": "60"}
+        programs.append(Program(memory + command + script, variables))
+    ended = [program.end() for program in programs]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [one.stdout.split(":")[0] for one in ended] == ["rank 0 of 2", "rank 1 of 2"], ended

@@ -8,6 +8,7 @@ import socket
 import struct
 from functools import partial
 
+from ... import _core
 from ...errors import LaunchError
 from ..end_together.watch import Watch, start_server
 from ..gate import CONNECT_SECONDS, FOR_PMI
@@ -53,6 +54,9 @@ class Member(Watch):
             self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
             self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
+        if self.server is not None:
+            # The kernel ends a container, with the server, at the end of its process 1: this one, or its agent.
+            _core.exit_after(self.server.pid, self.fileno())
 
     def environment(self) -> contextlib.AbstractContextManager[None]:
         """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
