@@ -158,15 +158,17 @@ def _from_files(paths: list[Path], verify: bool) -> Digits:
 
 def _find(folder: Path, name: str) -> Path | None:
     dotted = name.replace("-idx", ".idx")
-    for path in (folder / f"{stem}{suffix}" for suffix in ("", ".gz") for stem in (name, dotted)):
-        try:
-            if stat.S_ISREG(path.stat().st_mode):
-                return path
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:  # a folder that this user may not enter, for example
-            raise DataError(f"{path}: {error.strerror or error}; check the path and its permissions") from error
-    return None
+    candidates = (folder / f"{stem}{suffix}" for suffix in ("", ".gz") for stem in (name, dotted))
+    return next((path for path in candidates if _is_file(path)), None)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # a folder that this user may not enter, for example
+        raise DataError(f"{path}: {error.strerror or error}; check the path and its permissions") from error
 
 
 def _check_digits(arrays: list[NDArray[Any]], paths: list[Path]) -> None:
