@@ -106,7 +106,7 @@ NEWEST := .venv-torch-newest
 TORCH_PART ?= --part quick
 torch: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in 2 3 4 8; do $(BIN)/python -W ignore tests/torch/suite.py --ranks $$n || exit 1; done
-	for n in 2 3; do CHECKS=compiled_ddp,compiled_collectives,builtin_hooks $(BIN)/python -m tests.torch.checks $$n || exit 1; done
+	for n in 2 3; do CHECKS=compiled_ddp,compiled_collectives,dist_opt_under_compiled_autograd,builtin_hooks $(BIN)/python -m tests.torch.checks $$n || exit 1; done
 torch-quick: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in $(RANKS); do $(BIN)/python -W ignore $(SUITE) --backends distopt --ranks $$n || exit 1; done
 torch-newest:

@@ -10,25 +10,29 @@
 
 namespace distopt {
 
-// Stops a thread that is unwound within.
-class Unwinding {
- public:
-  ~Unwinding() {
-    while (stops_) ::pause();
-  }
-  void allow() { stops_ = false; }
-
- private:
-  bool stops_ = true;
-};
+// Calls a function that takes the lock, and stops a thread that is unwound within. Not inlined: in a destructor, while
+// an exception is on its way, compilers replace the cleanup by std::terminate.
+template <class Take>
+[[gnu::noinline]] auto take_gil(Take take) {
+  struct Unwinding {
+    bool stops = true;
+    ~Unwinding() {
+      while (stops) ::pause();
+    }
+  } unwinding;
+  const auto taken = take();
+  unwinding.stops = false;
+  return taken;
+}
 
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() noexcept(false) {
-    Unwinding unwinding;
-    PyEval_RestoreThread(state_);
-    unwinding.allow();
+  ~WithoutGil() {
+    take_gil([this] {
+      PyEval_RestoreThread(state_);
+      return true;
+    });
   }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
@@ -42,17 +46,18 @@ using Unlocked = nanobind::call_guard<WithoutGil>;
 
 class WithGil {
  public:
-  WithGil() {
-    Unwinding unwinding;
-    state_ = PyGILState_Ensure();
-    unwinding.allow();
-  }
+  WithGil()
+      : state_(take_gil([] {
+          // Once the interpreter has ended, no thread has a state in it, and one cannot be made.
+          while (!Py_IsInitialized() && PyGILState_GetThisThreadState() == nullptr) ::pause();
+          return PyGILState_Ensure();
+        })) {}
   ~WithGil() { PyGILState_Release(state_); }
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
 
  private:
-  PyGILState_STATE state_;
+  const PyGILState_STATE state_;
 };
 
 }  // namespace distopt

@@ -166,7 +166,7 @@ time.sleep(0.3)
 @pytest.mark.parametrize("work", ["sums", "alone", "convolutions"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_daemon_thread_at_work_does_not_abort_the_end(launcher: str, work: str, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, DAEMON), work).end()
+    ended = start(launcher, script(tmp_path, DAEMON), work, ranks=3).end()
     assert (ended.code, ended.stderr) == (0, "")
     assert {word for word in ended.stdout.split() if word.isalpha()} <= {"CommunicatorClosedError", "rank"}
 
