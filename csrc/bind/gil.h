@@ -5,35 +5,18 @@
 // the stack has a noexcept function, as nanobind's are. Here the thread stops for good instead, as in Python 3.14.
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <unistd.h>
+#include <Python.h>
 
 namespace distopt {
 
-// Calls a function that takes the lock, and stops a thread that is unwound within. Not inlined: in a destructor, while
-// an exception is on its way, compilers replace the cleanup by std::terminate.
-template <class Take>
-[[gnu::noinline]] auto take_gil(Take take) {
-  struct Unwinding {
-    bool stops = true;
-    ~Unwinding() {
-      while (stops) ::pause();
-    }
-  } unwinding;
-  const auto taken = take();
-  unwinding.stops = false;
-  return taken;
-}
+// PyEval_RestoreThread and PyGILState_Ensure, which stop a thread that they would end.
+void restore_thread(PyThreadState* state);
+PyGILState_STATE ensure_state();
 
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    take_gil([this] {
-      PyEval_RestoreThread(state_);
-      return true;
-    });
-  }
+  ~WithoutGil() { restore_thread(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
@@ -41,17 +24,9 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
-// Of a bound function that waits.
-using Unlocked = nanobind::call_guard<WithoutGil>;
-
 class WithGil {
  public:
-  WithGil()
-      : state_(take_gil([] {
-          // Once the interpreter has ended, no thread has a state in it, and one cannot be made.
-          while (!Py_IsInitialized() && PyGILState_GetThisThreadState() == nullptr) ::pause();
-          return PyGILState_Ensure();
-        })) {}
+  WithGil() : state_(ensure_state()) {}
   ~WithGil() { PyGILState_Release(state_); }
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;

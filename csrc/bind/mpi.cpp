@@ -125,7 +125,7 @@ void bind_mpi(nb::module_& m) {
       .def("__init__",
            [](Patience* made, double timeout, double warning) { new (made) Patience(Limits{timeout, warning}); });
   m.attr("yield_seconds") = yield_seconds;
-  m.def("pause", &pause, nb::arg("quiet_seconds"), Unlocked(),
+  m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<WithoutGil>(),
         "Yield the core or sleep between two looks, nothing having moved for that long.");
   nb::class_<MpiCollective>(m, "MpiCollective", "A collective over MPI.")
       .def_prop_ro("sequence", &MpiCollective::sequence)
@@ -150,8 +150,9 @@ void bind_mpi(nb::module_& m) {
            nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
            nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
-      .def("progress", &MpiCommunicator::progress, Unlocked())
-      .def("wait_on", &MpiCommunicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
+      .def("progress", &MpiCommunicator::progress, nb::call_guard<WithoutGil>())
+      .def("wait_on", &MpiCommunicator::wait_on, nb::call_guard<WithoutGil>(), nb::arg("operation"),
+           nb::arg("quiet_seconds"),
            "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "
            "it has ended.")
       .def_prop_ro("quiet_seconds", &MpiCommunicator::quiet_seconds, "For how long nothing has moved.")

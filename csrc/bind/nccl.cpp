@@ -91,14 +91,14 @@ int driver_version() {
 void bind_work(nb::module_& m) {
   nb::class_<NcclWork>(m, "NcclWork", "A collective of NCCL under way.")
       .def(
-          "done", [](NcclWork& work) { return work.communicator->done(*work.collective); }, Unlocked(),
-          "Local. Whether the result is there.")
+          "done", [](NcclWork& work) { return work.communicator->done(*work.collective); },
+          nb::call_guard<WithoutGil>(), "Local. Whether the result is there.")
       .def(
           "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.collective, stream_of(stream)); },
-          nb::arg("stream"), Unlocked(), "Local. What `stream` does from now on sees the result.")
+          nb::arg("stream"), nb::call_guard<WithoutGil>(), "Local. What `stream` does from now on sees the result.")
       .def(
           "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.collective, timeout); },
-          nb::arg("timeout"), Unlocked(), "Wait on the host, at most `timeout` seconds.");
+          nb::arg("timeout"), nb::call_guard<WithoutGil>(), "Wait on the host, at most `timeout` seconds.");
   nb::class_<NcclBoard>(m, "NcclBoard", "Where the ranks of one host see each other.")
       .def(
           "__init__",
@@ -121,17 +121,17 @@ void bind_nccl(nb::module_& m) {
       .def("start", &start, nb::arg("operations"), nb::arg("stream"),
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
-      .def("abort", &NcclCommunicator::abort, nb::arg("reason"), Unlocked())
-      .def("close", &NcclCommunicator::close, Unlocked());
+      .def("abort", &NcclCommunicator::abort, nb::arg("reason"), nb::call_guard<WithoutGil>())
+      .def("close", &NcclCommunicator::close, nb::call_guard<WithoutGil>());
 
   m.def("nccl_operation", &operation, nb::arg("kind"), nb::arg("sent"), nb::arg("received"), nb::arg("count"),
         nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("label"),
         "A collective on device pointers; an array, or a part of a ragged one, is (address, count).");
   m.def(
-      "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), Unlocked(),
-      "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");
+      "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"),
+      nb::call_guard<WithoutGil>(), "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");
   m.def("nccl_unique_id", &unique_id, nb::arg("path"), "128 bytes that the ranks of one communicator share.");
-  m.def("cuda_driver_version", &driver_version, Unlocked(),
+  m.def("cuda_driver_version", &driver_version, nb::call_guard<WithoutGil>(),
         "The CUDA version that the driver supports, as 1000 * major + 10 * minor.");
 }
 

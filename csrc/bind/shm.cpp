@@ -139,7 +139,7 @@ void bind_works(nb::module_& m) {
   nb::class_<ShmWork>(m, "ShmWork", nb::sig("class ShmWork(distopt.comm.work.Work)"),
                       "A collective under way in shared memory.")
       .def(
-          "done", [](ShmWork& work) { return work.communicator->test(*work.collective); }, Unlocked(),
+          "done", [](ShmWork& work) { return work.communicator->test(*work.collective); }, nb::call_guard<WithoutGil>(),
           "Local. Move the operation forward without waiting; return whether it has finished.")
       .def(
           "wait",
@@ -158,7 +158,8 @@ void bind_works(nb::module_& m) {
   nb::class_<ShmMessage>(m, "ShmMessage", nb::sig("class ShmMessage(distopt.comm.work.MessageWork)"),
                          "A message under way in shared memory.")
       .def(
-          "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); }, Unlocked(),
+          "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); },
+          nb::call_guard<WithoutGil>(),
           "Local. Move messages forward without waiting; return whether this one has ended.")
       .def(
           "wait",
@@ -166,7 +167,7 @@ void bind_works(nb::module_& m) {
             ShmCommunicator& communicator = *work.communicator;
             communicator.messages().wait(*work.message, timeout.value_or(communicator.default_timeout()));
           },
-          nb::arg("timeout") = nb::none(), Unlocked(), "Wait for the end, at most `timeout` seconds.")
+          nb::arg("timeout") = nb::none(), nb::call_guard<WithoutGil>(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro(
           "source", [](const ShmMessage& work) { return work.message->finished() ? work.message->peer() : -1; },
           "See `MessageWork.source`.")
@@ -186,9 +187,9 @@ void bind_communicator(nb::module_& m) {
            nb::arg("op"), nb::arg("timeout"), nb::arg("place"))
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
-      .def("progress", &ShmCommunicator::progress, Unlocked())
+      .def("progress", &ShmCommunicator::progress, nb::call_guard<WithoutGil>())
       // Without the lock, which a thread that has the turn may need to release an array.
-      .def("close", &ShmCommunicator::close, Unlocked());
+      .def("close", &ShmCommunicator::close, nb::call_guard<WithoutGil>());
   bind_collectives<ShmCommunicator, ShmCollective>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 }
