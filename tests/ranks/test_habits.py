@@ -143,32 +143,24 @@ def test_a_worker_of_a_rank_does_not_join_in_its_place(launcher: str, method: st
 
 # -- daemon threads at the end -----------------------------------------------------------------------------------------
 DAEMON = """
-import sys, threading, time
+import threading, time
 import numpy as np
 import distopt
+from distopt import layer, tensor
 world = distopt.init()
-ones = np.ones(100_000, np.float32)
-def sums():
-    while True: world.all_reduce(ones)
-def alone():
-    if world.rank == 0: world.all_reduce(ones)
-def convolutions():
-    from distopt import layer, tensor
+def work():
     convolution, x = layer.Conv2d(8, 3), tensor.from_numpy(np.ones((16, 3, 16, 16), np.float32))
     while True: convolution(x)
-threading.excepthook = lambda given: print(given.exc_type.__name__, flush=True)
-threading.Thread(target=globals()[sys.argv[1]], daemon=True).start()
+threading.Thread(target=work, daemon=True).start()
 time.sleep(0.3)
 """
 
 
-@pytest.mark.slow(kept=2)
-@pytest.mark.parametrize("work", ["sums", "alone", "convolutions"])
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
-def test_a_daemon_thread_at_work_does_not_abort_the_end(launcher: str, work: str, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, DAEMON), work, ranks=3).end()
-    assert (ended.code, ended.stderr) == (0, "")
-    assert {word for word in ended.stdout.split() if word.isalpha()} <= {"CommunicatorClosedError", "rank"}
+def test_a_daemon_thread_at_work_does_not_abort_the_end(launcher: str, tmp_path: Path) -> None:
+    ended = start(launcher, script(tmp_path, DAEMON)).end()
+    assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
 
 
 # -- codes, packages ---------------------------------------------------------------------------------------------------
