@@ -31,7 +31,7 @@ NB_MODULE(_core, m) {
         "Have C's exit(0) say `text` and end this process with code 1; an empty text takes that back.");
   m.def("exit_after", &distopt::exit_after, nb::arg("pid"), nb::arg("fd"),
         "Have C's exit hang up the socket `fd`, and wait for this process's child `pid`.");
-  // What a daemon thread, or another package, still holds when the process ends is no leak.
+  // At the end of the process, daemon threads and other packages may still hold objects.
   nb::set_leak_warnings(false);
   m.def("set_leak_warnings", &nb::set_leak_warnings, nb::arg("value"),
         "Whether objects left at exit are reported (tests); by default they are not.");

@@ -1,5 +1,5 @@
-// Compiled without exceptions, so that the handlers below are those of C: glibc jumps to them by itself. Those of C++
-// would be reached by the unwinder of a compiler, which need not be the one that glibc uses.
+// Compiled without exceptions, which makes the cleanup handlers below C's: glibc jumps to them itself. A destructor of
+// C++ would need the compiler's unwinder, which can be another than glibc's.
 #include "bind/gil.h"
 
 #include <pthread.h>

@@ -79,7 +79,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     Raises:
         LaunchError: the arguments or the launcher's variables contradict each other, or a rank has started this
             process by multiprocessing.
-        UsageError: `ticket` is no Ticket.
+        UsageError: `ticket` is not a Ticket.
         MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
     """
     if ticket is None:
