@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distopt import checkpoint
+from distopt import checkpoint, compress
 from distopt.data import ShardedSampler
 from distopt.errors import UsageError
-from distopt.torch import Checkpoint, ResumableSampler
+from distopt.torch import Checkpoint, DistOpt, ResumableSampler
 from distopt.torch.checkpoint.generators import global_generators
 from distopt.torch.checkpoint.gradients import Gradients
 from distopt.torch.checkpoint.states import parts_of
@@ -260,3 +261,34 @@ def test_a_mean_is_rounded_once():
     bits = narrowed(np.array([below, tie, above, -above, np.inf, 0.0]), "bfloat16", np.dtype(np.int16))
     found = torch.from_numpy(bits).view(torch.bfloat16).double().tolist()
     assert found == [1, 1, 1 + 2.0**-7, -1 - 2.0**-7, np.inf, 0.0]
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+@pytest.mark.parametrize(("after", "says"), [("fp32", True), ("top-k", True), ("error feedback", False)])
+def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path, caplog, backend, after, says):
+    codecs = {
+        "error feedback": compress.create("top-k", ratio=0.5, error_feedback=True),
+        "top-k": compress.create("top-k", ratio=0.5),
+        "fp32": "fp32",
+    }
+
+    def steps(codec):
+        model = nn.Linear(3, 2)
+        optimizer = DistOpt(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), codec=codecs[codec])
+        with Checkpoint(tmp_path, model=model, optimizer=optimizer) as saver:
+            saver.resume()
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                saver.step()
+            saver.save()
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        steps("error feedback")
+        steps(after)
+    finally:
+        dist.destroy_process_group()
+    assert caplog.text.count("the loaded states of codec ErrorFeedback(TopK), such as") == says
