@@ -144,7 +144,7 @@ def _newest_usable(
         communicator: of the ranks.
         adapters: of the objects, by name.
         common: see `merged`.
-        beside: whether another job may write there, so that files which are missing are no fault.
+        beside: whether another job may write there, so that a missing file is no fault.
 
     Returns:
         Where the job resumes, if one can be used, and why the last one tried cannot.
