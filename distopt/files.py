@@ -169,8 +169,7 @@ def load_arrays(
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if any(metadata.get(key) != value for key, value in mark.items()):
-                raise StateError(f"{path} was not written by {writer}")
+            check_mark(path, metadata, mark, writer)
             names = list(file.keys())
             arrays = {key: file.get_tensor(key) for key in names if key.startswith(prefix)}
     except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
@@ -184,6 +183,28 @@ def load_arrays(
     if not right:
         raise StateError(f"{path} is corrupt: its content does not have the checksums that were saved with it")
     return arrays, notes
+
+
+def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Mapping[str, str], writer: str) -> None:
+    """Local. Check that a file is of the writer, and of the version of its format that is read here.
+
+    Args:
+        path: of the file, for the message.
+        found: its metadata.
+        mark: see `save_arrays`; its key "version" is the version of the format.
+        writer: see `load_arrays`.
+
+    Raises:
+        StateError: it is of another writer or version.
+    """
+    differ = {key for key, value in mark.items() if found.get(key) != value}
+    if differ == {"version"} and found.get("version") is not None:
+        raise StateError(
+            f"{path} has version {found['version']} of its format, and this distopt reads version {mark['version']}; "
+            "use the version of distopt that wrote it"
+        )
+    if differ:
+        raise StateError(f"{path} was not written by {writer}")
 
 
 def _checksums(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -88,6 +89,14 @@ class Adapter(ABC):
     def shared(self, names: Iterable[str]) -> set[str]:
         """The subset of `names` whose arrays are the same on all ranks."""
         return set()
+
+    def widened(self, state: State) -> Arrays:
+        """The arrays of `state` with floating-point numbers, in float64, for a mean over ranks."""
+        return {key: array.astype(np.float64) for key, array in state.arrays.items() if array.dtype.kind == "f"}
+
+    def narrowed(self, key: str, numbers: np.ndarray[Any, Any], state: State) -> np.ndarray[Any, Any]:
+        """Numbers of float64 as the array `key` of `state` has them, rounded once."""
+        return numbers.astype(state.arrays[key].dtype)
 
 
 class Stateful(Adapter):
@@ -183,7 +192,8 @@ class Random(Adapter):
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the generator is of the same kind."""
-        given, own = state.notes.get("", {}).get("bit_generator"), self._generator.bit_generator.state["bit_generator"]
+        own, note = self._generator.bit_generator.state["bit_generator"], state.notes.get("")
+        given = note.get("bit_generator") if isinstance(note, dict) else "generator of Python"
         if given != own:
             raise StateError(f"the random generator is a {own}, that of the states a {given}")
         try:
@@ -194,6 +204,64 @@ class Random(Adapter):
     def put(self, state: State) -> None:
         """Local. Set the generator's state."""
         self._generator.bit_generator.state = state.notes[""]
+
+
+class LegacyRandom(Adapter):
+    """A `RandomState` of NumPy, or the module `numpy.random` for the global one. Its state is one note."""
+
+    random = True
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def look(self) -> State:
+        """Local. The generator's state, as a note."""
+        state = json.dumps(self._generator.get_state(legacy=False), default=lambda array: array.tolist())
+        return State({}, {"": json.loads(state)})
+
+    def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: the generator is of the same kind."""
+        own, given = self.look().notes[""], state.notes.get("")
+        if not isinstance(given, dict) or given.get("bit_generator") != own["bit_generator"]:
+            raise StateError(f"the random generator is a {own['bit_generator']}, the states are of another kind")
+        try:
+            np.random.RandomState().set_state(given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the state of the random generator cannot be used ({error})") from None
+
+    def put(self, state: State) -> None:
+        """Local. Set the generator's state."""
+        self._generator.set_state(state.notes[""])
+
+
+class PythonRandom(Adapter):
+    """A `random.Random`, or the module `random` for the global one. Its state is one note."""
+
+    random = True
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def look(self) -> State:
+        """Local. The generator's state, as a note."""
+        version, words, gauss = self._generator.getstate()
+        return State({}, {"": [version, list(words), gauss]})
+
+    def check(self, state: State) -> None:
+        """Local. See `Adapter.check`: the state can be set."""
+        try:
+            random.Random().setstate(self._state(state))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"the state is none of a random generator of Python ({error!r})") from None
+
+    def put(self, state: State) -> None:
+        """Local. Set the generator's state."""
+        self._generator.setstate(self._state(state))
+
+    @staticmethod
+    def _state(state: State) -> tuple[Any, ...]:
+        version, words, gauss = state.notes[""]
+        return version, tuple(words), gauss
 
 
 class DeviceRandom(InPlace):
@@ -277,14 +345,23 @@ def copy_of(array: Any) -> np.ndarray[Any, Any]:
 
 def of_device(name: str) -> bool:
     """Local. Whether an adapter of that name is for a device's generator. Devices of another kind have others."""
-    return "." in name
+    return "." in name and name.startswith(("device", "generators.cuda"))
+
+
+def generator_of(thing: Any) -> Adapter | None:
+    """Local. The adapter of a random generator of NumPy or Python; None for another object."""
+    if isinstance(thing, np.random.Generator):
+        return Random(thing)
+    if isinstance(thing, np.random.RandomState):
+        return LegacyRandom(thing)
+    return PythonRandom(thing) if type(thing) is random.Random else None
 
 
 def _adapter_of(name: str, thing: Any) -> Adapter:
     if isinstance(thing, Adapter):
         return thing
-    if isinstance(thing, np.random.Generator):
-        return Random(thing)
+    if (generator := generator_of(thing)) is not None:
+        return generator
     if hasattr(thing, "get_states") and hasattr(thing, "set_states"):
         return Stateful(thing)
     values = thing if isinstance(thing, Mapping) else {"": thing}
@@ -293,7 +370,7 @@ def _adapter_of(name: str, thing: Any) -> Adapter:
     if not arrays or any(arrays[key] is None or isinstance(values[key], np.generic) for key in arrays):
         raise UsageError(
             f"{name} is a {type(thing).__name__}, which cannot be saved; pass an object with get_states and "
-            "set_states, a tensor or array, a dictionary of them, or a NumPy random generator"
+            "set_states, a tensor or array, a dictionary of them, or a random generator of NumPy or Python"
         )
     if not all(getattr(array.flags, "writeable", True) for array in arrays.values()):
         raise UsageError(f"{name} is read-only, and could not be restored; pass an array that can be overwritten")

@@ -23,7 +23,7 @@ from ..settings import Settings
 from ..timeline import timeline
 from .adapters import adapters_of, copy_of, exchanged, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
-from .hashes import HashLog, settings_of
+from .hashes import LOG, HashLog, cut_log, settings_of
 from .load import communicator_of, first_reason, load_newest
 from .memory import Memory
 from .preemption import Preemption
@@ -46,7 +46,7 @@ class Checkpoint:
       StateError before anything is changed. `shared_states(names)` may say which arrays are the same on all ranks.
       Arrays are copied, unless `states_are_copies` is set.
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
-    - random generators of NumPy.
+    - random generators of NumPy and Python.
 
     The random generators of the devices of models and tensors are saved too. Each rank writes its own states, and its
     share of the states that are the same on all ranks.
@@ -96,6 +96,9 @@ class Checkpoint:
         self._run = ""  # names this run, on all ranks
         self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job resumed from
         self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
+        self._is_due = False  # whether a save waits for the end of an epoch
+        self._signum = 0  # a signal, on which the job leaves at the end of an epoch
+        self._waits = False  # whether the last step was the last of its epoch
         self._first = True  # whether no complete checkpoint precedes the next
         self._only_in_memory = False  # whether the job resumed from states in memory, and saved none since
         self._known: set[str] = set()
@@ -147,6 +150,17 @@ class Checkpoint:
                 self._first = False
                 self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
             self._refused.update(resumed.refused)
+            if self._rank == 0 and self._epoch_is_over():
+                _log.warning(
+                    "%s was saved after the last batch of its epoch, whose loop gives no more batches; call "
+                    "save(epoch + 1) at the end of an epoch",
+                    resumed,
+                )
+        if where != "every" and self._root is not None and self._rank == 0:
+            try:
+                cut_log(self._root / LOG, self.steps)
+            except OSError as error:
+                _log.warning("hashes of an earlier run stay: %s", described(error, self._root / LOG))
         if where:
             self._hashes = HashLog(where, self._root, self._communicator, self._settings, resumed is not None)
             self._held.callback(self._hashes.close)
@@ -196,6 +210,10 @@ class Checkpoint:
         At times collective under `distopt run --heal`, and with `preemptible` about once a second. If a signal has
         reached any rank, all save after the same step, wait until it is written, and leave.
 
+        After the last step of a sampler's epoch, saves and exits wait for the next call of `save`, `step` or `close`:
+        the script still has to end the epoch, for example by a schedule, and a job that resumed here would find no
+        batches.
+
         Args:
             epoch: the epoch of the step (default: the last one given).
 
@@ -204,14 +222,28 @@ class Checkpoint:
         """
         self.steps += 1
         self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
+        for thing in self._objects.values():
+            if hasattr(thing, "finish_step"):
+                thing.finish_step()
         if self._hashes is not None:
             self._hashes.add(self.steps, self.epoch, adapters_of(self._objects))
-        if self._preemption is not None and (signum := self._preemption.due()):
-            self._leave(self._preemption, signum)
-        if self._memory is not None and self._memory.due(self.steps):
+        if self._preemption is not None:
+            self._signum = self._preemption.due() or self._signum
+        keeps = self._memory is not None and self._memory.due(self.steps)
+        self._is_due = self._is_due or bool(self._every and self.steps % self._every == 0)
+        self._waits = not self._waits and self._epoch_is_over()  # for one step at most
+        if self._waits:
+            return
+        if self._preemption is not None and self._signum:
+            self._leave(self._preemption, self._signum)
+        if self._memory is not None and keeps:
             self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
-        if self._every and self.steps % self._every == 0:
-            self.save()
+        if self._is_due:
+            self._save()
+
+    def _epoch_is_over(self) -> bool:
+        """Whether a sampler has no batches left."""
+        return any(getattr(thing, "epoch_is_over", False) is True for thing in self._objects.values())
 
     def save(self, epoch: int | None = None) -> None:
         """Local, on all ranks at the same step. Copy all states; a thread writes them.
@@ -224,9 +256,16 @@ class Checkpoint:
 
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
+            Preempted: see `step`; a signal has come in the last step of the epoch.
         """
         if epoch is not None:
             self._enter(check_integer("epoch", epoch))
+        if self._preemption is not None and self._signum and not self._epoch_is_over():
+            self._leave(self._preemption, self._signum)
+        self._save()
+
+    def _save(self) -> None:
+        self._is_due = self._waits = False
         if self._memory is not None:
             self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._root is None:
@@ -310,7 +349,7 @@ class Checkpoint:
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def _leave(self, preemption: Preemption, signum: int) -> NoReturn:
-        self.save()
+        self._save()
         self._preemption = None  # signals remain put off
         saved = "saved"
         try:
@@ -328,8 +367,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the last save has failed on some rank.
         """
-        if self._only_in_memory and self._run:
-            self.save()
+        if self._run and (self._only_in_memory or self._is_due):
+            if self._waits:  # the script has nothing left to do in this epoch
+                self._enter(self.epoch + 1)
+            self._save()
         self._wait()
         if self._root is None or not self._run:
             self._abandon()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import safetensors
 
 from ..errors import StateError
-from ..files import atomic_write, load_arrays, save_arrays, sync_folder, temporary_pattern
+from ..files import atomic_write, check_mark, load_arrays, save_arrays, sync_folder, temporary_pattern
 
 if TYPE_CHECKING:
     from ..files import Arrays
@@ -30,6 +30,10 @@ _NAME = re.compile(r"step-\d{10}(?:-\d{4})?")
 _SHARED, _OWN = "shared/", "own/"  # prefixes of the names of arrays in files
 _FILE = rf"{re.escape(MANIFEST)}|rank-\d{{5,}}\.safetensors"
 _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
+
+
+class MissingFileError(StateError):
+    """A file of a checkpoint is not there: not yet, or no longer."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-        if any(content.pop(key, None) != value for key, value in MARK.items()):
-            raise StateError(f"{path} was not written by {WRITER}")
+        check_mark(path, {key: content.pop(key, None) for key in MARK}, MARK, WRITER)
         if content.pop("blake2b") != _digest(content):
             raise StateError(f"{path} is corrupt: its content does not have the digest that was saved with it")
         return Manifest(**content)
     except StateError:
         raise
     except FileNotFoundError:
-        raise StateError(f"{path} is missing; the job ended before all files were written") from None
+        raise _missing(path) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{path} is truncated or no manifest of a checkpoint: {error!r}") from None
 
@@ -160,7 +163,7 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
     try:
         arrays, notes = load_arrays(path, MARK, WRITER, prefix)
     except FileNotFoundError:
-        raise StateError(f"{path} is missing; the job ended before all files were written") from None
+        raise _missing(path) from None
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(
@@ -170,6 +173,10 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
     if (saved := stamp["rank"]) != rank:
         raise StateError(f"{path} is the file of rank {saved}; files of ranks have been exchanged or copied")
     return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]
+
+
+def _missing(path: Path) -> MissingFileError:
+    return MissingFileError(f"{path} is missing; the job ended before all files were written")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -195,7 +202,7 @@ def survey(folder: Path) -> Survey:
     Raises:
         OSError: the folder cannot be read.
     """
-    present = {entry.name for entry in folder.iterdir()}
+    present = _entries(folder)
     expected = {name for name in present if re.fullmatch(_FILE, name)}
     stamps: list[tuple[str, bool]] = []
     try:
@@ -219,7 +226,15 @@ def list_checkpoints(root: Path) -> list[Path]:
     Raises:
         OSError: `root` cannot be read. A folder that does not exist has no checkpoints.
     """
-    return [folder for folder in _folders(root) if any(re.fullmatch(_FILE, entry.name) for entry in folder.iterdir())]
+    return [folder for folder in _folders(root) if any(re.fullmatch(_FILE, name) for name in _entries(folder))]
+
+
+def _entries(folder: Path) -> set[str]:
+    """The names in a folder; none if the job that writes there has just removed it."""
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def _folders(root: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from threadpoolctl import ThreadpoolController
 
 from .. import _core
 from ..errors import CheckpointError, StateError, UsageError
-from ..files import described
+from ..files import atomic_write, described
 from ..kernels import array_module
 from ..kernels.digest import digests
 from .adapters import exchanged, look_at
@@ -46,6 +46,11 @@ def settings_of(ranks: Ranks) -> dict[str, str]:
     for key in dict.fromkeys(key for each in gathered for key in each):
         found[key] = ", ".join(sorted({each.get(key, "none") for each in gathered}))
     return found
+
+
+def hash_of(array: Any) -> str:
+    """Local. The hash of an array's bits in a log."""
+    return f"{digests([array_module(array).ascontiguousarray(array)])[0]:016x}"
 
 
 class HashLog:
@@ -81,7 +86,7 @@ class HashLog:
         if self._file is None:
             return
         arrays = {**states.shared, **states.own}
-        hashes = [f"{digests([array_module(a).ascontiguousarray(a)])[0]:016x}" for a in arrays.values()]
+        hashes = [hash_of(array) for array in arrays.values()]
         with self._writing(Path(self._file.name)):
             if list(arrays) != self._names:
                 self._names = list(arrays)
@@ -106,6 +111,26 @@ class HashLog:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Local. Remove the hashes of steps after `step`, which a run without DISTOPT_HASH does anew; of all, the file.
+
+    Raises:
+        OSError: from the file system.
+    """
+    if not path.exists():
+        return
+    if step == 0:
+        path.unlink()
+        return
+    kept = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, TypeError, AttributeError):  # it is cut, or empty
+            if json.loads(line).get("step", 0) <= step:
+                kept.append(line)
+    with atomic_write(path) as file:
+        file.write(b"\n".join(kept) + b"\n")
 
 
 def read_log(path: Path) -> tuple[dict[int, dict[str, str]], dict[str, str]]:

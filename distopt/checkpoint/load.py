@@ -17,13 +17,24 @@ from ..comm.world import current
 from ..errors import StateError
 from ..launch.job.topology import Topology
 from .adapters import State, adapters_of, copy_of, exchanged, of_device
-from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
+from .folder import (
+    Manifest,
+    MissingFileError,
+    list_checkpoints,
+    name_of,
+    read_manifest,
+    read_rank,
+    read_shared,
+    survey,
+)
 from .merge import by_adapter, merged, named, under
 
 if TYPE_CHECKING:
     from ..files import Arrays
     from .adapters import Adapter, Ranks
     from .memory import Memory
+
+_LISTINGS = 100  # of a folder where another job saves and removes checkpoints while this one reads
 
 _log = logging.getLogger("distopt")
 
@@ -54,7 +65,8 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
     """Collective. Set `objects` to the newest complete checkpoint in `folder`; see `Checkpoint` for what they can be.
 
     Nothing on the disk changes. A checkpoint may hold more objects than are asked for, so a model can be loaded alone.
-    A damaged, incomplete or unsuitable one is refused, with a warning on rank 0, and the previous one is tried.
+    A damaged or unsuitable one is refused, with a warning on rank 0, and the previous one is tried. Another job may be
+    saving to the folder: a checkpoint that it has not finished, or has just removed, is passed over.
 
     Args:
         folder: where the checkpoints are; the same for all ranks.
@@ -69,38 +81,38 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         UsageError: an object cannot be loaded.
     """
     communicator = communicator_of(objects) if communicator is None else communicator
-    return load_newest(Path(folder), communicator, adapters_of(objects), None)
+    adapters, root = adapters_of(objects), Path(folder)
+    names, begun = _found(root, communicator)
+    for _ in range(_LISTINGS):
+        common = _common(communicator, adapters) if names else set()
+        resumed, reason = _newest_usable(root, names, communicator, adapters, common, beside=True)
+        if resumed is not None:
+            return resumed
+        before = names, begun
+        names, begun = _found(root, communicator)
+        if (names, begun) == before:
+            break
+    if begun or not names:
+        return None
+    raise StateError(f"none of the {len(names)} checkpoints in {root} can be used, the oldest because {reason}")
 
 
 def load_newest(
     root: Path | None, communicator: Ranks, adapters: Mapping[str, Adapter], memory: Memory | None
 ) -> Resumed | None:
-    """Collective. See `load`; states of the same step or a newer one in `memory` go before a folder."""
+    """Collective. As `load`, for the job that writes to the folder; the states in `memory` go first if not older."""
     names, begun = ([], False) if root is None else _found(root, communicator)
     label, topology = memory.agree() if memory is not None else None, communicator.topology
-    refused: list[str] = []
     reason = ""
+    refused: list[str] = []
     resized = label is not None and label.world_size != topology.world_size
     common = _common(communicator, adapters) if names or resized else set()
-    for name in reversed(names):
-        if label is not None and name < name_of(label.step + 1):
-            break
-        assert root is not None
-        states, manifest, reason = {}, None, ""
-        try:
-            manifest = read_manifest(root / name)
-            states = _read(root / name, manifest, adapters, topology, common)
-        except (StateError, OSError) as error:
-            reason = str(error)
-        reason = first_reason(communicator, reason)
-        if not reason and manifest is not None:
-            for key, state in states.items():
-                adapters[key].put(state)
-            _tell_changes(str(root / name), manifest.world_size, topology)
-            return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused))
-        refused.append(name)
-        if topology.rank == 0:
-            _log.warning("checkpoint %s is refused: %s", root / name, reason)
+    if root is not None:
+        newer = [name for name in names if label is None or name >= name_of(label.step + 1)]
+        resumed, reason = _newest_usable(root, newer, communicator, adapters, common)
+        if resumed is not None:
+            return resumed
+        refused = newer[::-1]
     if memory is not None and label is not None:
         shared, owns = memory.read(label)
         states = _checked(adapters, _of_rank(adapters, label.world_size, shared, owns, topology, common))
@@ -114,6 +126,50 @@ def load_newest(
         f"none of the {len(names)} checkpoints in {root} can be used, the oldest because {reason}; choose another "
         "folder, or remove them by Checkpoint.resume(reset=True), which is --reset in the examples"
     )
+
+
+def _newest_usable(
+    root: Path,
+    names: list[str],
+    communicator: Ranks,
+    adapters: Mapping[str, Adapter],
+    common: set[str],
+    beside: bool = False,
+) -> tuple[Resumed | None, str]:
+    """Collective. Resume from the last of these checkpoints that can be used.
+
+    Args:
+        root: their folder.
+        names: of them, by step.
+        communicator: of the ranks.
+        adapters: of the objects, by name.
+        common: see `merged`.
+        beside: whether another job may write there, so that a missing file is no fault.
+
+    Returns:
+        Where the job resumes, if one can be used, and why the last one tried cannot.
+    """
+    topology, reason = communicator.topology, ""
+    refused: list[str] = []
+    for name in reversed(names):
+        states, manifest, own, missing = {}, None, "", False
+        try:
+            manifest = read_manifest(root / name)
+            states = _read(root / name, manifest, adapters, topology, common)
+        except (StateError, OSError) as error:
+            own, missing = str(error), isinstance(error, (MissingFileError, FileNotFoundError))
+        reason = first_reason(communicator, own)
+        if not reason and manifest is not None:
+            for key, state in states.items():
+                adapters[key].put(state)
+            _tell_changes(str(root / name), manifest.world_size, topology)
+            return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused)), ""
+        if beside and any(exchanged(communicator, missing)):
+            continue
+        refused.append(name)
+        if topology.rank == 0:
+            _log.warning("checkpoint %s is refused: %s", root / name, reason)
+    return None, reason
 
 
 def communicator_of(objects: Mapping[str, Any]) -> Ranks:
@@ -172,7 +228,8 @@ def _read(
     """The states for this rank, checked, by the names of `adapters`; a generator that does not change has none."""
     absent = adapters.keys() - set(manifest.objects)
     if wanted := sorted(name for name in absent if not of_device(name)):
-        raise StateError(f"it has no {wanted[0]}; it is of another script")
+        of = "version of distopt" if wanted[0].startswith("generators.") else "script"
+        raise StateError(f"it has no {wanted[0]}; it is of another {of}")
     adapters = {name: adapter for name, adapter in adapters.items() if name not in absent}
     shared: Arrays = {}
     for rank in range(manifest.world_size):

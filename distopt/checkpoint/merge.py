@@ -32,7 +32,7 @@ def merged(
     """
     merges: dict[str, _GeneratorState | _MeanOfRanks] = {}
     for name, adapter in adapters.items():
-        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks()
+        merges[name] = _GeneratorState(rank, name in common) if adapter.random else _MeanOfRanks(adapter)
     for arrays, notes in owns:
         for name, state in by_adapter(adapters, {}, arrays, notes).items():
             with named(name):
@@ -46,9 +46,13 @@ class _MeanOfRanks:
 
     Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
     over the ranks. Every new rank gets that mean. Values that are equal on all ranks stay as they are.
+
+    Args:
+        adapter: of the object, which knows the types of its arrays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
         self._first: State | None = None
         self._sums: Arrays = {}
         self._differ: set[str] = set()
@@ -62,29 +66,28 @@ class _MeanOfRanks:
         """
         self._count += 1
         if self._first is None:
-            self._first, self._sums = state, {key: array.astype(np.float64) for key, array in state.arrays.items()}
+            self._first, self._sums = state, self._adapter.widened(state)
             return
         if (state.arrays.keys(), state.notes) != (self._first.arrays.keys(), self._first.notes):
             raise StateError("values differ from rank to rank that have no mean; use as many ranks again")
+        numbers = self._adapter.widened(state)
         for key, array in state.arrays.items():
             if array.shape != self._first.arrays[key].shape:
                 raise StateError(f"{key or 'an array'} has another shape on another rank; use as many ranks again")
-            self._sums[key] += array
-            if np.array_equal(array, self._first.arrays[key]):
-                continue
-            if array.dtype.kind != "f":
+            if not np.array_equal(array, self._first.arrays[key]):
+                self._differ.add(key)
+            if key in self._differ and key not in numbers:
                 what = key or "an array"
                 raise StateError(f"{what} of {array.dtype} differs from rank to rank; use as many ranks again")
-            self._differ.add(key)
+        for key, array in numbers.items():
+            self._sums[key] += array
 
     def result(self) -> State:
         """Local. The mean of all states that were added."""
         assert self._first is not None
-        means = {key: self._sums[key] / self._count for key in self._differ}
-        arrays = self._first.arrays
-        return State(
-            {**arrays, **{key: mean.astype(arrays[key].dtype) for key, mean in means.items()}}, self._first.notes
-        )
+        first = self._first
+        means = {key: self._adapter.narrowed(key, self._sums[key] / self._count, first) for key in self._differ}
+        return State({**first.arrays, **means}, first.notes)
 
 
 class _GeneratorState:
@@ -107,8 +110,11 @@ class _GeneratorState:
     def add(self, state: State) -> None:
         """Local. Take the state of the next rank."""
         self._first = self._first or state
-        same = (np.array_equal(array, self._first.arrays[key]) for key, array in state.arrays.items())
-        self._common = self._common and state.notes == self._first.notes and all(same)
+        first = self._first.arrays
+        same = state.arrays.keys() == first.keys() and all(
+            np.array_equal(state.arrays[key], first[key]) for key in first
+        )
+        self._common = self._common and state.notes == self._first.notes and same
         if self._count == self._rank:
             self._own = state
         self._count += 1

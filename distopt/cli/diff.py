@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.folder import MANIFEST, list_checkpoints, read_manifest, read_rank, read_shared, survey
-from ..checkpoint.hashes import LOG, read_log
+from ..checkpoint.hashes import LOG, hash_of, read_log
 from ..errors import UsageError
 
 _NOTE = """\
 A run is a folder of checkpoints, a checkpoint, or a log that DISTOPT_HASH has written, or its folder.
 exit codes: 0: the same bits; 1: some differ; 2: there is nothing to compare
 """
-_GENERATORS = "torch.generators/"  # global ones, which each rank seeds by itself
+_GENERATORS = "generators."  # global ones, which each rank seeds by itself
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -58,9 +58,21 @@ class Run:
             self.checkpoints[manifest.step] = folder
             self.settings = manifest.versions
         if (log := path / LOG if path.is_dir() else path).exists():
+            saved = self.settings
             self.hashes, self.settings = read_log(log)
+            if self._has_log_of_another_run():
+                print(f"{log} is of another run than the checkpoints beside it, and is left out")
+                self.hashes, self.settings = {}, saved
         if not self.hashes and not self.checkpoints:
             raise UsageError(f"{path} has neither whole checkpoints nor {LOG}; set DISTOPT_HASH in both runs")
+
+    def _has_log_of_another_run(self) -> bool:
+        """Whether a checkpoint holds other arrays than the log says for its step."""
+        for step in self.checkpoints.keys() & self.hashes.keys():
+            logged, saved = self.hashes[step], self.arrays(step)
+            if any(name in logged and logged[name] != hash_of(array) for name, array in saved.items()):
+                return True
+        return False
 
     def arrays(self, step: int) -> dict[str, Any]:
         """Local. The arrays of a checkpoint; of those that each rank has, rank 0's."""

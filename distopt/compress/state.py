@@ -228,6 +228,11 @@ class CodecState:
                 check_like(f"{key} of bucket {self.label!r}", view, given)
                 kernels_of(view).copy_into(view, given)
 
+    @property
+    def has_unused_states(self) -> bool:
+        """Local. Whether arrays were loaded that no options have used yet."""
+        return bool(self._loaded)
+
     def reset(self) -> None:
         """Local. Return to the initial state."""
         self._loaded.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +40,8 @@ class ShardedSampler:
     ranks.
 
     An epoch can be interrupted and resumed in its middle, with another number of ranks or another batch size too: see
-    `get_states`.
+    `get_states`. Each iteration gives the rest of it, until a `Checkpoint` counts a step or an iteration ends. So a
+    look, such as `next(iter(sampler))`, costs nothing, before a loop or inside of one.
 
     Args:
         size: number of samples in the data set.
@@ -55,6 +57,7 @@ class ShardedSampler:
     Attributes:
         epoch: the epoch that determines the permutation.
         consumed: number of samples of this epoch that all ranks together have been given.
+        batches_per_epoch: number of batches of a whole epoch; `len` counts those of an iteration.
 
     Raises:
         UsageError: an argument is invalid, or a shard does not fill one batch.
@@ -79,15 +82,16 @@ class ShardedSampler:
         self.seed = check_integer("seed", seed, 0)
         self.shuffle = shuffle
         self.partial_batch = partial_batch
-        self.epoch = self.consumed = 0
-        self._first = 0  # place in the permutation where the next iteration begins
+        self.epoch = 0
+        self._go_to(0)
         self._tail = tail
         self._given = shards
         self._mine()
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
         self.shard_size = self._share(self.size)
-        if len(self) == 0:
+        self.batches_per_epoch = self._batches(self.shard_size)
+        if self.batches_per_epoch == 0:
             who, one = ("ranks", "a rank's") if shards is None else ("shards", "a")
             cure = (
                 f"use batch_size {self.shard_size} or less, or fewer {who}" if self.shard_size else f"use fewer {who}"
@@ -106,9 +110,17 @@ class ShardedSampler:
         """The parts of this rank."""
         return np.array(block_of(self.shards, self.rank, self.world_size), np.int64)
 
+    def _go_to(self, place: int) -> None:
+        """Have the next iteration begin at a place in the permutation; all samples before it are consumed."""
+        self.consumed = self._first = self._began = place  # _began: where the iteration began that came last
+        self._current: Callable[[], _Iteration | None] = _nothing  # a weak reference to that iteration
+
     def __len__(self) -> int:
-        """Batches per epoch, the same on all ranks."""
-        return self._batches(self.shard_size)
+        """Batches of the iteration that has begun last, or of the next one, the same on all ranks.
+
+        They are `batches_per_epoch`, or fewer in an epoch that has resumed in its middle.
+        """
+        return self._batches(self._share(self.size - self._began))
 
     def set_epoch(self, epoch: int) -> None:
         """Local. Select the permutation for the next iteration. Without this call, every epoch has the same order.
@@ -120,7 +132,13 @@ class ShardedSampler:
         """
         epoch = check_integer("epoch", epoch, 0)
         if epoch != self.epoch:
-            self.epoch, self.consumed, self._first = epoch, 0, 0
+            self.epoch = epoch
+            self._go_to(0)
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Local. Whether all batches of this epoch are consumed."""
+        return self._batches(self._share(self.size - self.consumed)) == 0
 
     def finish_epoch(self) -> None:
         """Local. If all batches of this epoch are consumed, begin anew, as the next iteration would.
@@ -128,24 +146,50 @@ class ShardedSampler:
         `Checkpoint.save(epoch)` calls this for a new epoch: without `set_epoch`, states tell one epoch from the next by
         `consumed` alone.
         """
-        if self._batches(self._share(self.size - self.consumed)) == 0:
-            self.consumed = self._first = 0
+        if self.epoch_is_over:
+            self._go_to(0)
 
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+    def finish_step(self) -> None:
+        """Local. Note that a training step has used all batches given so far; `Checkpoint.step` calls this."""
+        self._first = 0
+
+    def __iter__(self) -> Iterator[Any]:
         """The batches of the current epoch: disjoint int64 arrays of `batch_size` indices.
 
-        After `set_states`, one iteration gives the rest of the epoch.
+        After `set_states`, the rest of the epoch. An iteration begins with its first batch.
         """
-        self.consumed, self._first = self._first, 0
-        own = self._own(self.consumed)
+        return _Iteration(self)
+
+    def _begin(self, iteration: _Iteration) -> Iterator[Any]:
+        """The batches of an iteration, which begins now."""
+        iteration.before = self._current, self.consumed, self._began
+        self._current, self.consumed, self._began = iteration.reference, self._first, self._first
+        return self._deal(self._first)
+
+    def _deal(self, place: int) -> Iterator[Any]:
+        own = self._own(place)
         for start in range(0, self._batches(own.shape[1]) * self.batch_size, self.batch_size):
             batch = own[:, start : start + self.batch_size]
-            self._hand_out(batch.shape[1])
+            place += batch.shape[1] * self.shards
+            self._hand_out(place)
             yield batch.reshape(-1)
 
-    def _hand_out(self, samples: int) -> None:
-        """Count samples that this rank is given next."""
-        self.consumed += samples * self.shards
+    def _ended(self) -> None:
+        """An iteration has given all its batches."""
+        self._first = 0
+
+    def _dropped(self, iteration: _Iteration) -> None:
+        """Go back to where the sampler was, if the iteration was only a look."""
+        if self._current is iteration.reference and self._was_look(iteration):
+            self._current, self.consumed, self._began = iteration.before
+
+    def _was_look(self, iteration: _Iteration) -> bool:
+        outer = iteration.before[0]()
+        return outer is not None and not outer.has_ended  # a loop that still runs
+
+    def _hand_out(self, place: int) -> None:
+        """Count the samples before `place`, which all ranks have been given."""
+        self.consumed = place
 
     def shard(self) -> NDArray[np.int64]:
         """Local. The `shard_size` indices of this rank in the current epoch, in order of use.
@@ -196,7 +240,7 @@ class ShardedSampler:
         """
         self.check_states(states)
         self.epoch = check_count("epoch", states["epoch"])
-        self.consumed = self._first = check_count("consumed", states["consumed"])
+        self._go_to(check_count("consumed", states["consumed"]))
 
     def check_states(self, states: Mapping[str, Any]) -> None:
         """Local. Whether `set_states` would accept them.
@@ -214,6 +258,52 @@ class ShardedSampler:
         # The last samples of an epoch may be repeated, so that all ranks have equally many: fewer than there are ranks.
         if check_count("consumed", states["consumed"]) >= 2 * self.size:
             raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Local. For copies in other processes, where no iteration lives."""
+        return {**self.__dict__, "_current": _nothing}
+
+
+class _Iteration:
+    """One iteration over a sampler. It begins with its first batch: a loader may make iterators that it never uses.
+
+    Hazard: nothing that it refers to may refer to it, since a look ends when its last reference goes.
+
+    Attributes:
+        reference: a weak reference to this object, the same at all times.
+        before: the attributes of the sampler that it has changed.
+        has_ended: whether all batches have been given.
+        has_stepped: whether a training step was counted since it began.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self._sampler = sampler
+        self._batches: Iterator[Any] | None = None
+        self.reference = weakref.ref(self)
+        self.before: tuple[Callable[[], _Iteration | None], int, int]
+        self.has_ended = self.has_stepped = False
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._sampler._begin(self)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self.has_ended:
+                self.has_ended = True
+                self._sampler._ended()
+            raise
+
+    def __del__(self) -> None:
+        if self._batches is not None:
+            self._sampler._dropped(self)
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:

@@ -86,6 +86,7 @@ class Engine:
         self.layout: Layout | None = None
         self._memory = BucketMemory(communicator)
         self._loaded: States = {}  # states of kinds of codec that have not been used yet
+        self._unchecked = 0  # after so many steps, look whether loaded states are in use; 0 for never
         self._roll_call: RollCall | None = None  # inside `join`
         self.unsettled: _Unsettled | None = None
 
@@ -185,6 +186,8 @@ class Engine:
 
     def _open(self, layout: Layout, recipe: Recipe, rule: UpdateRule, weight: float, *, defers: bool = False) -> Step:
         codec, agreement, statistics = recipe.codec, self.agreement, self.statistics
+        if self._unchecked and statistics.steps > self._unchecked:
+            self._tell_unused(layout, codec)
         states = layout.states.get(codec.kind)
         if states is None:
             states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
@@ -197,6 +200,17 @@ class Engine:
             state.defers = defers and not isinstance(state.bucket, np.ndarray)
         ended = None if self.shards is None else partial(self.shards.end_last, self.communicator)
         return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight, ended=ended)
+
+    def _tell_unused(self, layout: Layout, codec: Codec) -> None:
+        """Say, once, which of the loaded states the codecs have not taken since."""
+        self._unchecked = 0
+        kinds = {key.split("/", 1)[0] for key in self._loaded} | layout.kinds_with_unused_states()
+        if kinds and self.communicator.topology.rank == 0:
+            log.warning(
+                "the loaded states of codec %s, such as gradients that it has not sent yet, are not used by codec %s; "
+                "they are kept for a step that uses them",
+                ", ".join(sorted(kinds)), codec.kind,
+            )  # fmt: skip
 
     def begin_partial(
         self, partition_elements: int, order: Callable[[], Sequence[Parameter]], rule: UpdateRule, *, version: int = 0
@@ -341,6 +355,7 @@ class Engine:
         if self.layout is not None:
             self.layout.set_states(self._loaded)
         self.statistics.steps, self.statistics.skipped, partition, *flags = map(int, states["steps"])
+        self._unchecked = self.statistics.steps + 1 if self._loaded else 0
         self.partial.set_states(partition, flags, states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> States:
@@ -355,7 +370,13 @@ class Engine:
             raise StateError("these are not states of a DistOpt: steps is missing or negative, or not all are arrays")
         if counts[3]:
             self.partial.partitions(states)
-        if self.shards is not None and "shards" in states:
+        if (self.shards is None) != ("shards" not in states):
+            here, there = ("without", "with") if self.shards is None else ("with", "without")
+            raise StateError(
+                f"the states are of a job {there} shards=, this one is {here}; its steps would have other batches and "
+                "random numbers: use the same shards= and seed= again"
+            )
+        if self.shards is not None:
             self.shards.check_state(states["shards"])
         of_codecs: States = {key: states[key] for key in states.keys() - _OWN}
         for key in of_codecs:

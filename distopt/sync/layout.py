@@ -152,6 +152,10 @@ class Layout:
             for key, array in state.state_dict().items()
         }
 
+    def kinds_with_unused_states(self) -> set[str]:
+        """Local. The kinds of codecs whose options do not use all the states that were loaded."""
+        return {kind for kind, states in self.states.items() if any(state.has_unused_states for state in states)}
+
     def check_states(self, saved: States) -> None:
         """Local. Check that `set_states` would accept them, as far as codecs have been used.
 

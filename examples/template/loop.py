@@ -78,7 +78,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Train all epochs, or those that are left."""
-        if resumed := self.checkpoint.resume():
+        if (resumed := self.checkpoint.resume()) and self.rank == 0:
             print(f"Resuming from {resumed}", flush=True)
         folder = self.args.out / "board" if self.args.tb and self.rank == 0 else None
         self.board = board.Board(folder, self.checkpoint.steps)

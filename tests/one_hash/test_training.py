@@ -312,8 +312,11 @@ def test_different_shards_on_the_ranks():
     run_ranks_ok(hashed, 2, _different)
 
 
-def test_without_shards_states_have_none_and_take_those_with():
+def test_states_with_shards_are_refused_without_and_the_reverse():
     run = Run(alone())
     plain = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.9), communicator=alone())
     assert "shards" not in plain.get_states()
-    plain.set_states(run.opt.get_states())
+    with pytest.raises(StateError, match="the states are of a job with shards=, this one is without"):
+        plain.set_states(run.opt.get_states())
+    with pytest.raises(StateError, match="the states are of a job without shards=, this one is with"):
+        run.opt.set_states(plain.get_states())

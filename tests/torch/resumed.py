@@ -8,6 +8,7 @@ Batch normalisation, dropout, AdamW, a cosine schedule, a GradScaler or bfloat16
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import signal
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["scaled", "bfloat16"], default="scaled")
     parser.add_argument("--static-graph", action="store_true")
     parser.add_argument("--by", choices=[*DDP, "fsdp", "dist-opt", *LOCAL], default="ddp")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of an update; each counts as a step (1)")
     parser.add_argument("--end", nargs=2, metavar=("SIGNAL", "STEP"), help="on rank 1, in this step")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
@@ -113,23 +115,29 @@ def main() -> None:
     labels = images.flatten(1)[:, :10].argmax(1)
     data = TensorDataset(images, labels)
     sampler = ResumableSampler(data, 16, seed=2)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=4)
+    generator = torch.Generator().manual_seed(6 + rank)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=4, generator=generator)
     torch.manual_seed(100 + rank)
 
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    parts["generator"] = generator
     checkpoint = Checkpoint(args.folder, every=args.every, preemptible=True, **parts, **more)
     if resumed := checkpoint.resume():
         print(f"resuming from step {resumed.step}", flush=True)
     while checkpoint.steps < args.steps:
         sampler.set_epoch(checkpoint.epoch)
         for batch, truth in loader:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bfloat16"):
-                loss = functional.cross_entropy(model(batch), truth)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
+            if checkpoint.steps % args.accumulate == 0:
+                optimizer.zero_grad()
+            updates = (checkpoint.steps + 1) % args.accumulate == 0
+            with contextlib.nullcontext() if updates else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bfloat16"):
+                    loss = functional.cross_entropy(model(batch), truth)
+                scaler.scale(loss).backward()
+            if updates:
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
             if args.end and rank == 1 % size and checkpoint.steps == int(args.end[1]):
                 os.kill(os.getpid(), signal.Signals[args.end[0]])
             time.sleep(0 if args.until.is_file() else args.pause)
@@ -143,9 +151,9 @@ def main() -> None:
     checkpoint.close()
     time.sleep(0.01 * rank)  # lines in order
     own = optimizer.optim if args.by == "zero" else optimizer
-    print(
-        f"rank {rank} ends with {digest(model, own, scheduler, scaler, *more.values())} {loss.item():.6f}", flush=True
-    )
+    drawn = int(generator.get_state().to(torch.int64).sum())
+    ends = digest(model, own, scheduler, scaler, *more.values())
+    print(f"rank {rank} ends with {ends} {loss.item():.6f} {drawn}", flush=True)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,9 @@ from distopt import checkpoint, cli
 from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
-from distopt.torch.checkpoint.states import Generators, parts_of
+from distopt.torch.checkpoint.generators import global_generators
+from distopt.torch.checkpoint.gradients import Gradients
+from distopt.torch.checkpoint.states import parts_of
 from distopt.torch.checkpoint.trees import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
 from tests.conformance.thread_ranks import on_ranks
@@ -62,6 +64,8 @@ def undisturbed(folder: Path, ranks: int, *options: str) -> list[str]:
 # Over Gloo, sums of three ranks depend on the layout of DDP's buckets.
 JOBS = [
     ("distopt", 2, []),
+    ("gloo", 2, ["--accumulate", "4"]),
+    pytest.param("distopt", 2, ["--accumulate", "4"], marks=pytest.mark.sweep),
     pytest.param("gloo", 3, ["--precision", "bfloat16"], marks=pytest.mark.sweep),
     pytest.param("gloo", 3, ["--static-graph"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"], marks=pytest.mark.sweep),
@@ -175,7 +179,8 @@ def test_rates_that_another_number_of_ranks_has_saved_are_named(tmp_path, caplog
         return {"optimizer": optimizer, **schedules}
 
     def body(comm):
-        parts = parts_of(made := objects(0.2), replicated=True) | {"torch.generators": Generators()}
+        parts = parts_of(made := objects(0.2), replicated=True) | global_generators()
+        parts |= {"gradients.waiting": Gradients({})}
         with checkpoint.Checkpoint(tmp_path, communicator=comm, **parts) as saver:
             saver.resume()
             made["optimizer"].step()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -244,7 +245,7 @@ def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs/guide/checkpoints.md").read_text()
     code, preemptible = re.findall(r"```python\n(.*?)```", text, re.S)
-    for said in ("", "Resuming from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
+    for said in ("", "Resuming from runs/a/step-0000000100 (step 100, epoch 10)\n"):
         made = net()
         names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
         names |= {"rng": np.random.default_rng(1), "np": np}
@@ -892,3 +893,139 @@ def test_what_has_no_mean_is_refused(tmp_path):
 
     on_ranks(2, body)
     on_ranks(3, body)
+
+
+# -- ends of epochs ----------------------------------------------------------------------------------------------------
+def epochs(folder, stop=None, *, every=5, last=2, ends=True):
+    """A job with five steps an epoch, and a rate that each epoch halves; `stop` is a step, or "validation"."""
+    sampler, rate = ShardedSampler(10, 1, 0, 2), np.ones(1)
+    saver = Checkpoint(folder, every=every, sampler=sampler, rate=rate)
+    resumed, batches = saver.resume(), []
+    for epoch in range(saver.epoch, last):
+        sampler.set_epoch(epoch)
+        batches.append(0)
+        for _ in sampler:
+            batches[-1] += 1
+            saver.step(epoch)
+            if saver.steps == stop:
+                saver._wait()
+                saver._abandon()
+                return resumed, batches, rate
+        if stop == "validation":
+            saver._wait()
+            saver._abandon()
+            return resumed, batches, rate
+        rate *= 0.5
+        if ends:
+            saver.save(epoch + 1)
+    saver.close()
+    return resumed, batches, rate
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_killed_after_the_last_batch_of_an_epoch_does_not_resume_without_batches(tmp_path, ends):
+    epochs(tmp_path, "validation", every=2, ends=ends)
+    resumed, batches, rate = epochs(tmp_path, every=2, ends=ends)
+    assert (resumed.step, resumed.epoch, batches) == (4, 0, [1, 5])
+    assert rate == 0.25
+    assert load(tmp_path, rate=rate).epoch == 2
+    assert rate == 0.25
+
+
+@pytest.mark.parametrize(("every", "saved"), [(5, [6, 10]), (1, [1, 2, 3, 4, 6, 7, 8, 9, 10]), (3, [3, 6, 9])])
+def test_a_save_that_is_due_at_the_end_of_an_epoch_comes_with_the_next_call(tmp_path, every, saved):
+    sampler = ShardedSampler(10, 1, 0, 2)
+    with Checkpoint(tmp_path, every=every, keep=99, sampler=sampler) as saver:
+        saver.resume()
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for _ in sampler:
+                saver.step(epoch)
+    assert names(tmp_path) == [step_name(step) for step in saved]
+    if 10 in saved:
+        assert load(tmp_path, sampler=sampler).epoch == 2
+
+
+def test_a_sampler_that_stays_at_its_end_does_not_stop_saves(tmp_path):
+    sampler = ShardedSampler(10, 1, 0, 2)
+    with Checkpoint(tmp_path, every=1, keep=99, sampler=sampler) as saver:
+        saver.resume()
+        list(sampler)
+        for _ in range(6):
+            saver.step()
+    assert names(tmp_path) == [step_name(step) for step in (2, 4, 6)]
+
+
+def test_a_job_that_was_saved_at_the_end_of_an_epoch_says_so(tmp_path, caplog):
+    for _ in range(2):
+        sampler = ShardedSampler(10, 1, 0, 2)
+        with Checkpoint(tmp_path, sampler=sampler) as saver:
+            saver.resume()
+            list(sampler)
+            saver.save()
+    assert "saved after the last batch of its epoch" in caplog.text
+    assert caplog.text.count("call save(epoch + 1)") == 1
+
+
+# -- another job reads -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_job_reads_beside_one_that_saves_and_removes(tmp_path, keep, caplog):
+    """In another process, since Python's threads would take turns."""
+    code = (
+        "import sys, numpy as np; from distopt.checkpoint import Checkpoint\n"
+        "a = np.zeros(1000); saver = Checkpoint(sys.argv[1], every=1, keep=int(sys.argv[2]), a=a); saver.resume()\n"
+        "while True: a += 1; saver.step()"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(keep)])
+    try:
+        a, found = np.zeros(1000), []
+        while not load(tmp_path, a=a):
+            assert writer.poll() is None
+        for _ in range(100):
+            found.append(load(tmp_path, a=a).step)
+            assert (a == found[-1]).all()
+    finally:
+        writer.kill()
+        writer.wait()
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+    assert not caplog.text
+
+
+def test_advice_to_remove_checkpoints_is_for_the_job_that_writes_them(tmp_path):
+    with Checkpoint(tmp_path, a=np.zeros(3)) as saver:
+        saver.resume()
+        saver.save()
+    with pytest.raises(StateError) as reads:
+        load(tmp_path, b=np.zeros(3))
+    assert "reset" not in str(reads.value)
+    with pytest.raises(StateError, match="reset=True"):
+        Checkpoint(tmp_path, b=np.zeros(3)).resume()
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path):
+    with Checkpoint(tmp_path, a=np.zeros(3)) as saver:
+        saver.resume()
+        saver.save()
+    manifest = next(tmp_path.glob("step-*/checkpoint.json"))
+    manifest.write_text(manifest.read_text().replace('"version": "1"', '"version": "7"'))
+    with pytest.raises(StateError, match="has version 7 of its format, and this distopt reads version 1"):
+        load(tmp_path, a=np.zeros(3))
+
+
+@pytest.mark.parametrize("kind", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_random_generators_of_numpy_and_python_resume(tmp_path, kind):
+    def draw(generator):
+        return [generator.normal(1, 2) if hasattr(generator, "normal") else generator.gauss(1, 2) for _ in range(3)]
+
+    generator = kind(5)
+    draw(generator)
+    with Checkpoint(tmp_path, noise=generator) as saver:
+        saver.resume()
+        saver.save()
+    want, again = draw(generator), kind(6)
+    load(tmp_path, noise=again)
+    assert draw(again) == want
+    other = np.random.default_rng(1) if kind is not np.random.default_rng else random.Random(1)
+    with pytest.raises(StateError, match=r"noise: .*random generator"):
+        load(tmp_path, noise=other)

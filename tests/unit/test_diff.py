@@ -1,6 +1,7 @@
 """`distopt diff` and the log of hashes that DISTOPT_HASH writes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -222,3 +223,33 @@ def test_unset_nothing_is_looked_at(tmp_path, monkeypatch):
 )
 def test_how_much(one, other, text):
     assert how_much(one, other) == text
+
+
+def test_a_log_of_an_earlier_run_is_not_taken_for_that_of_the_checkpoints(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    train(tmp_path / "a")
+    train(tmp_path / "b")
+    log = (tmp_path / "b" / LOG).read_bytes()
+    for folder in (tmp_path / "b").glob("step-*"):
+        shutil.rmtree(folder)
+    monkeypatch.delenv("DISTOPT_HASH")
+    train(tmp_path / "b", at=2, change=next_float)
+    assert not (tmp_path / "b" / LOG).exists()
+    (tmp_path / "b" / LOG).write_bytes(log)
+    code, text = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert f"{tmp_path / 'b' / LOG} is of another run than the checkpoints beside it, and is left out\n" in text
+    assert "checkpoint of step 3: model/b differs" in text
+    assert "same bits" not in text
+
+
+def test_a_run_that_resumes_without_a_log_cuts_the_one_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    with pytest.raises(KilledError):
+        train(tmp_path, kill_at=5)
+    monkeypatch.delenv("DISTOPT_HASH")
+    train(tmp_path, at=4, change=next_float)
+    assert sorted(read_log(tmp_path / LOG)[0]) == [1, 2, 3]
+    monkeypatch.setenv("DISTOPT_HASH", "every")
+    train(tmp_path, steps=8)
+    assert sorted(read_log(tmp_path / LOG)[0]) == [1, 2, 3, 7, 8]

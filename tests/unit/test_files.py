@@ -241,6 +241,8 @@ def test_what_the_mark_is_for(tmp_path):
     save_arrays(path, {"a": np.arange(3)}, MARK)
     assert load_arrays(path, MARK, "the test")[1] == ""
     with pytest.raises(StateError, match="arrays was not written by Someone"):
+        load_arrays(path, {**MARK, "format": "other"}, "Someone")
+    with pytest.raises(StateError, match=rf"has version {MARK['version']} of its format, .* reads version 3"):
         load_arrays(path, {**MARK, "version": "3"}, "Someone")
 
 

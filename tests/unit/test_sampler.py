@@ -1,5 +1,7 @@
 """Shards: disjoint, complete, equal in length, and the same global batches at every world size."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -258,3 +260,43 @@ def test_shards_are_at_least_as_many_as_ranks_and_fill_a_batch():
         UsageError, match=r"larger than a shard: 101 samples over 8 shards give 12 each; .*fewer shards"
     ):
         ShardedSampler(101, 3, 0, 13, shards=8)
+
+
+# -- looks and lengths -------------------------------------------------------------------------------------------------
+def test_a_look_after_a_resume_or_in_a_loop_costs_nothing():
+    sampler = ShardedSampler(24, 2, 1, 2, seed=1)
+    whole = [batch.tolist() for batch in sampler]
+    sampler.set_states({**sampler.get_states(), "consumed": 8})
+    assert next(iter(sampler)).tolist() == whole[2]
+    taken = []
+    for batch in sampler:
+        taken.append(batch.tolist())
+        sampler.finish_step()
+        assert next(iter(sampler)).tolist() == whole[0]
+        assert sampler.consumed == 8 + 4 * len(taken)
+        assert len(sampler) == 4
+    assert taken == whole[2:]
+
+
+@pytest.mark.parametrize("options", [{}, {"shards": 4}, {"partial_batch": True}, {"tail": "wrap"}])
+def test_a_length_is_that_of_the_iteration(options):
+    sampler = ShardedSampler(50, 2, 0, 3, **options)
+    whole = sampler.batches_per_epoch
+    assert len(sampler) == whole == len(list(sampler))
+    batches = iter(sampler)
+    next(batches), next(batches)
+    assert len(sampler) == whole
+    sampler.set_states(sampler.get_states())
+    assert len(sampler) == whole - 2 == len(list(sampler))
+    assert len(sampler) == whole - 2  # after the loop, for its mean
+    assert sampler.epoch_is_over
+    sampler.set_epoch(1)
+    assert len(sampler) == sampler.batches_per_epoch == whole
+    assert not sampler.epoch_is_over
+
+
+def test_a_sampler_can_be_copied_in_a_loop():
+    sampler = ShardedSampler(12, 1, 0, 2)
+    for _ in sampler:
+        copy = pickle.loads(pickle.dumps(sampler))
+        assert (copy.consumed, len(copy)) == (sampler.consumed, 6)

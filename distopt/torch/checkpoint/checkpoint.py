@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 from ... import checkpoint
 from ...checkpoint.load import communicator_of
+from ...data import ShardedSampler
+from ...errors import UsageError
+from .generators import TorchGenerator, global_generators
+from .gradients import Gradients
 from .ranks import GroupRanks
 from .sampler import ResumableSampler
-from .states import Generators, parts_of
+from .states import parts_of
 
 if TYPE_CHECKING:
     from ...checkpoint import Resumed
@@ -32,7 +36,10 @@ class Checkpoint(checkpoint.Checkpoint):
     - optimizers, schedules, `GradScaler`, and other objects with `state_dict` and `load_state_dict` whose dictionaries,
       lists and tuples hold tensors, arrays and values of JSON. Nothing is pickled;
     - `ResumableSampler`, which resumes after the last sample that was trained;
-    - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
+    - random generators of PyTorch, NumPy and Python. The global ones are always saved.
+
+    Gradients that no optimizer has used are saved, too, so `step` may be called after each batch of an update that
+    accumulates over several. With another number of ranks, each rank resumes with the mean of theirs.
 
     Parameters of DDP's models and of a `DistOpt` with shards, and the states of their optimizers, are the same on all
     ranks, and each rank writes a share. Each rank writes all of its other states, such as buffers and the shards of
@@ -69,8 +76,13 @@ class Checkpoint(checkpoint.Checkpoint):
         """Collective."""
         self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
-        self._generators = Generators()
-        parts = {**parts_of(objects, replicated=replicated), "torch.generators": self._generators}
+        _check_samplers(objects)
+        parts = {
+            **parts_of(objects, replicated=replicated),
+            **global_generators(),
+            "gradients.waiting": Gradients(objects),
+        }
+        self._generators = [part for part in parts.values() if isinstance(part, TorchGenerator)]
         super().__init__(
             folder, every=every, keep=keep, preemptible=preemptible, communicator=_ranks_of(group), **parts
         )
@@ -87,14 +99,12 @@ class Checkpoint(checkpoint.Checkpoint):
             if self._rank == 0 and resumed.world_size != self._communicator.topology.world_size:
                 _tell_rates(chosen, self._optimizers)
             for sampler in self._samplers:
-                sampler.continue_with(self._generators.put_again)
+                sampler.continue_with(self._put_generators_again)
         return resumed
 
-    def step(self, epoch: int | None = None) -> None:
-        """Local, on all ranks. Count a finished step and its samples; see `distopt.checkpoint.Checkpoint.step`."""
-        for sampler in self._samplers:
-            sampler.step()
-        super().step(epoch)
+    def _put_generators_again(self) -> None:
+        for generator in self._generators:
+            generator.put_again()
 
 
 def load(
@@ -112,6 +122,15 @@ def load(
         See `distopt.checkpoint.load`, for errors too.
     """
     return checkpoint.load(folder, _ranks_of(group), **parts_of(objects, replicated=replicated))
+
+
+def _check_samplers(objects: dict[str, Any]) -> None:
+    for name, thing in objects.items():
+        if isinstance(thing, ShardedSampler) and not isinstance(thing, ResumableSampler):
+            raise UsageError(
+                f"{name} is a ShardedSampler, which counts the batches that it has given, also to the workers of a "
+                "loader that fetch ahead of training; pass a distopt.torch.ResumableSampler, which counts steps"
+            )
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:

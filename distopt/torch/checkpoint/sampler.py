@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
@@ -28,11 +29,14 @@ class ResumableSampler(ShardedSampler):
         shuffle: if False, samples keep their order in every epoch.
         tail: see `ShardedSampler`.
         partial_batch: whether the last batch of an epoch may be shorter, as by a loader's `drop_last=False`.
-        batches_per_step: number of batches whose gradients a step accumulates.
+        batches_per_step: number of batches that each `Checkpoint.step` counts: 1 if it is called after every batch, n
+            if it is called once for n batches, whose gradients an update accumulates.
         shards: see `ShardedSampler`.
 
     Attributes:
         consumed: number of samples of this epoch that all ranks together have trained on.
+        batches_per_epoch: number of batches of a whole epoch; `len`, also that of the loader, counts those of an
+            iteration, so it is less in an epoch that has resumed in its middle.
 
     Raises:
         UsageError: see `ShardedSampler`; or `data` is a sampler or a loader, whose order would be ignored.
@@ -74,7 +78,9 @@ class ResumableSampler(ShardedSampler):
         self._at_start: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the current epoch, lists of indices; see `ShardedSampler`.
+        """The batches of the current epoch, lists of indices: after `set_states` the rest; see `ShardedSampler`.
+
+        An iteration without a step, such as `next(iter(loader))`, leaves no trace when it is dropped.
 
         Raises:
             UsageError: a loader has it as `sampler`, and would make a batch of each `batch_size` batches.
@@ -84,21 +90,33 @@ class ResumableSampler(ShardedSampler):
                 "a ResumableSampler gives whole batches; pass it as DataLoader(data, batch_sampler=sampler), without "
                 "batch_size"
             )
-        # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
-        at_start, self._at_start = self._at_start, None
-        if at_start is not None and self._first:
-            at_start()
-        for batch in super().__iter__():
-            yield batch.tolist()
+        return super().__iter__()
 
-    def _hand_out(self, samples: int) -> None:
+    def _begin(self, iteration: Any) -> Iterator[Any]:
+        # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
+        if self._at_start is not None and self._first:
+            self._at_start()
+        return map(np.ndarray.tolist, super()._begin(iteration))
+
+    def _hand_out(self, place: int) -> None:
         """Count nothing, since loaders fetch ahead."""
 
-    def step(self) -> None:
-        """Local. Count the samples of one step on all ranks."""
+    def _ended(self) -> None:
+        """Leave the place: a loader that fetches ahead comes to the end before the steps do."""
+
+    def _was_look(self, iteration: Any) -> bool:
+        return not iteration.has_stepped
+
+    def finish_step(self) -> None:
+        """Local. Count the samples of one step on all ranks; `Checkpoint.step` calls this."""
+        super().finish_step()
         trained = self.consumed + self.batches_per_step * self.batch_size * self.shards
         self.consumed = min(trained, self.size)  # the last batch may be shorter
+        if (iteration := self._current()) is not None:
+            iteration.has_stepped = True
+
+    step = finish_step  # the name in scripts without a Checkpoint
 
     def continue_with(self, at_start: Callable[[], None]) -> None:
-        """Local. If the next iteration begins in the middle of an epoch, call `at_start` at its beginning."""
+        """Local. Call `at_start` when an iteration begins in the middle of an epoch, until a step is counted."""
         self._at_start = at_start

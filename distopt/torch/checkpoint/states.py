@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ...checkpoint.adapters import Adapter, State, check_some
+from ...checkpoint.adapters import Adapter, State, check_some, generator_of
 from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
 from ..ddp.plain_model import plain_model
 from ..private import has_rebuilt_buckets
-from ..tensors import array_of, is_of
-from .trees import decode, encode, items_of, tensor_from, tensor_nodes
+from ..tensors import is_of
+from .generators import TorchGenerator
+from .trees import decode, encode, items_of, narrowed, tensor_nodes, widened
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ...files import Arrays
 
-__all__ = ["Generators", "parts_of"]
+__all__ = ["StateDict", "parts_of"]
 
 
 def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
 
 
 def _part_of(name: str, thing: Any, alike: set[int]) -> Any:
-    if isinstance(thing, (np.random.Generator, Adapter)) or hasattr(thing, "get_states"):
+    if isinstance(thing, Adapter) or hasattr(thing, "get_states") or generator_of(thing) is not None:
         return thing
     if isinstance(thing, torch.Generator):
         return TorchGenerator(thing)
@@ -58,7 +59,7 @@ def _part_of(name: str, thing: Any, alike: set[int]) -> Any:
         return StateDict(thing)
     raise UsageError(
         f"{name} is a {type(thing).__name__}, which cannot be saved; pass objects with state_dict and load_state_dict, "
-        "a ResumableSampler, or a random generator of PyTorch or NumPy"
+        "a ResumableSampler, or a random generator of PyTorch, NumPy or Python"
     )
 
 
@@ -92,6 +93,17 @@ class StateDict(Adapter):
     def put(self, state: State) -> None:
         """Local. Call `load_state_dict`."""
         self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._wholes()))
+
+    def widened(self, state: State) -> Arrays:
+        """Local. See `Adapter.widened`; arrays of bits count as the numbers of their type."""
+        nodes = tensor_nodes(state.notes["tree"])
+        found = {key: widened(array, nodes.get(key, {}).get("dtype", "")) for key, array in state.arrays.items()}
+        return {key: numbers for key, numbers in found.items() if numbers is not None}
+
+    def narrowed(self, key: str, numbers: np.ndarray[Any, Any], state: State) -> np.ndarray[Any, Any]:
+        """Local. See `Adapter.narrowed`."""
+        dtype = tensor_nodes(state.notes["tree"]).get(key, {}).get("dtype", "")
+        return narrowed(numbers, dtype, state.arrays[key].dtype)
 
     def _wholes(self) -> Callable[[str], Any]:
         """The argument `whole` of `decode`; without use here, since only models and optimizers have shards."""
@@ -216,72 +228,3 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
     """Copy the learning rate and the other options of groups of parameters."""
     for own, group in zip(source, target, strict=True):
         group.update({key: value for key, value in own.items() if key != "params"})
-
-
-class TorchGenerator(Adapter):
-    """A random generator of PyTorch."""
-
-    random = True
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def look(self) -> State:
-        """Local. The generator's state, uint8 [n], and the type of its device."""
-        return State({"": array_of(self._generator.get_state())}, {"device": self._generator.device.type})
-
-    def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the state is of a generator on the same type of device."""
-        own = self.look()
-        if state.notes != own.notes or state.arrays.get("", np.empty(0)).shape != own.arrays[""].shape:
-            raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")
-
-    def put(self, state: State) -> None:
-        """Local. Set the generator's state."""
-        self._generator.set_state(tensor_from(state.arrays[""], torch.uint8))
-
-
-class Generators(Adapter):
-    """The global random generators of PyTorch, of Python and of NumPy."""
-
-    random = True
-
-    def __init__(self) -> None:
-        self._loaded: State | None = None
-
-    def look(self) -> State:
-        """Local. The states of all generators."""
-        version, words, gauss = random.getstate()
-        states = {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-            "python": (version, np.array(words, np.uint32), gauss),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global one, of augmentations
-        }
-        arrays: Arrays = {}
-        return State(arrays, {"": encode(states, "", arrays)})
-
-    def check(self, state: State) -> None:
-        """Local. Check that `put` would accept `state`.
-
-        Raises:
-            StateError: it is of something else.
-        """
-        if not {"torch", "python/1"} <= state.arrays.keys():
-            raise StateError("these are no states of random generators")
-
-    def put(self, state: State) -> None:
-        """Local. Set all generators to the states that `look` has seen."""
-        self._loaded = state
-        states = decode(state.notes[""], state.arrays, str)
-        torch.set_rng_state(states["torch"])
-        if states["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-
-    def put_again(self) -> None:
-        """Local. Set the states of the last `put` again."""
-        if self._loaded is not None:
-            self.put(self._loaded)

@@ -130,6 +130,35 @@ def tensor_from(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     return tensor.view(dtype) if dtype in _BITS else tensor
 
 
+def widened(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] | None:
+    """Local. The numbers of floating point in a file's array, as float64; None for an array of others.
+
+    Args:
+        array: as in a file.
+        dtype: name of the tensor's type.
+    """
+    kind = getattr(torch, dtype, None)
+    if kind in _BITS:
+        return np.asarray(torch.from_numpy(np.array(array)).view(kind).float().numpy(), np.float64)
+    return array.astype(np.float64) if array.dtype.kind == "f" else None
+
+
+def narrowed(numbers: np.ndarray[Any, Any], dtype: str, stored: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Local. Numbers of float64 as an array of a file, of type `stored`, has them; rounded once. See `widened`."""
+    if (kind := getattr(torch, dtype, None)) not in _BITS:
+        return numbers.astype(stored)
+    # PyTorch converts by way of float32. Rounded to odd there, what follows is as if rounded once: G. Melquiond and
+    # S. Boldo, "When double rounding is odd", 2005.
+    near = np.atleast_1d(numbers).astype(np.float32)
+    bits = near.view(np.int32)
+    with np.errstate(invalid="ignore"):
+        away = np.abs(near.astype(np.float64)) > np.abs(numbers)
+        exact = (near == numbers) | np.isnan(near)
+    odd = np.where(exact, bits, (bits - away) | 1).astype(np.int32).view(np.float32).reshape(numbers.shape)
+    stored_bits: np.ndarray[Any, Any] = torch.from_numpy(odd).to(kind).view(_BITS[kind]).numpy()
+    return stored_bits
+
+
 def tensor_nodes(node: Any) -> dict[str, dict[str, str]]:
     """Local. The nodes of the tensors in a tree, by name."""
     if isinstance(node, dict) and "tensor" in node:
