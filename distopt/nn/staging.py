@@ -11,7 +11,6 @@ from numpy.typing import DTypeLike, NDArray
 from .core.tensor import Tensor
 from .devices.device import Device
 
-
 # A batch is used until the `send` after the next, and filled while the next one is used.
 _SLOTS = 3
 

@@ -235,23 +235,25 @@ def call(function: Any, *args: Any, **options: Any) -> Any:
         raise TypeError("return arrays must be of ArrayType")
     own = WRAPPING.get(function, function)
     task = functools.partial(own, *map(host, args), **{key: host(value) for key, value in options.items()})
-    if cuda.capturing():
-        return _recorded(function, task, args, out)
+    if cuda.deferring():
+        return _deferred(function, task, args, out)
     cuda.drain()
     result = task()
     return out if out is not None else device(result, *args)
 
 
-def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
-    """As `call`, while the current stream records: views are made now, and all else at each launch."""
-    if getattr(function, "__name__", "") in ("dot", "matmul"):
+def _deferred(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
+    """As `call`, where the current stream records or lags: views are made now, and all else at each launch."""
+    name = getattr(function, "__name__", "")
+    if name in ("dot", "matmul") and cuda.capturing():
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-    if getattr(function, "__name__", "") == "nonzero":
-        cuda.drain()  # the size of the result is read from the device, which raises
+    if name == "nonzero" or (name == "getitem" and getattr(args[1], "dtype", np.dtype(int)).kind == "b"):
+        cuda.drain()  # the size of the result is read from the device, which raises in a recording
     if out is not None or function in (np.copyto, np.add.at):
         cuda.run(task)
         return out
-    result = task()  # of rubbish; it tells the shape
+    with np.errstate(all="ignore"):
+        result = task()  # of rubbish; it tells the shape
     several = isinstance(result, (list, tuple))
     made: list[tuple[int, np.ndarray[Any, Any]]] = []
     arrays = []
