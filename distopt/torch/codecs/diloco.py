@@ -48,8 +48,8 @@ class DiLoCo:
     GradScaler, which skips those of single ranks.
 
     Between two averages each rank has a model of its own. An evaluation of `model` there is of that rank's, and the
-    mean of the ranks' figures is that of no model. `average` gives the one model of all ranks, at any step. Call it at the
-    end, too, before the model is saved, since the last step may be no multiple of `sync_every`:
+    mean of the ranks' figures is that of no model. `average` gives the one model of all ranks, at any step. Call it at
+    the end, too, before the model is saved, since the last step may be no multiple of `sync_every`:
 
         model.load_state_dict(local.average())
 

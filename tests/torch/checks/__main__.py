@@ -9,15 +9,14 @@ each check a line of JSON has the errors of all ranks so far.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
-import queue
 import signal
 import sys
 import traceback
-from multiprocessing.queues import Queue
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ CHECK_SECONDS = TIMEOUT_SECONDS + 30.0  # a wait for another rank ends before
 Errors = dict[str, dict[int, str]]  # by check and rank; an empty text is none
 
 
-def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:
+def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Sequence[Connection]) -> None:
     faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
     join(rank, sum(counts), method, TIMEOUT_SECONDS)
     for name in names:
@@ -49,25 +48,28 @@ def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: 
             error = error or traceback.format_exc()
             dist.destroy_process_group()
             join(rank, sum(counts), method, TIMEOUT_SECONDS, f" after {name}")
-        out.put((rank, name, error))
+        out[rank].send((name, error))
     dist.destroy_process_group()
 
 
 def run(place: Place, names: list[str], errors: Errors) -> None:
     """Run the checks on new ranks, up to one that ends a rank."""
-    out: Queue[tuple[int, str, str]] = CONTEXT.Queue()
+    # Not a queue, whose thread would lose the last results of a rank that dies.
+    readers, writers = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(place.size)), strict=True)
     method = place.method()
     place.keep_store(method)
-    ranks = place.start(rank_main, method, place.counts, names, out)
-    while any(process.is_alive() for process in ranks) or not out.empty():
-        # A rank that is ended in the middle may keep the lock of the queue, so that none can tell the end by it.
-        with contextlib.suppress(queue.Empty):
-            rank, name, error = out.get(timeout=0.2)
-            errors.setdefault(name, {})[rank] = error
+    ranks = place.start(rank_main, method, place.counts, names, writers)
+    while True:
+        alive = any(process.is_alive() for process in ranks)
+        told = wait(readers, timeout=0.2 if alive else 0)
+        for reader in told:
+            name, error = reader.recv()
+            errors.setdefault(name, {})[readers.index(reader)] = error
             if len(errors[name]) == place.size:
                 print(json.dumps(errors), flush=True)
-            continue
-        if any(process.exitcode for process in ranks):
+        if not (alive or told):
+            return
+        if not told and any(process.exitcode for process in ranks):
             for process in ranks:
                 if process.pid and process.is_alive():
                     os.kill(process.pid, signal.SIGKILL)
