@@ -41,7 +41,7 @@ def test_a_batch_stays_while_the_device_computes_on_it():
         (x,) = staging.send()
         y = x.array
         for _ in range(20):
-            y, _ = gpu.max_pool2d(y, (1, 1), (1, 1))  # a kernel: the emulated GPU does CuPy's operations at once
+            y, _ = gpu.max_pool2d(y, (1, 1), (1, 1))  # a kernel, which the emulated GPU never runs at once
         results.append(y)
     assert [float(y.get().sum()) for y in results] == [1000.0 * step for step in range(6)]
 
