@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -749,6 +750,15 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=4)
     with pytest.raises(UsageError, match="or the optimizer is of another model"):
         distopt.torch.DiLoCo(network(), inner, outer)
+    for front, make in (
+        ("dist_opt", lambda: distopt.torch.DistOpt(inner, model=model, shards=8)),
+        ("hook", lambda: distopt.torch.hook(DistributedDataParallel(network()), shards=8)),
+    ):
+        with (
+            mock.patch(f"distopt.torch.codecs.{front}.device_of", lambda _: torch.device("cuda:1")),
+            pytest.raises(UsageError, match="shards=8: steps in shards run on CPUs, .* are on cuda:1"),
+        ):
+            make()
     with pytest.raises(UsageError, match=r"7 is not a codec"):
         dist_opt(network(), codec=7)
     with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
