@@ -756,7 +756,7 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
     ):
         with (
             mock.patch(f"distopt.torch.codecs.{front}.device_of", return_value=torch.device("cuda:1")),
-            pytest.raises(UsageError, match="shards=8: steps in shards run on CPUs, .* are on cuda:1"),
+            pytest.raises(UsageError, match=r"shards=8: steps in shards run on CPUs, .* are on cuda:1"),
         ):
             make()
     with pytest.raises(UsageError, match=r"7 is not a codec"):
