@@ -187,10 +187,10 @@ lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
-# The site of README and docs, in build/site; whatever is missing is an error. It needs no network, from a server or, but
-# for the search, from its folder. The second target asks the hosts that its links name.
+# The site of README and docs, in build/site, without PyTorch; whatever is missing is an error. It needs no network, from
+# a server or, but for the search, from its folder. The second target asks the hosts that its links name.
 SITE := build/site
-docs: $(VENV)/.with-$(TEST_EXTRAS),docs
+docs: $(VENV)/.with-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/tools/check.py $(SITE)
 docs-links: docs

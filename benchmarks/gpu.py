@@ -147,31 +147,35 @@ def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
 PEERS = (("eager", False), ("eager", True), ("default", False), ("reduce-overhead", False), ("reduce-overhead", True))
 
 
-def step_rows(cupy, torch, name: str, ours, theirs, shape: tuple[int, ...], classes: int) -> Iterator[str]:
+def step_rows(cupy, torch, peers, name: str, ours, theirs, shape: tuple[int, ...], classes: int) -> Iterator[str]:
     """Steps of ours(use_graph), with and without CUDA graphs, and of the network theirs() in PyTorch."""
     what = f"| {name} step, batch {shape[0]}"
     step = ours(False)
-    (own,) = device_ms(cupy, step, repeats=20)
+    (about,) = device_ms(cupy, step, rounds=1, repeats=1)
+    repeats = min(20, max(2, int(200 / about)))  # of a long step fewer: a machine may be lent for minutes
+    (own,) = device_ms(cupy, step, repeats=repeats)
     yield f"{what}: {shape[0] / own * 1e3:,.0f} images/s | {own:.3f} ms | | | |"
     # Alone, as the wish for graphs is the device's; `step` has been measured by now.
-    (replayed,) = device_ms(cupy, ours(True), repeats=20)
+    (replayed,) = device_ms(cupy, ours(True), repeats=repeats)
     device.create_cuda_gpu().EnableGraph(False)
     yield (
         f"{what}, CUDA graphs: {shape[0] / replayed * 1e3:,.0f} images/s | {replayed:.3f} ms | without, {own:.3f} ms | "
         f"{own / replayed:.2f}x | |"
     )
     for mode, tf32 in PEERS if torch is not None else ():
+        if ("eager" if mode == "eager" else "compiled") not in peers:
+            continue
         torch.backends.cudnn.allow_tf32 = tf32
         peer = torch_step(torch, theirs(), shape, classes, mode)
         # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
-            own, other = device_ms(cupy, step, peer, repeats=20)
+            own, other = device_ms(cupy, step, peer, repeats=repeats)
         peer_name = f"PyTorch {'compiled, ' if mode != 'eager' else ''}{mode}{', TF32' if tf32 else ''}"
         must = "1x" if mode == "eager" and not tf32 else ""
         yield f"{what} | {own:.3f} ms | {peer_name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
 
 
-def cnn_rows(cupy, torch) -> Iterator[str]:
+def cnn_rows(cupy, torch, peers) -> Iterator[str]:
     def ours(use_graph: bool):
         cnn, x, y = compiled(opt.DistOpt(sgd()), BATCH, use_graph=use_graph)
         return lambda: cnn(x, y)
@@ -181,10 +185,10 @@ def cnn_rows(cupy, torch) -> Iterator[str]:
 
         return build("cnn")
 
-    return step_rows(cupy, torch, "CNN", ours, theirs, (BATCH, 1, 28, 28), 10)
+    return step_rows(cupy, torch, peers, "CNN", ours, theirs, (BATCH, 1, 28, 28), 10)
 
 
-def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
+def resnet_rows(cupy, torch, peers, batch_size: int, size: int) -> Iterator[str]:
     shape = (batch_size, 3, size, size)
     rng = np.random.default_rng(0)
     images, labels = rng.standard_normal(shape, dtype=np.float32), rng.integers(0, 1000, batch_size).astype(np.int32)
@@ -198,7 +202,7 @@ def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
 
         return build("resnet50")
 
-    return step_rows(cupy, torch, "ResNet-50", ours, theirs, shape, 1000)
+    return step_rows(cupy, torch, peers, "ResNet-50", ours, theirs, shape, 1000)
 
 
 SECTIONS = ("ceilings", "kernels", "select", "cnn", "resnet")
@@ -256,6 +260,8 @@ def find_torch():
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=at_least(1), default=1, metavar="N", help="GPUs for all-reduce (1)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="sections of the table (all)")
+    kinds = ("eager", "compiled")
+    parser.add_argument("--peers", nargs="+", choices=kinds, default=[*kinds], help="PyTorch's steps (both kinds)")
     parser.add_argument("--elements", type=at_least(100), default=ELEMENTS, metavar="N", help="of ceilings and kernels")
     parser.add_argument("--selected-from", type=at_least(100), default=SELECTED_FROM, metavar="N", help="of top-K")
     parser.add_argument("--images", type=at_least(1), default=32, metavar="N", help="ResNet-50's batch (32)")
@@ -273,8 +279,8 @@ def run(args: argparse.Namespace) -> None:
         "ceilings": partial(ceiling_rows, cupy, args.elements),
         "kernels": partial(kernel_rows, cupy, args.elements),
         "select": partial(select_rows, cupy, torch, args.selected_from),
-        "cnn": partial(cnn_rows, cupy, torch),
-        "resnet": partial(resnet_rows, cupy, torch, args.images, args.size),
+        "cnn": partial(cnn_rows, cupy, torch, args.peers),
+        "resnet": partial(resnet_rows, cupy, torch, args.peers, args.images, args.size),
     }
     lines = [versions(cupy, torch), "", *table(["what", "time", "against", "result", "must hold"], []).splitlines()]
     print("\n".join(lines), flush=True)

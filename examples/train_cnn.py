@@ -59,6 +59,9 @@ def run(
     training.checkpoint.close()
 
 
+LOG_SECONDS = 5.0  # between two lines of progress where there is no terminal
+
+
 class Training:
     """The training of a model on this rank's part of the data, resumed from a checkpoint if there is one."""
 
@@ -126,6 +129,7 @@ class Training:
         data, sums, checkpoint = self.data, self.sums, self.checkpoint
         self.cnn.train()
         self.pace.start()
+        due = time.perf_counter() + LOG_SECONDS
         for chosen in self.sampler:
             images, labels = self.staging.fill()
             random_shift(data.train_x[chosen], images, self.noise, 0 if self.args.no_augment else 2)
@@ -136,6 +140,9 @@ class Training:
             sums[1] += (out.array.argmax(axis=1) == y.array).sum()
             if (checkpoint.steps + 1) % 10 == 0 and (self.board.writer or self.on_terminal):
                 self.show(epoch, loss)
+            elif self.rank == 0 and not self.on_terminal and time.perf_counter() > due:
+                due = time.perf_counter() + LOG_SECONDS
+                print(self.line(epoch, loss, self.pace.figures(loss)), file=sys.stderr, flush=True)
             checkpoint.step(epoch)
         if self.on_terminal:
             show("")
@@ -148,9 +155,13 @@ class Training:
     def show(self, epoch: int, loss: Tensor) -> None:
         """Show the progress on the terminal, and write it for TensorBoard."""
         figures = self.pace.figures(loss)
-        done, speed = f"{self.sampler.consumed}/{self.sampler.size}", figures["speed/images per s"]
-        show(f"Epoch {epoch} [{done}], {speed:.0f} images/s, loss={loss.item():.4f}")
+        if self.on_terminal:
+            show(self.line(epoch, loss, figures))
         self.board.add(self.checkpoint.steps + 1, figures)
+
+    def line(self, epoch: int, loss: Tensor, figures: dict[str, float]) -> str:
+        done, speed = f"{self.sampler.consumed}/{self.sampler.size}", figures["speed/images per s"]
+        return f"Epoch {epoch} [{done}], {speed:.0f} images/s, loss={loss.item():.4f}"
 
 
 def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> tuple[float, float]:

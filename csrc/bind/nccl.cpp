@@ -121,6 +121,8 @@ void bind_nccl(nb::module_& m) {
       .def("start", &start, nb::arg("operations"), nb::arg("stream"),
            nb::sig("def start(self, operations: list[NcclOperation], stream: int) -> NcclWork"),
            "Collective. Start operations as one, behind what `stream` holds.")
+      .def_prop_ro("failed", &NcclCommunicator::failed, nb::call_guard<WithoutGil>(),
+                   "Local. Whether it has failed, here or on another rank of this host.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), nb::call_guard<WithoutGil>())
       .def("close", &NcclCommunicator::close, nb::call_guard<WithoutGil>());
 

@@ -202,7 +202,9 @@ void NcclCommunicator::join(const NcclCollective& collective, cuda::Stream* stre
 }
 
 void NcclCommunicator::wait(const NcclCollective& collective, double timeout_seconds) {
-  if (!await([&] { return collective.reached(); }, timeout_seconds))
+  const auto reached = [&] { return collective.reached(); };
+  await([&] { return reached() || has_data(collective); }, forever);
+  if (!await(reached, timeout_seconds))
     fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result").stalled(waiting_in(collective)));
 }
 

@@ -89,9 +89,12 @@ class NcclCommunicator {
   // Local. Work enqueued on `stream` from now on sees the result. Throws CommunicatorError if the communicator has
   // failed.
   void join(const NcclCollective& collective, cuda::Stream* stream);
-  // Waits on the host. Throws CommunicatorError.
+  // Waits on the host. The time counts while the data of this collective and of those before it are ready on this rank.
+  // Throws CommunicatorError.
   void wait(const NcclCollective& collective, double timeout_seconds);
 
+  // Local. Whether it has failed, on this rank or on another one of its host.
+  bool failed();
   // Local. Ends the communicator at once, with this error for all ranks of the host.
   void abort(const std::string& text);
   // Local in effect: waits a few seconds for collectives in progress, then leaves. Idempotent, throws nothing of NCCL.
@@ -131,6 +134,8 @@ class NcclCommunicator {
   void check_failure();
 
   Work oldest();
+  // Whether the data of this collective, and of those that are under way before it, are ready on this rank.
+  bool has_data(const NcclCollective& collective);
   void forget_finished();
   bool drained(double seconds);
 

@@ -27,6 +27,11 @@ void NcclCommunicator::check_failure() {
   if (failure_) throw CommunicatorError(*failure_);
 }
 
+bool NcclCommunicator::failed() {
+  const Lock lock(mutex_);
+  return failure_.has_value() || board_->peers().failed();
+}
+
 ErrorFields NcclCommunicator::nccl_error(const std::string& what, Result result) const {
   std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = api_.get_last_error(nullptr);  // NCCL does not use the argument
@@ -193,6 +198,17 @@ void NcclCommunicator::warn(const std::string& text) {
 NcclCommunicator::Work NcclCommunicator::oldest() {
   const Lock lock(mutex_);
   return outstanding_.empty() ? nullptr : outstanding_.front();
+}
+
+bool NcclCommunicator::has_data(const NcclCollective& collective) {
+  std::deque<Work> before;  // a copy, since a query of the driver may wait
+  {
+    const Lock lock(mutex_);
+    for (const Work& work : outstanding_)
+      if (work->sequence < collective.sequence) before.push_back(work);
+  }
+  return std::all_of(before.begin(), before.end(), [](const Work& work) { return work->ready.reached(); }) &&
+         collective.ready.reached();
 }
 
 void NcclCommunicator::forget_finished() {

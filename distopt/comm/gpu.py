@@ -18,6 +18,7 @@ from ..settings import Settings
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
 # From this version on, NCCL can let two ranks share a GPU.
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _MULTI_RANK, _MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 
 
@@ -34,6 +35,15 @@ class GpuStack:
     cupy: Any
     nccl_path: str
     nccl_version: int
+
+
+def order_launches() -> None:
+    """Local. Let NCCL order the kernels of all communicators of a GPU as the host launches them; before its first use.
+
+    Equal orders on all hosts do not suffice: the device may run the kernels of two communicators in another order, on
+    one GPU only, and each then waits for the other. A value that the user has set stays. NCCL 2.26 and later read it.
+    """
+    os.environ.setdefault(_LAUNCH_ORDER, "1")
 
 
 def driver_version() -> int:
@@ -55,6 +65,7 @@ def gpu_stack() -> GpuStack:
         raise MissingDependencyError(missing)
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     path = find_nccl(major)
+    order_launches()
     try:
         version = _core.nccl_version(path)
     except RuntimeError as error:
@@ -107,32 +118,40 @@ class Place:
         host: name of the host.
         pid: process id.
         gpus: PCI bus ids of the GPUs visible to the process, in its own numbering.
-        current: number of the current GPU.
+        chosen: number of the GPU that the rank is to use, if that is known.
     """
 
     machine: str
     host: str
     pid: int
     gpus: Sequence[str]
-    current: int
+    chosen: int | None
 
 
-def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
-    """Collective. The places of all ranks, in rank order, in one exchange."""
+def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> list[Place]:
+    """Collective. The places of all ranks, in rank order, in one exchange.
+
+    Args:
+        job: the ranks.
+        stack: what was found here.
+        device: number of the GPU that this rank is to use (default: the current one, if that is not number 0, which is
+            current in a process that has chosen none).
+    """
     cuda = stack.cupy.cuda
     gpus = [str(cuda.Device(device).pci_bus_id) for device in range(cuda.runtime.getDeviceCount())]
-    current = int(cuda.runtime.getDevice())
+    chosen = (int(cuda.runtime.getDevice()) or None) if device is None else device
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    mine = Place(machine, job.topology.host, os.getpid(), gpus, current)
+    mine = Place(machine, job.topology.host, os.getpid(), gpus, chosen)
     return [Place(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
 
 
 def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:
     """Local. For each rank, the number of the visible GPU that it uses; the result is the same on all ranks.
 
-    If the script has made a GPU other than number 0 current, the rank keeps it. (Number 0 is current by default.)
-    Otherwise, ranks of one machine that see the same GPUs divide them among themselves in rank order. So it works both
-    if all ranks see all GPUs and if each sees its own, as with `srun --gpus-per-task`.
+    A rank keeps the GPU that it has chosen. The other ranks of a machine that see the same GPUs divide them among
+    themselves in rank order, so it works both if all ranks see all GPUs and if each sees its own, as with
+    `srun --gpus-per-task`. Where that GPU is one that another rank has chosen, a rank uses the first one that is left:
+    it may have chosen number 0, which cannot be seen.
 
     Args:
         places: the places of all ranks.
@@ -144,19 +163,29 @@ def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str,
     """
     env = os.environ if env is None else env
     may_share = nccl_version >= _MULTI_RANK_VERSION and env.get(_MULTI_RANK) == "1"
-    devices: list[int] = []
+    devices = [-1] * len(places)
     users: dict[tuple[str, str], int] = {}
-    for rank, place in enumerate(places):
-        before = sum((other.machine, other.gpus) == (place.machine, place.gpus) for other in places[:rank])
-        device = place.current or before % len(place.gpus)
+    order = sorted(range(len(places)), key=lambda rank: places[rank].chosen is None)  # first those that chose
+    for rank in order:
+        place = places[rank]
+        device = place.chosen
+        if device is None:
+            before = sum((other.machine, other.gpus) == (place.machine, place.gpus) for other in places[:rank])
+            device = default = before % len(place.gpus)
+            taken = users.get((place.machine, place.gpus[default]))
+            if taken is not None and places[taken].chosen is not None and not may_share:
+                free = [n for n, gpu in enumerate(place.gpus) if (place.machine, gpu) not in users]
+                device = free[0] if free else default
         first = users.setdefault((place.machine, place.gpus[device]), rank)
         if first != rank and not may_share:
+            first, second = sorted((first, rank))
             raise LaunchError(
-                f"ranks {first} and {rank} on {place.host} (pids {places[first].pid} and {place.pid}) would both use "
-                f"GPU {place.gpus[device]}, of {len(place.gpus)} that rank {rank} sees; start no more ranks than GPUs "
-                "and let all see all of them (CUDA_VISIBLE_DEVICES), or each its own (srun --gpus-per-task=1)"
+                f"ranks {first} and {second} on {place.host} (pids {places[first].pid} and {places[second].pid}) would "
+                f"both use GPU {place.gpus[device]}, of {len(place.gpus)} that rank {rank} sees; start no more ranks "
+                "than GPUs and let all see all of them (CUDA_VISIBLE_DEVICES), or each its own (srun "
+                "--gpus-per-task=1); a script that chooses GPUs itself gives each local rank its own"
             )
-        devices.append(device)
+        devices[rank] = device
     return devices
 
 

@@ -34,7 +34,7 @@ class NcclWork(Work):
     """A collective under way on the device.
 
     `wait` returns before the device has got there: the results are valid for everything that is put on CuPy's current
-    stream afterwards. With a time-out the host waits, too.
+    stream afterwards. With a time-out the host waits, too; the time counts once this rank's data are ready.
     """
 
     core: Any  # set when it is launched, which `together` puts off
@@ -115,17 +115,26 @@ class NcclCommunicator(Communicator):
         self._together = False
 
     @classmethod
-    def create(cls, job: Job) -> NcclCommunicator:
+    def create(cls, job: Job, device: int | None = None) -> NcclCommunicator:
         """Collective. The communicator of `job`, of whatever kind.
+
+        Args:
+            job: the ranks.
+            device: number of the GPU of this rank (default: see `choose_devices`).
 
         Raises:
             MissingDependencyError: driver, CuPy or NCCL are missing.
             LaunchError: two ranks would use the same GPU.
         """
         stack = gpu_stack()
-        communicator = cls(job, stack, exchange_places(job, stack))
+        communicator = cls(job, stack, exchange_places(job, stack, device))
         close_at_exit(communicator)
         return communicator
+
+    @property
+    def usable(self) -> bool:
+        """Local. Whether it is neither closed nor has failed, as far as this host knows."""
+        return not (self.closed or self._core.failed)
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:

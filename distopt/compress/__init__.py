@@ -5,6 +5,8 @@ The room imports `comm` and `kernels`. It never knows which transport moves the 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
@@ -63,6 +65,12 @@ def codec_of(codec: Codec | str) -> Codec:
         UsageError: it is neither.
     """
     if isinstance(codec, str):
+        if needs := getattr(CODECS.get(codec), "needs", {}):
+            option, example = next(iter(needs.items()))
+            raise UsageError(
+                f"codec {codec!r} needs {_alternatives(needs)}, which its name does not give; pass "
+                f"codec=distopt.compress.create({codec!r}, {option}={example})"
+            )
         return create(codec)
     if not isinstance(codec, Codec):
         raise UsageError(f"{codec!r} is not a codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
@@ -82,8 +90,23 @@ def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:
     """
     if name not in CODECS:
         raise UsageError(f"unknown codec {name!r}; choose one of {', '.join(CODECS)}")
-    try:
-        codec = CODECS[name](**options)
-    except TypeError as error:
-        raise UsageError(f"codec {name!r}: {error}; see distopt.compress.{CODECS[name].__name__}") from None
+    kind = CODECS[name]
+    taken = inspect.signature(kind).parameters
+    if unknown := [f"{option}=" for option in options if option not in taken]:
+        raise UsageError(
+            f"codec {name!r} takes no {' and no '.join(unknown)}; it takes "
+            f"{', '.join(f'{option}=' for option in taken) or 'no options'}, see distopt.compress.{kind.__name__}"
+        )
+    if kind.needs and not kind.needs.keys() & options.keys():
+        option, example = next(iter(kind.needs.items()))
+        raise UsageError(
+            f"codec {name!r} needs {_alternatives(kind.needs)}: add {option}={example}, for example, after {name!r}"
+        )
+    if error_feedback and not kind.lossy:
+        raise UsageError(f"codec {name!r} loses nothing that error feedback could return; leave error_feedback= out")
+    codec = kind(**options)
     return ErrorFeedback(codec) if error_feedback else codec
+
+
+def _alternatives(needs: Mapping[str, float]) -> str:
+    return " or ".join(f"{option}=" for option in needs)

@@ -14,7 +14,7 @@ on all ranks**, after the last gradient, in rounds, in the order of the buckets 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from operator import attrgetter, or_
@@ -38,10 +38,12 @@ class Codec(ABC):
     Attributes:
         lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back. The
             ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
+        needs: by name, options of which one must be given, each with an example.
         dtypes: types of bucket that it can reduce.
     """
 
     lossy: ClassVar[bool] = True
+    needs: ClassVar[Mapping[str, float]] = {}
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
     @cached_property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..checks import check_number
 from ..comm.base import Array
@@ -24,6 +26,8 @@ class Threshold(SparseCodec):
         factor_masking: momentum factor masking.
         clip_norm: local gradient clipping.
     """
+
+    needs: ClassVar[Mapping[str, float]] = {"bound": 0.01}
 
     bound: float
 

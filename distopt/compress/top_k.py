@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +33,8 @@ class TopK(SparseCodec):
         factor_masking: momentum factor masking.
         clip_norm: local gradient clipping.
     """
+
+    needs: ClassVar[Mapping[str, float]] = {"ratio": 0.01, "k": 1000}
 
     ratio: float | None = None
     _: KW_ONLY

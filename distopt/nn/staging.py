@@ -11,6 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from .core.tensor import Tensor
 from .devices.device import Device
 
+# A batch is used until the `send` after the next, and filled while the next one is used.
+_SLOTS = 3
+
 
 class _Slot:
     """Memory for one batch on a GPU: pinned on the host, and on the device.
@@ -19,7 +22,7 @@ class _Slot:
         host: NumPy arrays to fill.
         tensors: on the device.
         copied: event: the copy has finished.
-        used: event: the device no longer uses the tensors.
+        used: event: the work that may use the tensors.
     """
 
     def __init__(self, device: Device, arrays: Sequence[tuple[Sequence[int], DTypeLike]]) -> None:
@@ -35,11 +38,12 @@ class _Slot:
 class Staging:
     """Memory for assembling batches, and their transfer to the device.
 
-    In each step, `fill` returns NumPy arrays to write a batch into, and `send` returns the tensors to train on. On a
-    GPU, there are two of each, used alternately: the copy runs on its own stream, and the host waits only if it is two
+    In each step, `fill` returns NumPy arrays to write a batch into, and `send` returns the tensors to train on. There
+    are three of each, used in turn. On a GPU, the copy runs on its own stream, and the host waits only if it is three
     batches ahead of the copies. On the CPU, the arrays are the tensors' own memory and nothing is copied.
 
-    The tensors of a batch may be used on the stream that is current at the next `send`, until the `send` after that.
+    The tensors of a batch may be used until the `send` after the next, on the stream that is current at that call; so
+    a script may send the next batch before it trains on this one.
 
     Args:
         device: where the tensors are.
@@ -48,14 +52,14 @@ class Staging:
 
     def __init__(self, device: Device, *arrays: tuple[Sequence[int], DTypeLike]) -> None:
         self._slots: list[_Slot] = []
-        self._tensors: list[Tensor] = []
+        self._tensors: list[list[Tensor]] = []
         if device.kind == "cpu":
-            self._tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
+            self._tensors = [[Tensor(shape, device, dtype) for shape, dtype in arrays] for _ in range(_SLOTS)]
             return
         from ..kernels.gpu import keep_until
 
         self._cuda, self._keep_until = device.xp.cuda, keep_until
-        self._slots = [_Slot(device, arrays), _Slot(device, arrays)]
+        self._slots = [_Slot(device, arrays) for _ in range(_SLOTS)]
         self._stream = self._cuda.Stream(non_blocking=True)
         # The tensors are zeroed on the current stream; copies must come after that.
         self._stream.wait_event(self._cuda.get_current_stream().record())
@@ -63,22 +67,25 @@ class Staging:
     def fill(self) -> list[NDArray[Any]]:
         """Local. The arrays to write the next batch into; their contents are undefined."""
         if not self._slots:
-            return [tensor.array for tensor in self._tensors]
+            return [tensor.array for tensor in self._tensors[0]]
         self._slots[0].copied.synchronize()  # returns at once if nothing was sent from this slot yet
         return self._slots[0].host
 
     def send(self) -> list[Tensor]:
         """Local. The tensors of the batch that was written into the arrays of `fill`; does not wait."""
         if not self._slots:
-            return self._tensors
-        slot, before = self._slots
+            self._tensors.append(self._tensors.pop(0))
+            return self._tensors[-1]
+        slot, used_up, _ = self._slots
         current = self._cuda.get_current_stream()
-        before.used.record(current)  # all work that uses the previous batch is on the stream
+        # The batch before the previous one may be used no more. The work on the previous one, which is on the stream,
+        # too, does not hold up this copy: `slot.used` was recorded at the last call.
+        used_up.used.record(current)
         self._stream.wait_event(slot.used)
         for tensor, array in zip(slot.tensors, slot.host, strict=True):
             tensor.array.set(array, self._stream)
         slot.copied.record(self._stream)
         self._keep_until(slot.copied, slot.host)
         current.wait_event(slot.copied)
-        self._slots.reverse()
+        self._slots.append(self._slots.pop(0))
         return slot.tensors

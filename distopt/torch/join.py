@@ -81,7 +81,8 @@ def connected(
         ranks: their numbers in the job.
         seconds: how long an operation waits for a rank.
         name: of the communicator in the flight record, equal on all ranks.
-        create: collective; makes the communicator (default: one for arrays on the CPU).
+        create: collective; makes the communicator, or gives one of these ranks (default: a new one for arrays on the
+            CPU).
 
     Raises:
         LaunchError: a rank did not come.
@@ -91,7 +92,8 @@ def connected(
     try:
         communicator = (create or partial(_on_cpus, store))(job)
         try:
-            begin_recording(communicator, job, name, ranks, watch_phases)
+            if communicator.flight is None:  # else it is one that others use, too
+                begin_recording(communicator, job, name, ranks, watch_phases)
             communicator.barrier()  # all have read what is in the store
             job.forget()
             communicator.barrier()

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from distopt import settings
-from distopt.errors import MissingDependencyError
 
 ROOT = Path(__file__).parents[2]
 # Classes beside those of `__all__`: bases that have the documentation, the result of `distopt.init`, parts of a
@@ -73,12 +72,11 @@ def public_modules() -> list[str]:
 
 @cache
 def public_names(page: str) -> dict[str, Any]:
-    """The public names of a module with their values; None for values of PyTorch's room, if PyTorch is absent."""
-    try:
-        module = import_module(path_of(page))
-    except MissingDependencyError:
+    """The public names of a module with their values; of PyTorch's room, which pages are built without, None each."""
+    if page == "torch":
         source = (ROOT / "distopt" / page / "__init__.py").read_text()
         return dict.fromkeys(re.findall(r'^    "(\w+)",$', source, re.M))
+    module = import_module(path_of(page))
     return {name: getattr(module, name) for name in getattr(module, "__all__", _own_names(module))}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distopt.errors import UsageError
-from tests.emulation import build
+from tests.emulation import activate, build
 from tests.parts import values_beside
 
 from .checks import CHECKS
@@ -40,6 +40,21 @@ def test_check(request, once, world_size: int, check: str) -> None:
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")
         assert trace is None, f"rank {rank}:\n{trace}"
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+@with_ranks(3)
+def test_ranks_use_the_gpus_that_they_are_given(job: LocalJob) -> None:
+    """In any order, number 0, which is current anyway, among them: PyTorch's front knows where the parameters are."""
+    activate()
+    from distopt.comm.nccl import NcclCommunicator
+
+    device = 2 - job.topology.rank
+    comm = NcclCommunicator.create(job, device)
+    array = comm.xp.full(5, job.topology.rank)
+    comm.all_reduce(array).wait()
+    assert (comm.device_id, array.data.device_id, array.get().tolist()) == (device, device, [3.0] * 5)
+    comm.close()
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -109,6 +109,34 @@ def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
     assert "it has started no operation" in first
 
 
+def busy_for_longer_than_the_limit(job: LocalJob, how: str) -> list[Any]:
+    records, comm = log_of_distopt(), connect(job, HASTY, CONNECTED="1")
+    import _emulation
+
+    job.all_gather(b"")
+    array, stream = comm.xp.full(3, job.topology.rank + 1.0), comm.xp.cuda.get_current_stream()
+    _emulation.lag(stream.ptr, HASTY.timeout + 2.0)
+    if how == "host array":  # travels through device memory, behind what is queued
+        values = np.full(3, job.topology.rank + 1.0)
+        comm.all_reduce(values).wait()
+    elif how == "behind another":  # whose data are not ready
+        work = comm.all_reduce(comm.xp.zeros(3))
+        with comm.xp.cuda.Stream(non_blocking=True):
+            comm.all_reduce(array).wait(HASTY.timeout)
+        work.wait()
+        values = array.get()
+    else:
+        comm.all_reduce(array).wait(HASTY.timeout)
+        values = array.get()
+    return [*records, values.tolist()]
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("how", ["wait", "host array", "behind another"])
+def test_work_that_the_device_still_has_is_no_stall(how: str) -> None:
+    assert run_ranks_ok(busy_for_longer_than_the_limit, 2, how) == [[[3.0] * 3]] * 2
+
+
 def hold_the_gil(job: LocalJob, path: str) -> bool:
     """Whether the first rank aborts while its interpreter stands still, as in a launch on a full queue."""
     comm = connect(job, HASTY, RECORD=path, CONNECTED="1")

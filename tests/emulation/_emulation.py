@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -114,8 +115,26 @@ def _run(number: int) -> None:
     _tasks[ctypes.c_size_t.from_address(number).value]()
 
 
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _is_over(number: int) -> int:
+    return int(time.monotonic() > _lags[number])
+
+
+_lags: dict[int, float] = {}
+
+
+def lag(stream: int, seconds: float) -> None:
+    """Keep the stream busy for some seconds, as a long kernel does; queries return meanwhile."""
+    number = next(_numbers) + 1  # 0 would be None
+    _lags[number] = time.monotonic() + seconds
+    _call("emulation_enqueue", stream, _is_over, number)
+
+
 def launch(stream: int, task: Callable[[], None]) -> None:
     """Put a Python function on the stream, as a kernel is."""
     number = ctypes.c_size_t(next(_numbers))
-    _tasks[number.value] = task
+    if stream_capturing(stream):
+        _tasks[number.value] = task
+    else:
+        _tasks[number.value] = lambda: (_tasks.pop(number.value), task())[1]
     _call("emulation_launch", stream, _run, ctypes.byref(number), ctypes.sizeof(number))

@@ -4,9 +4,9 @@
     python tests/gpu/first_gpu.py       in a checkout where distopt is installed
 
 Every part is a process of its own with a time limit, so that one which hangs or crashes does not keep the others from
-running. After each, OUT/first-gpu.md has what is known so far, with the end of the output of what did not pass; all
-output of part N is in OUT/N-NAME.txt. The exit code is 0 if every part passed, 1 if one failed, 77 if none failed but
-some were not run, as without a GPU.
+running. After each, OUT/first-gpu.md has what is known so far, with the end of the output of what did not pass, and
+OUT/output.txt all output. The exit code is 0 if every part passed, 1 if one failed, 77 if none failed but some were not
+run, as without a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ MINUTES, MINUTES_WITHOUT_GPU = 9.0, 4.7  # a machine may be lent for ten, and pa
 MARK = "DISTOPT_FIRST_GPU_PART"
 SHOWN_LINES = 50  # of the output of a part that did not pass
 ABORT_SECONDS = 5.0
+PROBE_SECONDS = 40.0  # a sanitizer takes some to start
+STOPPED = "-- stopped --"  # in the output of a part: what follows is where it was
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Part:
     arguments: tuple[str, ...]
     before: tuple[str, ...] = ()  # a command that runs Python, such as compute-sanitizer
     alone: bool = True  # whether it measures, so that nothing may run beside it
+    probe: tuple[str, ...] = ()  # a command that fails where a machine refuses the one before; else `arguments` run
 
 
 @dataclass
@@ -68,12 +72,20 @@ def tests(*names: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *names)
 
 
-def gpu_tests(name: str, seconds: float, *more: str) -> Part:
-    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), alone=False)
+def gpu_tests(file: str, seconds: float, *more: str, name: str = "") -> Part:
+    return Part(name or f"tests of {file}", seconds, tests(f"tests/gpu/test_{file}.py", *more), alone=False)
 
 
 def measures(name: str, seconds: float, only: str, *more: str) -> Part:
     return Part(name, seconds, ("-m", "benchmarks", "gpu", "--only", only, *more))
+
+
+def steps(name: str, seconds: float, only: str, peers: str) -> Part:
+    return measures(f"{name} step beside PyTorch, {peers}", seconds, only, "--peers", peers)
+
+
+def codecs_of_torch(front: str) -> Part:
+    return gpu_tests("torch_codecs", 90, "-k", front, name=f"PyTorch's codecs: {front}")
 
 
 def kernel_times(elements: int) -> Part:
@@ -82,38 +94,41 @@ def kernel_times(elements: int) -> Part:
 
 def sanitized(tool: str) -> Part:
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no")
-    return Part(f"every kernel under {tool}", 120, checks("kernels"), before=command, alone=False)
+    return Part(f"every kernel under {tool}", 120, checks("kernels"), command, alone=False, probe=checks("probe"))
 
 
-# Versions first, as all else may fail for their sake, then the smallest uses of each library. Tests run four at a time,
-# the longest first: two minutes on an H100. Measurements come last, first those that decide something.
+# Versions first, as all else may fail for their sake. In the first three minutes come the facts that decide: whether
+# kernels and products are right, and how long a step takes. Then PyTorch's codecs and NCCL, the other tests, the tables
+# of kernels, and last the parts that take long or that a machine may refuse. Tests run four at a time.
 TOGETHER = 4
 VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"))
 GPU = Part("GPU", 60, checks("gpu"))
 ON_GPU = (
     gpu_tests("kernels", 60),
     Part("products", 60, tests("tests/gpu/test_ops.py", "-k", "products"), alone=False),
-    Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), alone=False),
+    steps("ResNet-50", 80, "resnet", "eager"),
+    steps("CNN", 40, "cnn", "eager"),
     Part("NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), alone=False),
+    *map(codecs_of_torch, ("hook", "DistOpt", "DiLoCo")),
+    Part("CUDA graphs", 180, tests("tests/gpu/test_training.py", "-k", "replays"), alone=False),
     gpu_tests("mnist", 150, "-s"),
     gpu_tests("convolution", 120),
     gpu_tests("codec_kernels", 90),
     gpu_tests("ops", 120),
     gpu_tests("training", 120, "-k", "not replays"),
-    gpu_tests("torch_codecs", 150),
     Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), alone=False),
     gpu_tests("functions", 60),
     gpu_tests("tensor", 60),
     gpu_tests("staging", 30),
-    sanitized("memcheck"),
-    sanitized("racecheck"),
     Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py")),
     kernel_times(25_600_000),
-    measures("CNN step beside PyTorch", 120, "cnn"),
     measures("top-K beside others", 60, "select"),
     *map(kernel_times, (100_000_000, 2_000_000, 431_080)),
     measures("ceilings", 60, "ceilings"),
-    measures("ResNet-50 step beside PyTorch", 300, "resnet"),
+    steps("CNN", 90, "cnn", "compiled"),
+    sanitized("memcheck"),
+    sanitized("racecheck"),
+    steps("ResNet-50", 300, "resnet", "compiled"),
 )
 EMULATED = (
     "tests/unit/test_ops_gpu.py",
@@ -143,16 +158,12 @@ def lines_of(log: Path) -> list[str]:
     return [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
-def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) -> Row:
-    """Run `part`, and end all that it has started when it has ended or `seconds` are over."""
-    found = [_which(tool) for tool in part.before[:1]]
-    if found == [None]:
-        return Row(part.name, says=f"there is no {part.before[0]}")
-    tool = [*found, *part.before[1:]]
-    began, code, mark = time.monotonic(), None, f"{MARK}={log}"
+def run(command: Sequence[str], seconds: float, log: Path, environment: Mapping[str, str]) -> int | None:
+    """The exit code of a command, which `log` gets the output of; None if it was stopped after `seconds`."""
+    code, mark = None, f"{MARK}={log}"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*tool, sys.executable, *part.arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -162,14 +173,34 @@ def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, st
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(seconds)
-            lines = lines_of(log)
             if code is None:
+                output.write(f"\n{STOPPED}\n".encode())
+                output.flush()
                 end_all(mark, signal.SIGABRT)  # Python then writes where it was
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(ABORT_SECONDS)
         finally:
             end_all(mark, signal.SIGKILL)
             process.wait()
+    return code
+
+
+def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) -> Row:
+    """Run `part`, and end all that it has started when it has ended or `seconds` are over."""
+    found = [_which(tool) for tool in part.before[:1]]
+    if found == [None]:
+        return Row(part.name, says=f"there is no {part.before[0]}")
+    began, command = time.monotonic(), [*found, *part.before[1:], sys.executable]
+    if part.probe:
+        code = run([*command, *part.probe], min(seconds, PROBE_SECONDS), log, environment)
+        if code != 0:
+            last = next(reversed(lines_of(log)), "no output")[:160]
+            says = f"this machine refuses {part.before[0]}: {last if code is not None else 'it hangs'}"
+            return Row(part.name, seconds=time.monotonic() - began, says=says)
+        seconds -= time.monotonic() - began
+    code = run([*command, *part.arguments], seconds, log, environment)
+    everything = lines_of(log)
+    lines = everything[: everything.index(STOPPED)] if STOPPED in everything else everything
     row = Row(part.name, seconds=time.monotonic() - began)
     last = next((line.strip(" =") for line in reversed(lines) if not line.startswith("| ")), "")[:160]
     is_pytest = part.arguments[:2] == ("-m", "pytest")
@@ -183,7 +214,7 @@ def run_part(part: Part, seconds: float, log: Path, environment: Mapping[str, st
         row.result, row.says = "failed" if code > 0 else "crashed", f"exit code {code}{signalled}: {last}"
     row.table = [line for line in lines if line.startswith("| ")]
     if row.result not in {"passed", NOT_RUN}:
-        row.end = lines_of(log)[-SHOWN_LINES:]
+        row.end = [line for line in everything if line != STOPPED][-SHOWN_LINES:]
     return row
 
 
@@ -193,20 +224,25 @@ def run_parts(parts: Sequence[Part], out: Path, minutes: float, environment: Map
     rows: list[Row] = [Row(part.name, says="its turn has not come") for part in parts]
     lock = Lock()
 
-    def run(number: int) -> None:
+    def run_one(number: int) -> None:
         part, left = parts[number], end - time.monotonic()
-        row = Row(part.name, says=f"{minutes:g} minutes are over")
+        row, log = Row(part.name, says=f"{minutes:g} minutes are over"), Path(logs, f"{number}.txt")
         if left > 1:
-            log = out / f"{number:02}-{''.join(c if c.isalnum() else '-' for c in part.name)}.txt"
             row = run_part(part, min(part.seconds, left), log, environment)
         with lock:
             rows[number] = row
             print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
+            # A machine may give back few files.
+            with (out / "output.txt").open("a") as output:
+                text = log.read_text(errors="replace") if log.exists() else ""
+                output.write(f"== {row.name}: {row.result}\n{text}\n")
             write(out, rows, head)
 
-    for alone, numbers in groupby(range(len(parts)), lambda number: parts[number].alone):
-        with ThreadPoolExecutor(1 if alone else TOGETHER) as pool:
-            list(pool.map(run, numbers))  # raises what was raised
+    (out / "output.txt").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as logs:
+        for alone, numbers in groupby(range(len(parts)), lambda number: parts[number].alone):
+            with ThreadPoolExecutor(1 if alone else TOGETHER) as pool:
+                list(pool.map(run_one, numbers))  # raises what was raised
     return rows
 
 
@@ -249,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
     environment.pop("DISTOPT_DEVICE", None)
-    asked = run_part(GPU, GPU.seconds, out / "GPU.txt", environment)
+    with tempfile.NamedTemporaryFile() as log:
+        asked = run_part(GPU, GPU.seconds, Path(log.name), environment)
     has_gpu = asked.result != NOT_RUN  # an answer that hangs or crashes rules nothing out
     print(asked.says, flush=True)
     # Without the sources, as `pack.py` wants it, only a GPU is left to try.

@@ -77,6 +77,13 @@ def _usage(source: str, architecture: int) -> dict[str, tuple[int, int]]:
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
+def probe() -> int:
+    """The smallest use of a GPU, without a kernel of distopt: whether a tool lets it through."""
+    import cupy
+
+    return int(cupy.zeros(1).get()[0])
+
+
 def every_kernel() -> int:
     """Each kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
     import cupy
@@ -124,6 +131,7 @@ def _element_kernels(cupy: Any, n: int) -> None:
     gpu.update("adam", x, cupy.ones_like(x), slots, 1, 0.1, 0.9, 0.999, 1e-8, 0.0)
     gpu.update("rmsprop", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 1e-8, 0.0)
     gpu.update("adagrad", x, cupy.ones_like(x), slots[:1], 0.1, 1e-8, 0.0)
+    gpu.check_index(cupy.arange(n, dtype=cupy.int64), n, 0)
 
 
 def _image_kernels(cupy: Any) -> None:
@@ -151,6 +159,7 @@ def _image_kernels(cupy: Any) -> None:
 PARTS = {
     "gpu": find_gpu,
     "compile": compile_kernels,
+    "probe": probe,
     "kernels": every_kernel,
 }
 

@@ -176,6 +176,43 @@ def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, monkeypa
         assert np.isnan(loss.item()) == bool(message), "it is told once"
 
 
+def scatter(x, index):
+    return autograd.scatter_elements(x, autograd.reshape(index, (2, 1)), autograd.slice(x, [0, 0], [2, 1]))
+
+
+CHOICES = {  # of x [4, 2] by indices [2], and the axis
+    "embedding": (lambda x, index: autograd.embedding(index, x), 0),
+    "gather": (lambda x, index: autograd.gather(x, 1, index), 1),
+    "scatter_elements": (scatter, 0),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("index", [5, -5, 1 << 40])
+def test_an_index_out_of_range_is_found_when_a_value_is_read(choice, index, monkeypatch):
+    """CuPy takes it modulo the length; nothing may be learnt from that."""
+    gpu_device = device.create_cuda_gpu()
+    monkeypatch.setattr(autograd, "training", True)
+    function, axis = CHOICES[choice]
+    length = (4, 2)[axis]
+    for given, message in (([1, index], rf"index {index}, number 1, is not in \[-{length}, "), ([0, -1], None)):
+        x = tensor.from_numpy(array((4, 2), "float32"), gpu_device)
+        x.stores_grad = True
+        y = function(x, tensor.from_numpy(np.array(given), gpu_device))
+        ((_, grad),) = autograd.backward(autograd.reduce_sum(y))
+        assert np.isnan(grad.array.get()).any() == bool(message), "nothing may be learnt from it"
+        assert np.isnan(y.array.get()).any() == bool(message)
+        if message:
+            with pytest.raises(UsageError, match=message):
+                y.to_numpy()
+        y.to_numpy()
+
+
+def test_an_index_that_the_host_has_is_refused_at_once():
+    with pytest.raises(UsageError, match="index 4, number 1"):
+        autograd.gather(tensor.Tensor((4, 2), device.create_cuda_gpu()), 0, [0, 4])
+
+
 def test_a_loss_that_diverged_is_no_wrong_label():
     loss, _ = gpu.softmax_cross_entropy(cupy.full((2, 3), np.nan, "float32"), zeros(2, kind="int64"))
     assert np.isnan(loss.item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.gpu import require_gpu
 
@@ -11,7 +12,7 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt import device  # noqa: E402
-from distopt.nn.kernels import gpu  # noqa: E402
+from distopt.nn.kernels import gpu, kernels_of  # noqa: E402
 from distopt.nn.staging import Staging  # noqa: E402
 
 
@@ -40,9 +41,32 @@ def test_a_batch_stays_while_the_device_computes_on_it():
         (x,) = staging.send()
         y = x.array
         for _ in range(20):
-            y, _ = gpu.max_pool2d(y, (1, 1), (1, 1))  # a kernel: the emulated GPU does CuPy's operations at once
+            y, _ = gpu.max_pool2d(y, (1, 1), (1, 1))  # a kernel, which the emulated GPU never runs at once
         results.append(y)
     assert [float(y.get().sum()) for y in results] == [1000.0 * step for step in range(6)]
+
+
+def on_gpu_and_cpu() -> list[device.Device]:
+    return [device.create_cuda_gpu(), device.get_default_device()]
+
+
+@pytest.mark.parametrize("where", on_gpu_and_cpu(), ids=lambda where: where.kind)
+def test_the_next_batch_may_be_sent_before_this_one_is_used(where):
+    """Kernels that lag: the emulated GPU runs none before something waits for it."""
+    staging = Staging(where, ((1, 1, 10, 100), np.float32))
+
+    def load(step):
+        staging.fill()[0][...] = step
+        return staging.send()[0]
+
+    results, following = [], load(0)
+    for step in range(6):
+        x, following = following, load(step + 1)
+        y = x.array
+        for _ in range(20):
+            y, _ = kernels_of(y).max_pool2d(y, (1, 1), (1, 1))
+        results.append(y)
+    assert [float(where.host(y).sum()) for y in results] == [1000.0 * step for step in range(6)]
 
 
 def test_a_batch_arrives_though_its_staging_is_gone():

@@ -93,6 +93,18 @@ def test_an_epoch_shows_its_progress_on_a_terminal(digits):
     assert shown.split("\r")[-2].strip() == "", "the line is wiped out"
 
 
+def test_an_epoch_shows_its_progress_in_a_log(digits):
+    """A line every few seconds; here after each step."""
+    code = "import runpy, sys; sys.path.insert(0, sys.argv[1]); import train_cnn; train_cnn.LOG_SECONDS = 0.0; "
+    code += "sys.argv[:] = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    ended = python("-c", code, str(ROOT / "examples"), str(DIST), "--data-dir", str(digits), "-m", "1", "-b", "32")
+    assert ended.code == 0, ended.stderr
+    assert EPOCH.search(ended.stdout), "figures stand alone"
+    shown = [int(done) for done in re.findall(r"^Epoch 0 \[(\d+)/\d+\], \d+ images/s, loss=\d", ended.stderr, re.M)]
+    assert len(shown) > 1
+    assert shown == sorted(set(shown))
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
 def test_numbers_for_tensorboard(script, digits, tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distopt import launch, opt, singa_wrap, tensor
+from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from tests.emulation import activate, build
@@ -96,6 +96,49 @@ def wrong_label(optimizer) -> dict[str, np.ndarray]:
     )
     if optimizer.device.kind == "cuda":
         net(x, y, optimizer)
+        with pytest.raises(kind, match=message):
+            optimizer.get_states()
+    np.testing.assert_array_equal(parameters(net), before)
+    return {"parameters": before}
+
+
+class Rows(layer.Layer):
+    def initialize(self, x):
+        self.W = tensor.Tensor((9, 4), x.device, requires_grad=True, stores_grad=True)
+        self.W.copy_from_numpy(np.arange(36, dtype=np.float32).reshape(9, 4) - 18)
+
+    def forward(self, x):
+        return autograd.embedding(x, self.W)
+
+
+class Words(model.Model):
+    """Learns the rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Rows()
+
+    def forward(self, x):
+        return self.rows(x)
+
+    def train_one_batch(self, x):
+        loss = autograd.mse_loss(self.forward(x), tensor.Tensor((6, 4), x.device))
+        self.optimizer(loss)
+        return loss
+
+
+def wrong_index(optimizer) -> dict[str, np.ndarray]:
+    """As `wrong_label`: a GPU takes the index modulo the length of the table."""
+    net = Words()
+    net.set_optimizer(optimizer)
+    index = tensor.from_numpy(np.arange(6, dtype=np.int32) + optimizer.global_rank, optimizer.device)
+    net.compile([index], is_train=True)
+    net.train_one_batch(index)
+    before = parameters(net)
+    index.array[3] = 12 if optimizer.global_rank == 1 else 0
+    if optimizer.device.kind == "cuda":
+        kind, message = (UsageError, "index 12, number 3") if optimizer.global_rank else (GradientError, "rank 1")
+        net.train_one_batch(index)
         with pytest.raises(kind, match=message):
             optimizer.get_states()
     np.testing.assert_array_equal(parameters(net), before)
@@ -250,7 +293,7 @@ def test_waits_of_the_host(tmp_path, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "body", [by_hand, wrong_label, skipped_steps, raised_steps, mnist_example, mnist_example_as_graphs]
+    "body", [by_hand, wrong_label, wrong_index, skipped_steps, raised_steps, mnist_example, mnist_example_as_graphs]
 )
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
+from distopt import compress
 from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
 from distopt.errors import UsageError
 from distopt.opt import DIST_OPTIONS, codec_of
@@ -74,8 +75,28 @@ def test_registry():
     assert create("fp16", scale="dynamic") == Fp16("dynamic")
     with pytest.raises(UsageError, match="fp32, fp16, bf16, top-k, threshold, power-sgd"):
         create("fp64")
-    with pytest.raises(UsageError, match=r"codec 'fp16': .*'ratio'"):
+    with pytest.raises(UsageError, match=r"codec 'fp16' takes no ratio=; it takes scale=, see distopt.compress.Fp16"):
         create("fp16", ratio=0.5)
+    with pytest.raises(UsageError, match=r"'fp32' .*leave error_feedback= out"):
+        create("fp32", error_feedback=True)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_an_option_that_is_missing_is_named(name):
+    """As the argument to add to the call: of fronts that take options, and of those that take a codec alone."""
+    needed = {"top-k": "ratio= or k=", "threshold": "bound="}.get(name)
+    if needed is None:
+        assert isinstance(create(name), CODECS[name])
+        assert compress.codec_of(name) == create(name)
+        return
+    option = needed.partition("=")[0]
+    for options in ({}, {"error_feedback": True}):
+        with pytest.raises(UsageError, match=rf"needs {needed}: add {option}=0.01, .* after '{name}'"):
+            create(name, **options)
+    with pytest.raises(UsageError, match=rf"needs {needed}, .* codec=distopt.compress.(.*)$") as e:
+        compress.codec_of(name)
+    call = str(e.value).rpartition("compress.")[2]
+    assert eval(call, {"create": create}) == create(name, **{option: 0.01})
 
 
 def test_names_of_singa():

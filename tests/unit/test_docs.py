@@ -20,6 +20,17 @@ SUFFIXES = (".py", ".h", ".cpp", ".cu")
 GENERATED = {ROOT / "docs" / path for path in pages.generated()}
 
 
+def test_the_site_is_built_without_pytorch():
+    """The download of a PyTorch for CUDA takes longer than all else."""
+    code = "import sys; sys.modules['torch'] = None; from tests.docs.site import pages; print(pages.generated())"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found == f"{pages.generated()}\n"
+    command = ["make", "-n", "docs", "TEST_EXTRAS=test,oracle", "VENV=build/none"]
+    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "mkdocs build" in plan
+    assert not re.search("oracle|torch", plan)
+
+
 def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

@@ -34,10 +34,12 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
         Part("fails", 100, ("-c", "print('wrong | sum'); raise SystemExit(3)")),
         Part("skips", 100, ("-c", "print('no torch'); raise SystemExit(77)")),
         Part("cannot start", 100, ("-c", ""), before=("/nowhere/sanitizer",)),
+        Part("is refused", 100, ("-c", ""), before=("env",), probe=("-c", "raise SystemExit('not allowed')")),
+        Part("is let through", 100, ("-c", "print('well')"), before=("env",), probe=("-c", "")),
         Part("passes", 100, ("-c", "print('| 1 | 2 |'); print('well')")),
     )
     rows, text = runs(tmp_path, parts)
-    assert [row.result for row in rows] == [*("stopped after 4 s", "crashed", "failed", "not run", "not run", "passed")]
+    assert [row.result for row in rows] == ["stopped after 4 s", "crashed", "failed", *["not run"] * 3, *["passed"] * 2]
     assert [row.says for row in rows][1:4] == [
         'exit code -11, SIGSEGV: File "<string>", line 1 in <module>',
         "exit code 3: wrong | sum",
@@ -45,6 +47,7 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     ]
     assert rows[0].says == "began"
     assert "| cannot start | not run | 0.0 | there is no /nowhere/sanitizer |" in text
+    assert rows[5].says == "this machine refuses env: not allowed"
     assert "wrong / sum" in text
     assert "hangs:\n\n| a | table |" in text
     assert "passes:\n\n| 1 | 2 |" in text
@@ -53,6 +56,10 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert 'File "<string>", line 1 in <module>' in "".join(rows[0].end), "where it was"
     assert "passes, the end" not in text
     assert first_gpu.exit_code(rows) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first-gpu.md", "output.txt"], "few files"
+    output = (tmp_path / "output.txt").read_text()
+    assert all(f"== {row.name}: {row.result}\n" in output for row in rows)
+    assert "== fails: failed\nwrong | sum\n" in output
     assert capfd.readouterr().out.count("\n") == len(parts)
     ended = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert SLEEP not in ended, "what a part started ends with it"
@@ -66,6 +73,16 @@ def test_every_part_names_something_that_exists_and_every_test_of_a_gpu_is_in_on
             assert part.arguments[-1] in first_parts.PARTS
     files = {str(path.relative_to(first_gpu.ROOT)) for path in Path(first_gpu.__file__).parent.glob("test_*.py")}
     assert files == files & {word for part in first_gpu.ON_GPU for word in part.arguments}
+
+
+def test_the_facts_that_decide_come_in_three_minutes_and_what_a_machine_may_refuse_comes_last():
+    parts = first_gpu.ON_GPU
+    names = [part.name for part in parts]
+    first = parts[: names.index("CNN step beside PyTorch, eager") + 1]
+    together = max(part.seconds for part in first if not part.alone)
+    assert together + sum(part.seconds for part in first if part.alone) <= 180
+    assert [bool(part.before) or "compiled" in part.name for part in parts] == [False] * (len(parts) - 4) + [True] * 4
+    assert all(part.probe for part in parts if part.before)
 
 
 @pytest.mark.slow

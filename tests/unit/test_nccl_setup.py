@@ -52,8 +52,12 @@ def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest
 ALL = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0")
 
 
-def places(*seen: tuple[str, ...], current: int = 0, machine: str = "a") -> list[Place]:
-    return [Place(machine, f"host-{machine}", 100 + rank, gpus, current) for rank, gpus in enumerate(seen)]
+def places(*seen: tuple[str, ...], chosen: int | None = None, machine: str = "a") -> list[Place]:
+    return [Place(machine, f"host-{machine}", 100 + rank, gpus, chosen) for rank, gpus in enumerate(seen)]
+
+
+def mapping(*chosen: int | None) -> list[Place]:
+    return [Place("a", "host-a", 100 + rank, ALL, number) for rank, number in enumerate(chosen)]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,12 @@ def places(*seen: tuple[str, ...], current: int = 0, machine: str = "a") -> list
         (places(ALL[:1], ALL[1:2], ALL[2:3]), [0, 0, 0]),  # srun --gpus-per-task=1
         (places(ALL[:2], ALL[2:], ALL[:2]), [0, 0, 1]),
         (places(ALL[:2], ALL[:2]) + places(ALL[:2], ALL[:2], machine="b"), [0, 1, 0, 1]),
-        (places(ALL, current=2) + places(ALL[:1]), [2, 0]),  # the script has chosen
+        (places(ALL, chosen=2) + places(ALL[:1]), [2, 0]),  # the script has chosen
+        (mapping(1, 0), [1, 0]),
+        (mapping(3, 2, 1, 0), [3, 2, 1, 0]),
+        (mapping(1, None), [1, 0]),  # number 0, which CUDA also has where nothing was chosen
+        (mapping(3, 2, 1, None), [3, 2, 1, 0]),
+        (mapping(None, 3, None, None), [0, 3, 2, 1]),
     ],
 )
 def test_every_rank_gets_a_gpu_of_its_own(ranks: list[Place], expected: list[int]) -> None:
@@ -75,6 +84,8 @@ def test_every_rank_gets_a_gpu_of_its_own(ranks: list[Place], expected: list[int
     [
         (places(ALL[:2], ALL[:2], ALL[:2]), r"ranks 0 and 2 on host-a \(pids 100 and 102\) .* GPU 0000:01:00.0, of 2"),
         (places(ALL[3:], ALL[3:]), r"ranks 0 and 1 on host-a .* GPU 0000:04:00.0, of 1 .*CUDA_VISIBLE_DEVICES"),
+        (mapping(1, 1), r"ranks 0 and 1 .* GPU 0000:02:00.0, .*each local rank its own"),
+        (mapping(None, 0, 0), r"ranks 1 and 2 "),
         (places(ALL[:2], ALL[:1]), r"ranks 0 and 1 .* GPU 0000:01:00.0"),  # sets that overlap
     ],
 )

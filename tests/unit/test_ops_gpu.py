@@ -23,13 +23,22 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         slow("test_codec_kernels.py"),
         slow("test_functions.py"),
         slow("test_kernels.py"),
-        "test_staging.py",
         slow("test_tensor.py"),
     ],
 )
 def test_on_the_emulated_gpu(file):
+    run(file)
+
+
+@pytest.mark.parametrize("file", ["test_staging.py", slow("test_tensor.py")])
+def test_where_operations_lag(file):
+    """CuPy's operations wait on their streams, as kernels do, so that a missing event shows."""
+    run(file, {"DISTOPT_EMULATED_LAG": "1"})
+
+
+def run(file, more=None):
     build.build()
-    environment = {"CUDA_VISIBLE_DEVICES": "0,1", "DISTOPT_DEVICE": "cuda"}
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1", "DISTOPT_DEVICE": "cuda", **(more or {})}
     command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}"]
     ended = Program(command, {**environment, "PATH": os.environ["PATH"]}).end()
     assert ended.code == 0, ended.stdout + ended.stderr

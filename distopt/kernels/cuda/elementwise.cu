@@ -64,12 +64,33 @@ __global__ void normalize_backward(Batch batch, int pixels, const float* dy, con
   });
 }
 
+// -- indices ----------------------------------------------------------------------------------------------------------
+// In memory of the host, what is out of range: {1, kind, its position, the value, the length of its range}, if found[0]
+// was 0; of several values, one is reported. The kind is 0 for a label, or 1 + the axis of an index.
+__device__ inline void report(unsigned long long* found, int kind, size_t position, long long value, size_t length) {
+  if (atomicExch(found, 1ULL) != 0) return;
+  found[1] = static_cast<unsigned long long>(kind);
+  found[2] = position;
+  found[3] = static_cast<unsigned long long>(value);
+  found[4] = length;
+}
+
+// outside[i]: whether index[i] is not in [-length, length).
+__global__ void check_index(const long long* index, size_t count, size_t length, int axis, bool* outside,
+                            unsigned long long* found) {
+  const auto end = static_cast<long long>(length);
+  for_each(count, [&](size_t i) {
+    outside[i] = index[i] < -end || index[i] >= end;
+    if (outside[i]) report(found, 1 + axis, i, index[i], length);
+  });
+}
+
 // -- cross entropy ----------------------------------------------------------------------------------------------------
 // A thread for each row, as on the CPU: its share of the loss, and the gradient of the logits. Labels are class
 // indices, or `target`, one distribution per row; the other is null. A label out of range makes its row NaN, so that
-// nothing is learnt from it, and bad = {1, row, label, columns}, in memory of the host, if bad[0] was 0.
+// nothing is learnt from it.
 __global__ void cross_entropy(const float* logits, const long long* labels, const float* target, size_t rows,
-                              int columns, float* gradient, double* losses, unsigned long long* bad) {
+                              int columns, float* gradient, double* losses, unsigned long long* found) {
   const float factor = float(1 / double(rows));
   for_each(rows, [&](size_t r) {
     const float* row = logits + r * columns;
@@ -90,11 +111,7 @@ __global__ void cross_entropy(const float* logits, const long long* labels, cons
     } else {
       loss = not_a_number();
       share = float(loss);
-      if (atomicExch(bad, 1ULL) == 0) {  // of several rows, one is recorded
-        bad[1] = r;
-        bad[2] = static_cast<unsigned long long>(labels[r]);
-        bad[3] = static_cast<unsigned long long>(columns);
-      }
+      report(found, 0, r, labels[r], columns);
     }
     for (int c = 0; c < columns; ++c) {
       const float wanted = target ? target[r * columns + c] : float(labels[r] == c);

@@ -22,6 +22,11 @@ T = TypeVar("T")
 _log = logging.getLogger("distopt")
 
 
+def bad_index(index: int, position: int, length: int, axis: int) -> str:
+    """The message about an index out of the range of its axis; `position` counts the indices."""
+    return f"index {index}, number {position}, is not in [{-length}, {length}), the range of axis {axis}"
+
+
 class Device:
     """A CPU or a GPU.
 
@@ -123,20 +128,23 @@ class Device:
         """Raise errors found by kernels that have finished. On a GPU, errors are detected only here, to avoid waiting.
 
         Raises:
-            UsageError: a label of a cross entropy was out of range; its loss and gradients are NaN.
+            UsageError: a label of a cross entropy, or an index, was out of range; what comes of it is NaN.
         """
-        if self.kind == "cuda" and self.bad_label[0]:
-            self.bad_label[0] = 0
-            _, sample, label, classes = self.bad_label.tolist()
-            raise UsageError(f"label {label} of sample {sample} is outside 0 ... {classes - 1}")
+        if self.kind == "cuda" and self.out_of_range[0]:
+            self.out_of_range[0] = 0
+            _, kind, position, value, length = self.out_of_range.tolist()
+            if kind:
+                raise UsageError(bad_index(value, position, length, kind - 1))
+            raise UsageError(f"label {value} of sample {position} is outside 0 ... {length - 1}")
 
     @cached_property
-    def bad_label(self) -> Any:
-        """Four int64 where kernels of a GPU record a label out of range, in memory of the host, so that none waits.
+    def out_of_range(self) -> Any:
+        """Five int64 where kernels of a GPU report a label or an index, in memory of the host, so that none waits.
 
-        They are 1 if one is recorded, else 0; its sample; the label; and the number of classes.
+        They are 1 if one is reported, else 0; 0 for a label, or 1 + the axis of an index; its position among the labels
+        or indices; its value; and the number of classes, or the length of the axis.
         """
-        values = np.frombuffer(self.xp.cuda.alloc_pinned_memory(32), np.int64, 4)
+        values = np.frombuffer(self.xp.cuda.alloc_pinned_memory(40), np.int64, 5)
         values[:] = 0
         return values
 

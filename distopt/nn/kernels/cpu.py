@@ -20,12 +20,35 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...errors import UsageError
+from ..devices.device import bad_index
 from .geometry import out_size, pool_out, with_border, without_border
 from .memory import empty
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
 Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+def check_index(index: Array, length: int, axis: int) -> Array | None:
+    """Check that all of `index`, integers, are in [-length, length).
+
+    Args:
+        index: of any shape.
+        length: of the dimension.
+        axis: its number, for the message.
+
+    Returns:
+        On a GPU, where an index is out of range, an array of the shape of `index`; else None.
+
+    Raises:
+        UsageError: one is out of range; on a GPU, `Device.check` raises it.
+    """
+    outside = (index < -length) | (index >= length)
+    if outside.any():
+        position = int(outside.argmax())
+        raise UsageError(bad_index(index.flat[position], position, length, axis))
+    return None
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

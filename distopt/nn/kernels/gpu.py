@@ -1,8 +1,8 @@
 """Kernels for CuPy arrays of float32: CuPy's functions, kernels of `distopt.kernels.cuda`, and cuBLAS for products.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. They work
-on CuPy's current stream, and nothing waits for the device, so an invalid label is found late: the loss and its
-gradients are then NaN, and `Device.check` raises when a value is next read from the device. Sums run in an order that
+on CuPy's current stream, and nothing waits for the device, so an invalid label or index is found late: what is computed
+from it is then NaN, and `Device.check` raises when a value is next read from the device. Sums run in an order that
 shapes alone determine, without atomics, so equal inputs give equal bits on equal devices.
 """
 
@@ -37,6 +37,16 @@ def to_half(x: Array) -> Array:
 def from_half(x: Array) -> Array:
     """See `cpu.from_half`."""
     return x.astype(np.float32)
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+def check_index(index: Array, length: int, axis: int) -> Array | None:
+    """See `cpu.check_index`; returns where an index is out of range, which CuPy would take modulo the length."""
+    outside, found = cupy.empty(index.shape, np.bool_), device_of(index).out_of_range.ctypes.data
+    launch_each(
+        "check_index", index.size, checked(index, index.shape, np.int64), index.size, length, axis, outside, found
+    )
+    return outside
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -114,7 +124,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     else:
         raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
     gradient, losses = cupy.empty(logits.shape, np.float32), cupy.empty(rows, np.float64)
-    found = device_of(logits).bad_label.ctypes.data
+    found = device_of(logits).out_of_range.ctypes.data
     launch_each("cross_entropy", rows, logits, index, target, rows, columns, gradient, losses, found)
     return losses.sum().astype(np.float32), gradient
 

@@ -13,6 +13,7 @@ from ...kernels import array_module
 from ..core.array import Array, float32, int32
 from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
+from ..kernels import kernels_of
 from .shape import NoGradient, axes_of
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
 ]
 
 
-def _index(x: Tensor, indices: Tensor | ArrayLike) -> Array:
-    """Indices as an array of int64 on the device of x."""
-    given = indices.array if isinstance(indices, Tensor) else np.asarray(indices)
-    return x.device.xp.asarray(_whole(given), np.int64)
+def _index(x: Tensor, indices: Tensor | ArrayLike, axis: int) -> Array:
+    """Indices along an axis of x as an array of int64 on its device. Those that the host has are checked here."""
+    given = _whole(indices.array if isinstance(indices, Tensor) else np.asarray(indices))
+    if isinstance(given, np.ndarray):
+        _outside(given, x.shape[axis], axis)
+    return x.device.xp.asarray(given, np.int64)
 
 
 def _whole(index: Array) -> Array:
@@ -37,16 +40,38 @@ def _whole(index: Array) -> Array:
     return index
 
 
-def _taken(x: Array, index: Array, axis: int) -> Array:
-    try:
-        return array_module(x).take(x, index, axis)[...]
-    except IndexError:
-        raise UsageError(f"an index is not in [{-x.shape[axis]}, {x.shape[axis]}), the range of axis {axis}") from None
+def _outside(index: Array, length: int, axis: int) -> Array | None:
+    """Where an index is out of range on a GPU, whose host does not wait to know; on a CPU that is an error at once."""
+    if index.size and not length:
+        raise UsageError(f"axis {axis} has no element that an index could name")
+    return kernels_of(index).check_index(index, length, axis)
 
 
-def _put_back(dy: Array, index: Array, axis: int, length: int) -> Array:
-    """The gradient of x, whose dimension `axis` has `length` elements, given the gradient of `_taken`."""
+def _spoil(values: Array, outside: Array | None, axis: int = 0) -> None:
+    """Make `values` NaN where an index is out of range, so that nothing is learnt: a GPU has taken another element.
+
+    Args:
+        values: the dimensions of the index begin at `axis`.
+        outside: as `_outside` returns it.
+        axis: see `values`.
+    """
+    if outside is not None and values.dtype.kind == "f":
+        where = outside.reshape(*outside.shape, *[1] * (values.ndim - axis - outside.ndim))
+        array_module(values).copyto(values, values.dtype.type(np.nan), where=where)
+
+
+def _taken(x: Array, index: Array, axis: int) -> tuple[Array, Array | None]:
+    """The elements at the positions `index`, and where one is out of range."""
+    outside = _outside(index, x.shape[axis], axis)
+    y = array_module(x).take(x, index, axis)[...]
+    _spoil(y, outside, axis)
+    return y, outside
+
+
+def _put_back(dy: Array, index: Array, axis: int, length: int, outside: Array | None = None) -> Array:
+    """The gradient of x, whose dimension `axis` has `length` elements, given that of `_taken`, which may change."""
     xp = array_module(dy)
+    _spoil(dy, outside, axis)
     dx = xp.zeros((*dy.shape[:axis], length, *dy.shape[axis + index.ndim :]), dy.dtype)
     # On a GPU the additions come in any order, so the last bits may vary where an index is repeated.
     xp.add.at(dx, (*[slice(None)] * axis, index), dy)
@@ -60,30 +85,33 @@ class Gather(Operation):
         self.axis, self.index = axis, index
 
     def forward(self, x: Array) -> Array:
-        self.saved = x.shape[self.axis]
-        return _taken(x, self.index, self.axis)
+        y, outside = _taken(x, self.index, self.axis)
+        self.saved = x.shape[self.axis], outside
+        return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (_put_back(dy, self.index, self.axis, self.saved),)
+        return (_put_back(dy, self.index, self.axis, *self.saved),)
 
 
 def gather(x: Tensor, axis: int, indices: Tensor | ArrayLike) -> Tensor:
     """The elements of x at the positions `indices` along `axis`; the dimensions of `indices` replace that one."""
     (axis,) = axes_of(x, axis)
-    return Gather(axis, _index(x, indices))(x)
+    return Gather(axis, _index(x, indices, axis))(x)
 
 
 class Embedding(Operation):
     """The rows of w [words, features] at the positions x, an array of integers, whose gradient is 0."""
 
     def forward(self, x: Array, w: Array) -> Array:
-        self.saved = _whole(x).astype(np.int64), len(w)
-        return _taken(w, self.saved[0], 0)
+        index = _whole(x).astype(np.int64)
+        y, outside = _taken(w, index, 0)
+        self.saved = index, len(w), outside
+        return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        index, words = self.saved
+        index, words, outside = self.saved
         dx = array_module(dy).zeros(index.shape, dy.dtype) if self.needs[0] else None
-        return dx, _put_back(dy, index, 0, words)
+        return dx, _put_back(dy, index, 0, words, outside)
 
 
 def embedding(x: Tensor, w: Tensor) -> Tensor:
@@ -92,24 +120,31 @@ def embedding(x: Tensor, w: Tensor) -> Tensor:
 
 
 class ScatterElements(Operation):
-    """A copy of x with `updates` at the positions `key`: an array of integers for each dimension, no position twice."""
+    """A copy of x with `updates` at the positions `key`: an array of integers for each dimension, no position twice.
 
-    def __init__(self, key: Sequence[Array]) -> None:
-        self.key = tuple(key)
+    The array for `axis` has the shape of `updates`; the others, which broadcast to it, are in range.
+    """
+
+    def __init__(self, key: Sequence[Array], axis: int) -> None:
+        self.key, self.axis = tuple(key), axis
 
     def forward(self, x: Array, updates: Array) -> Array:
         y = x.copy()
-        try:
-            y[self.key] = updates
-        except IndexError as error:
-            raise UsageError(f"an index of the elements to scatter does not lie in the tensor: {error}") from None
+        self.saved = _outside(self.key[self.axis], x.shape[self.axis], self.axis)
+        y[self.key] = self._spoilt(updates)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         assert self.inputs is not None
-        updates = dy[self.key] if wants_gradient(self.inputs[1]) else None
-        dy[self.key] = 0
+        updates = self._spoilt(dy[self.key]) if wants_gradient(self.inputs[1]) else None
+        dy[self.key] = self._spoilt(array_module(dy).zeros(self.key[self.axis].shape, dy.dtype))
         return dy, updates
+
+    def _spoilt(self, values: Array) -> Array:
+        if self.saved is not None:
+            values = values.copy()
+            _spoil(values, self.saved)
+        return values
 
 
 def scatter_elements(x: Tensor, indices: Tensor | ArrayLike, updates: Tensor | ArrayLike, axis: int = 0) -> Tensor:
@@ -122,15 +157,17 @@ def scatter_elements(x: Tensor, indices: Tensor | ArrayLike, updates: Tensor | A
         axis: the axis along which `indices` are positions.
     """
     (axis,) = axes_of(x, axis)
-    index, new = _index(x, indices), x.operand(updates)
+    index, new = _index(x, indices, axis), x.operand(updates)
     x.check_takes(new, new is updates)
     if index.ndim != x.ndim() or index.shape != new.shape:
         raise ShapeError(
             f"indices and updates have one shape, of {x.ndim()} dimensions as x; got {index.shape} and {new.shape}"
         )
+    if any(index.shape[i] > x.shape[i] for i in range(x.ndim()) if i != axis):
+        raise ShapeError(f"indices {index.shape} are longer than x {x.shape} along another axis than {axis}")
     key = [x.device.xp.arange(n).reshape(-1, *[1] * (x.ndim() - i - 1)) for i, n in enumerate(index.shape)]
     key[axis] = index
-    return ScatterElements(key)(x, new)
+    return ScatterElements(key, axis)(x, new)
 
 
 class Pad(Operation):

@@ -22,9 +22,10 @@ _CPU = torch.device("cpu")
 
 
 def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Communicator:
-    """Collective. A new communicator of the ranks of `group` for arrays on a device.
+    """Collective. A communicator of the ranks of `group` for arrays on a device.
 
-    On CPUs, it is shared memory on a host and PyTorch's Gloo between hosts; on GPUs, one for each rank, it is NCCL.
+    On CPUs, it is a new one: shared memory on a host and PyTorch's Gloo between hosts. On GPUs, one for each rank, it
+    is NCCL, and all groups of the same ranks share one.
 
     The ranks meet in the group's store; afterwards it depends on the group no more. Its operations have an order of
     their own, so it does not disturb those that PyTorch calls. An operation waits for a rank for $DISTOPT_TIMEOUT.

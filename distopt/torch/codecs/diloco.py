@@ -2,8 +2,9 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1.
 The model in fragments, which are sent in turn and arrive later: Douillard et al., "Streaming DiLoCo with overlapping
-communication", arXiv 2501.18512, section 2. With a sparse codec and error feedback it is SparseLoCo: Sarfi et al.,
-arXiv 2508.15706.
+communication", arXiv 2501.18512, section 2. A sparse codec with error feedback sends the largest changes, an idea of
+SparseLoCo (Sarfi et al., arXiv 2508.15706), which besides quantizes the values, selects in chunks, and lets what was
+not sent decay; none of these is here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .parameters import (
     TrainedParameter,
     arrays_in,
     device_of,
+    mean_of,
     send_first,
     tensors_of,
     trained_parameters,
@@ -44,6 +46,12 @@ class DiLoCo:
     `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)` in the paper. Write the training loop as
     for one process; the steps of `inner_optimizer` are counted. All ranks take the same number of steps: not with a
     GradScaler, which skips those of single ranks.
+
+    Between two averages each rank has a model of its own. An evaluation of `model` there is of that rank's, and the
+    mean of the ranks' figures is that of no model. `average` gives the one model of all ranks, at any step. Call it at
+    the end, too, before the model is saved, since the last step may be no multiple of `sync_every`:
+
+        model.load_state_dict(local.average())
 
     Args:
         model: the same on all ranks.
@@ -99,10 +107,11 @@ class DiLoCo:
         self.steps = 0
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
         self._averaged = {id(param.tensor): param for param in params}
-        self._held = HeldParameters(plain, params)
+        self._model, self._held = plain, HeldParameters(plain, params)
         self._check_optimizers()
         device = device_of(params)
         codec, communicator = compress.codec_of(codec), communicator_of(group, device)
+        self._communicator, self.device = communicator, device
         with current_stream(device):
             Engine(communicator).agreement.attach(params)
             others = [pair for pair in named if id(pair[1]) not in self._averaged]
@@ -125,6 +134,44 @@ class DiLoCo:
             first.skipped += other.skipped
             first.buckets |= other.buckets
         return first
+
+    @on_current_stream
+    def average(self) -> dict[str, torch.Tensor]:
+        """Collective, at the same step on all ranks. The one model of all ranks, to be evaluated or saved.
+
+        It is the mean over the ranks of the parameters and of the buffers of floats, such as running statistics, as
+        they are now: the last average plus the mean of what the ranks have changed since. Other tensors are those of
+        the first rank. The mean travels as it is, not by the codec, and the outer optimizer takes no step. Where all
+        ranks have the same parameters, as after a step that is a multiple of `sync_every` with one fragment and no
+        delay, the result has their bits. A fragment whose average is under way counts as it is on the ranks.
+
+        Nothing of the training changes: parameters, both optimizers, residuals of the codec and averages under way
+        stay, and the steps that follow have the bits that they would have had.
+
+        A script that loads the result into `model` on all ranks goes on from it. The next average of a fragment is of
+        the changes since its last one, as before, which are then the mean already; an average that is under way
+        replaces the fragment when it arrives. Residuals and the states of the inner optimizer stay each rank's own.
+
+        Returns:
+            A state dictionary of the model without DDP, of new tensors, equal on all ranks.
+
+        Raises:
+            UsageError: parameters of the model have been replaced.
+            MismatchError: the ranks are at different steps, or their models differ.
+        """
+        self._held.check()
+        mean: dict[str, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}  # by id: a tensor may have several names
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):  # the extra state of a module
+                mean[name] = tensor
+                continue
+            if id(tensor) not in made:
+                changes = id(tensor) in self._averaged or not isinstance(tensor, torch.nn.Parameter)
+                label = f"{name} after step {self.steps}"
+                made[id(tensor)] = mean_of(self._communicator, tensor, label, changes=changes)
+            mean[name] = made[id(tensor)]
+        return mean
 
     def _count(self, *_: object) -> None:
         """Collective. After a step of the inner optimizer: send or apply what is due."""

@@ -36,7 +36,7 @@ from .parameters import (
     unused_on_all,
     views_of,
 )
-from .shards import ModelShards
+from .shards import ModelShards, check_on_cpu
 
 
 class DistOpt(torch.optim.Optimizer):
@@ -116,6 +116,7 @@ class DistOpt(torch.optim.Optimizer):
         if ddp is not None or all(name.startswith("module.") for name, _ in trained):
             self._check_no_ddp()
         self.device = device_of(self._params)
+        check_on_cpu(shards, self.device)
         self._held = HeldParameters(plain, self._params)
         communicator = communicator_of(group, self.device)
         self._shards = None

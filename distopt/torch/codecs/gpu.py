@@ -5,25 +5,37 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...comm.gpu import gpu_stack
-from ...errors import UsageError
+from ...comm.gpu import order_launches
 from ..join import connected
 
 if TYPE_CHECKING:
     from ...comm import Communicator
+    from ...comm.nccl import NcclCommunicator
+    from ...launch.job.base import Job
+
+if torch.version.cuda:
+    order_launches()  # PyTorch's communicators are launched beside ours, perhaps by the same library
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+# By ranks and GPU, the last communicator and its identity, which is the same on all ranks.
+_shared: dict[tuple[tuple[int, ...], int], tuple[str, NcclCommunicator]] = {}
 
 
 def communicator_on(
     device: torch.device, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float
 ) -> Communicator:
-    """Collective. A communicator over NCCL of ranks whose gradients are on GPUs, one for each rank.
+    """Collective. The communicator over NCCL of ranks whose gradients are on GPUs, one for each rank.
+
+    The same ranks share one, since several need an order of launches on the device, see docs/guide/gpu.md, and memory.
+    If it has failed or is closed on any rank, a new one takes its place.
 
     Args:
         device: the GPU of this rank's parameters.
@@ -35,20 +47,22 @@ def communicator_on(
     Raises:
         MissingDependencyError: driver, CuPy or NCCL are missing.
         LaunchError: two ranks would use the same GPU.
-        UsageError: the parameters are on another GPU than the one that the ranks agree on.
     """
     from ...comm.nccl import NcclCommunicator
 
-    gpu_stack().cupy.cuda.Device(device.index).use()
-    communicator, _ = connected(store, rank, ranks, seconds, "codecs", NcclCommunicator.create)
-    assert isinstance(communicator, NcclCommunicator)
-    if communicator.device_id != device.index:
-        communicator.close()
-        raise UsageError(
-            f"the parameters of rank {rank} are on {device}, but its GPU is number "
-            f"{communicator.device_id}; put each rank's model on the GPU of its local rank"
-        )
-    return communicator
+    key = tuple(ranks), device.index
+
+    def create(job: Job) -> Communicator:
+        name, shared = _shared.get(key, ("", None))
+        known = name if shared is not None and shared.usable else token_hex(8)
+        offers = job.all_gather(known.encode())
+        if shared is not None and set(offers) == {name.encode()}:
+            return shared
+        communicator = NcclCommunicator.create(job, device.index)
+        _shared[key] = offers[0].decode(), communicator
+        return communicator
+
+    return connected(store, rank, ranks, seconds, "codecs", create)[0]
 
 
 @contextmanager

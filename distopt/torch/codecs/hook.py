@@ -20,7 +20,7 @@ from ..private import call_after_backward
 from .communicator import communicator_of
 from .gpu import on_current_stream
 from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
-from .shards import ModelShards
+from .shards import ModelShards, check_on_cpu
 
 
 class CodecHook:
@@ -182,7 +182,9 @@ def hook(
     if shards is not None and ddp is None:
         raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
-    communicator = communicator_of(_group_of(ddp, group), device_of(params))
+    device = device_of(params)
+    check_on_cpu(shards, device)
+    communicator = communicator_of(_group_of(ddp, group), device)
     cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)
     engine = Engine(communicator, non_finite, shards=cut)
     return CodecHook(params, engine, codec, bucket_elements, cut), CodecHook.take

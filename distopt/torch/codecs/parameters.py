@@ -255,6 +255,31 @@ def send_first(communicator: Communicator, named: Iterable[tuple[str, torch.Tens
         tensor.detach().copy_(row.view(tensor.dtype).view(tensor.shape))
 
 
+def mean_of(communicator: Communicator, tensor: torch.Tensor, label: str, *, changes: bool) -> torch.Tensor:
+    """Collective. The mean of a tensor over the ranks, in new memory; rank 0's values if it is constant or no float.
+
+    Args:
+        communicator: of the ranks.
+        tensor: of the same shape and type on all of them.
+        label: names it in errors.
+        changes: whether training changes it.
+
+    Raises:
+        MismatchError: another rank has another tensor or label.
+    """
+    result = tensor.detach().clone()
+    if not tensor.numel():
+        return result
+    if not (changes and tensor.is_floating_point()):
+        send_first(communicator, [(label, result)])
+        return result
+    # A sum in a type with more bits is exact where all ranks have the same numbers, so that the mean has their bits.
+    wide = torch.float32 if tensor.dtype.itemsize < 4 else torch.float64
+    row = result.to(wide, copy=True, memory_format=torch.contiguous_format).reshape(-1)
+    communicator.all_reduce(_array_on_device(row), "mean", label=label).wait()
+    return result.copy_(row.view(tensor.shape))
+
+
 def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) -> set[int]:
     """Collective. Of parameters that this rank has not used, by id, those that no rank has."""
     own = bytes(key in unused for key in layout.places)

@@ -1,7 +1,8 @@
 """A stand-in for CuPy on the emulated driver, for tests on machines without a GPU.
 
 Only what distopt uses, and strict where CuPy is strict: arrays of NumPy and of the device do not mix, and reach each
-other by `get`, `set`, `asarray` and `asnumpy` alone. Every operation first runs what waits on the current stream.
+other by `get`, `set`, `asarray` and `asnumpy` alone. Every operation first runs what waits on the current stream, or,
+with $DISTOPT_EMULATED_LAG, waits there itself.
 `tests/unit/test_cupy_names.py` compares names and arguments with the real CuPy where that is installed.
 """
 

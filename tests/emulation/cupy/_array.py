@@ -147,7 +147,7 @@ class ndarray:  # noqa: N801
 
     def __setitem__(self, key: Any, value: Any) -> None:
         own, key, value = self._host, host(key), host(value)
-        cuda.run(lambda: operator.setitem(own, key, value))
+        cuda.run(lambda: operator.setitem(own, wrapped(own.shape, key), value))
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -188,6 +188,36 @@ def device(value: Any, *sources: Any) -> Any:
     return result
 
 
+def wrapped(shape: tuple[int, ...], key: Any) -> Any:
+    """`key`, with arrays of integers modulo the length of their dimension: CuPy raises no IndexError for them."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if not any(isinstance(k, np.ndarray) for k in keys):
+        return key
+    if any(k is None or k is ... for k in keys):
+        raise NotImplementedError("the stand-in takes arrays of indices beside slices and numbers only")
+    axis = 0
+    for i, k in enumerate(keys):
+        mask = isinstance(k, np.ndarray) and k.dtype == bool
+        if isinstance(k, np.ndarray) and not mask and shape[axis]:
+            keys[i] = k % shape[axis]
+        axis += k.ndim if mask else 1
+    return tuple(keys) if isinstance(key, tuple) else keys[0]
+
+
+def _take(a: Any, indices: Any, axis: Any = None, **options: Any) -> Any:
+    length = a.size if axis is None else a.shape[axis]
+    return np.take(a, indices % length if length else indices, axis, **options)
+
+
+# Functions of NumPy that raise an IndexError, as CuPy has them.
+WRAPPING: dict[Any, Any] = {
+    operator.getitem: lambda a, key: a[wrapped(a.shape, key)],
+    np.take: _take,
+    np.ndarray.take: _take,
+    np.add.at: lambda a, indices, b: np.add.at(a, wrapped(a.shape, indices), b),
+}
+
+
 def _view(value: Any, sources: Any) -> ndarray | None:
     if isinstance(value, np.ndarray):
         for source in sources:
@@ -203,24 +233,27 @@ def call(function: Any, *args: Any, **options: Any) -> Any:
     out = options.get("out")
     if out is not None and not isinstance(out, ndarray):
         raise TypeError("return arrays must be of ArrayType")
-    task = functools.partial(function, *map(host, args), **{key: host(value) for key, value in options.items()})
-    if cuda.capturing():
-        return _recorded(function, task, args, out)
+    own = WRAPPING.get(function, function)
+    task = functools.partial(own, *map(host, args), **{key: host(value) for key, value in options.items()})
+    if cuda.deferring():
+        return _deferred(function, task, args, out)
     cuda.drain()
     result = task()
     return out if out is not None else device(result, *args)
 
 
-def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
-    """As `call`, while the current stream records: views are made now, and all else at each launch."""
-    if getattr(function, "__name__", "") in ("dot", "matmul"):
+def _deferred(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
+    """As `call`, where the current stream records or lags: views are made now, and all else at each launch."""
+    name = getattr(function, "__name__", "")
+    if name in ("dot", "matmul") and cuda.capturing():
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-    if getattr(function, "__name__", "") == "nonzero":
-        cuda.drain()  # the size of the result is read from the device, which raises
+    if name == "nonzero" or (name == "getitem" and getattr(args[1], "dtype", np.dtype(int)).kind == "b"):
+        cuda.drain()  # the size of the result is read from the device, which raises in a recording
     if out is not None or function in (np.copyto, np.add.at):
         cuda.run(task)
         return out
-    result = task()  # of rubbish; it tells the shape
+    with np.errstate(all="ignore"):
+        result = task()  # of rubbish; it tells the shape
     several = isinstance(result, (list, tuple))
     made: list[tuple[int, np.ndarray[Any, Any]]] = []
     arrays = []

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -647,6 +648,57 @@ def _diloco(r: Ranks, fragments: int, delay: int) -> list[torch.Tensor]:
     return params_of(models[r.rank])
 
 
+def check_diloco_average(r: Ranks) -> None:
+    """The mean of all ranks at every step, and training that does not notice; then the one model at the end."""
+    for fragments, delay, codec in ((1, 0, "fp32"), (2, 1, "top-k")):
+        ended = []
+        for looks in (False, True):
+            model = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(10))
+            inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+            local = distopt.torch.DiLoCo(
+                *(model, inner, outer),
+                sync_every=4,
+                fragments=fragments,
+                fragment_sync_delay=delay,
+                codec=compress.create(codec, **CODECS[codec]),
+                bucket_elements=SMALL,
+            )
+            for step in range(9 if delay else 10):  # the last step but one, or two, is a multiple of sync_every
+                train(model, inner, r.rank, 1, step)
+                if looks:
+                    _check_average(r, model, local.average(), everywhere=not delay and local.steps % 4 == 0)
+            ended.append([tensor.clone() for tensor in model.state_dict().values()])
+        for one, other in zip(*ended, strict=True):
+            same(one, other, "training notices an average")
+        model.load_state_dict(local.average())
+        for tensor in model.state_dict().values():
+            same_on_all_ranks(tensor)
+        train(model, inner, r.rank, 3, step)  # over the next average
+        local.close()
+    if r.size == 1:
+        return
+    if r.rank == 0:
+        local.steps += 1
+    with pytest.raises(MismatchError, match=r"0\.0\.weight after step 12"):
+        local.average()
+
+
+def _check_average(r: Ranks, model: torch.nn.Module, mean: dict[str, torch.Tensor], *, everywhere: bool) -> None:
+    trained = {name for name, _ in model.named_parameters()}
+    assert mean.keys() == model.state_dict().keys()
+    if not everywhere and r.size > 1:
+        assert any(not torch.equal(mean[name], tensor) for name, tensor in model.named_parameters())
+    for name, tensor in model.state_dict().items():
+        gathered = [torch.empty_like(tensor) for _ in r.all]
+        dist.all_gather(gathered, tensor)
+        if not tensor.is_floating_point():
+            same(mean[name], gathered[0], name)
+            continue
+        same(mean[name], torch.stack(gathered).double().mean(0).to(tensor.dtype), name)
+        if everywhere and name in trained:
+            same(mean[name], tensor, name)
+
+
 def check_diloco_skips_bad_changes(r: Ranks) -> None:
     model = network()
     inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7)
@@ -698,6 +750,15 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=4)
     with pytest.raises(UsageError, match="or the optimizer is of another model"):
         distopt.torch.DiLoCo(network(), inner, outer)
+    for front, make in (
+        ("dist_opt", lambda: distopt.torch.DistOpt(inner, model=model, shards=8)),
+        ("hook", lambda: distopt.torch.hook(DistributedDataParallel(network()), shards=8)),
+    ):
+        with (
+            mock.patch(f"distopt.torch.codecs.{front}.device_of", return_value=torch.device("cuda:1")),
+            pytest.raises(UsageError, match=r"shards=8: steps in shards run on CPUs, .* are on cuda:1"),
+        ):
+            make()
     with pytest.raises(UsageError, match=r"7 is not a codec"):
         dist_opt(network(), codec=7)
     with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):

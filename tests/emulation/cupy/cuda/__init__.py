@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import weakref
 from types import SimpleNamespace
@@ -312,9 +313,17 @@ def capturing() -> bool:
     return bool(_emulated.stream_capturing(get_current_stream().ptr))
 
 
+def deferring() -> bool:
+    """Whether operations on arrays wait on the current stream, as kernels do; else they run at once.
+
+    With $DISTOPT_EMULATED_LAG, for tests that look for races: each operation is computed twice, which takes longer.
+    """
+    return capturing() or bool(os.environ.get("DISTOPT_EMULATED_LAG"))
+
+
 def run(task: Any) -> None:
-    """Call `task` behind what waits on the current stream: now, or at each launch of what is recorded."""
-    if capturing():
+    """Call `task` behind what waits on the current stream: now, or when its turn comes if operations are deferred."""
+    if deferring():
         _emulated.launch(get_current_stream().ptr, task)
     else:
         drain()
