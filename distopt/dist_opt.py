@@ -343,7 +343,8 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
-        timeline.phase("backward")
+        if timeline.is_on:
+            timeline.phase("backward")
         shards = self._engine.shards
         step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
@@ -361,7 +362,8 @@ class DistOpt:
                 return None
             for param, _ in pairs:
                 step.final(param)
-            timeline.phase("")
+            if timeline.is_on:
+                timeline.phase("")
             verdict = step.finish_deferred()
         if self._engine.unsettled is not None:
             self._engine.settle(following=step)
@@ -389,16 +391,19 @@ class DistOpt:
         ]
 
     def _update(self, layout: Layout) -> None:
-        with timeline.span("update"):
-            if self.opt.clip_grad_norm is not None:
-                # Buckets depend on the transport, so a norm that must not takes the parameters one by one.
-                by_parameter = self._engine.shards is not None
-                grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
-                self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
-            update = self.opt.update
-            for param, grad in self._pairs:
-                update(param, grad)
-            self.opt.step()
+        if timeline.is_on:
+            timeline.phase("update")
+        if self.opt.clip_grad_norm is not None:
+            # Buckets depend on the transport, so a norm that must not takes the parameters one by one.
+            by_parameter = self._engine.shards is not None
+            grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
+            self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
+        update = self.opt.update
+        for param, grad in self._pairs:
+            update(param, grad)
+        self.opt.step()
+        if timeline.is_on:
+            timeline.phase("")
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..checks import check_number
 from ..comm.base import Array
 from ..kernels import FINDINGS, Accumulation
+from .reduction import CodecState
 from .sparse import SparseCodec
-from .state import CodecState
 
 
 @dataclass(frozen=True)

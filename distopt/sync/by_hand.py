@@ -99,7 +99,7 @@ class Fusion:
         if residual is not None:
             state.load_state_dict({f"residual/{state.label}": residual})
         state.wire_label = self._label("fused")
-        self._sent.append(_Buffer(state, arrays, residual, codec.start(state)))
+        self._sent.append(_Buffer(state, arrays, residual, PendingReduction(codec, state)))
 
     def wait(self) -> None:
         """Collective. Finish all buffers, including staged arrays, and put the sums in place.
