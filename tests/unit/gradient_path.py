@@ -4,8 +4,8 @@ python -m tests.unit.gradient_path          `opt(loss)`: files outside `nn`; wha
 python -m tests.unit.gradient_path nn       the same with the files of `nn`
 python -m tests.unit.gradient_path ddp      `loss.backward()` of PyTorch's DDP over "distopt"
 
-Two ranks, shared memory, a small net in one bucket, fp32. A visit is an entry into a file from another one, by the `call`
-events of `sys.setprofile`. Coming back is none, and files of other packages do not count.
+Two ranks, shared memory, a small net in one bucket, fp32. A visit is an entry into a file from another one, by the
+`call` events of `sys.setprofile`. Coming back is none, and files of other packages do not count.
 """
 
 import sys
