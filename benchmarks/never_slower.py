@@ -9,22 +9,8 @@ time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open M
     sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,mpi-2x2 --profile
 
 With --profile, tables of where the time is spent follow, in microseconds a call, step or token: for each rank, means of the
-half of its batches, steps or tokens whose times are in the middle. Phases exclude each other, and their sum is the time of
-the call:
-
-- outside: in sums Python, from one call into the communicator between hosts to the next; else all that is not
-  distopt, which computes;
-- python: the process group's own, above csrc;
-- steps: deciding what to do next; describe: the description of the call, its comparison with those of the other
-  ranks, and what is prepared for its transfers;
-- send, receive, poll: calls of MPI or Gloo, which move bytes; poll over Gloo is the wait for its thread;
-- copy: into and out of shared memory; reduce: the sums; host: shared memory of the host, where hosts are several;
-- wait and sleep: in shared memory, for other ranks, first on the core and then in the kernel; wake: of ranks that sleep;
-- thread: this thread waits for the thread of the group's queue;
-- yield: over MPI, another process has the core, while this rank waits for messages.
-
-"begins" is when a rank starts a batch, step or token, after the first one, on the clock that the ranks share; "call" is
-its time, and "cpu" processor time, of all threads.
+half of its batches, steps or tokens whose times are in the middle. Over a process group of distopt they have the events
+of its timeline ("wait": for other ranks), and "rest", which is all else; for others, the time of the call and processor time.
 """
 
 from __future__ import annotations
@@ -127,7 +113,7 @@ def _turns(row: Measured) -> list[float]:
 
 
 def profile(lineup: Lineup, best: dict[str, Measured], turns: int) -> str:
-    """The time that each rank spends in each phase of a call, as a table."""
+    """The time that each rank spends in events of the timeline in a call, as a table."""
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in best}
 
     def ask(candidate: Candidate, _: int) -> None:
@@ -159,10 +145,10 @@ def phase_table(answers: Answers) -> str:
             begin, cpu, call = (middle.pop(each) for each in ("begin", "cpu", "call"))
             lines.append((f"{name}, rank {rank}", {"begins": begin, **middle, "call": call, "cpu": cpu}, middle))
     phases = list(dict.fromkeys(each for _, _, middle in lines for each in middle if middle[each]))
-    columns = ["begins", *phases, "sum", "call", "cpu"]
+    columns = ["begins", *phases, "rest", "call", "cpu"]
     cells = []
     for of, spent, middle in lines:
-        spent |= {"sum": sum(middle.values())} if middle else {}
+        spent |= {"rest": spent["call"] - sum(middle.values())} if middle else {}
         cells.append([of, *(f"{spent[each] * 1e6:,.1f}" if each in spent else "" for each in columns)])
     return table(["us a call", *columns], cells)
 

@@ -24,7 +24,7 @@ from .comm.world import current, offer
 from .compress import BadGradient, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError
-from .launch import Job
+from .launch import Job, Ticket
 from .nn.core import autograd
 from .nn.core.mode import mode
 from .nn.core.tensor import Tensor
@@ -33,8 +33,10 @@ from .nn.devices.discovery import gpu_or_cpu
 from .nn.optim.accumulation import GradientAccumulation
 from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
+from .nn.optim.rules import SGD
 from .nn.singa.views import CurrentValue
 from .settings import Settings
+from .sync.by_hand import Fusion
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from .sync.layout import Layout, under
 from .sync.shards import RunningStatistics, Shards
@@ -45,11 +47,18 @@ from .timeline import timeline
 class DistOpt:
     """An optimizer whose gradients are averaged over the ranks of a job.
 
+    Without `nccl_id` it is the MPI constructor: rank and size come from the launcher, or from `distopt.init`. With
+    `nccl_id`, a `distopt.singa_wrap.NcclIdHolder` that the parent made, it is the multiprocess constructor.
+
     Attributes of the wrapped optimizer, such as `lr` and `grad_norm`, can be read and assigned here, too. Assign the
     same on all ranks.
 
     Args:
-        opt: the optimizer to wrap; it applies the averaged gradients.
+        opt: the optimizer to wrap, which applies the averaged gradients (default: `SGD()`).
+        nccl_id: the job's ticket, for processes of one machine.
+        local_rank: number of this process (with `nccl_id`).
+        world_size: number of processes (with `nccl_id`).
+        buffSize: elements of one message of `fused_all_reduce`; more are sent as several.
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
         communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
             else the best one for the job, see `distopt.comm.create`).
@@ -89,7 +98,11 @@ class DistOpt:
 
     def __init__(
         self,
-        opt: Optimizer,
+        opt: Optimizer | None = None,
+        nccl_id: Ticket | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        buffSize: int = 4194304,
         *,
         job: Job | None = None,
         communicator: Communicator | None = None,
@@ -103,6 +116,7 @@ class DistOpt:
         seed: int = 0,
     ) -> None:
         """Collective."""
+        opt = SGD() if opt is None else opt
         if not isinstance(opt, Optimizer):
             raise UsageError(f"DistOpt wraps an optimizer, such as opt.SGD(lr=0.1); got {opt!r}")
         if not isinstance(communicator, Communicator | None):
@@ -114,6 +128,9 @@ class DistOpt:
         Engine.check_options(non_finite, check_every)
         if clip_grad_norm is not None:
             opt.clip_grad_norm = clip_grad_norm
+        asked = nccl_id, local_rank, world_size
+        if asked != (None, None, None) and communicator is None and job is None:
+            job = launch.join(*asked)
         if communicator is None:
             world = current() if job is None else None
             communicator = comm.create(job or launch.join()) if world is None else world.communicator
@@ -130,6 +147,7 @@ class DistOpt:
         self._layout: Layout | None = None  # of the buckets that autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view of a bucket, as a tensor
         self._accumulation = GradientAccumulation()
+        self._fusion = Fusion(communicator, buffSize, self._engine.agreement.label)
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""
@@ -343,7 +361,8 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
-        timeline.phase("backward")
+        if timeline.is_on:
+            timeline.phase("backward")
         shards = self._engine.shards
         step = begin(order=partial(autograd.gradient_order, loss), rule=self.opt, version=mode.freezes)
         layout = step.layout
@@ -361,7 +380,8 @@ class DistOpt:
                 return None
             for param, _ in pairs:
                 step.final(param)
-            timeline.phase("")
+            if timeline.is_on:
+                timeline.phase("")
             verdict = step.finish_deferred()
         if self._engine.unsettled is not None:
             self._engine.settle(following=step)
@@ -389,16 +409,19 @@ class DistOpt:
         ]
 
     def _update(self, layout: Layout) -> None:
-        with timeline.span("update"):
-            if self.opt.clip_grad_norm is not None:
-                # Buckets depend on the transport, so a norm that must not takes the parameters one by one.
-                by_parameter = self._engine.shards is not None
-                grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
-                self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
-            update = self.opt.update
-            for param, grad in self._pairs:
-                update(param, grad)
-            self.opt.step()
+        if timeline.is_on:
+            timeline.phase("update")
+        if self.opt.clip_grad_norm is not None:
+            # Buckets depend on the transport, so a norm that must not takes the parameters one by one.
+            by_parameter = self._engine.shards is not None
+            grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
+            self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
+        update = self.opt.update
+        for param, grad in self._pairs:
+            update(param, grad)
+        self.opt.step()
+        if timeline.is_on:
+            timeline.phase("")
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:

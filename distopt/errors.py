@@ -5,9 +5,9 @@ Every message states the fact, where it happened (rank and host, if more than on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 
 class DistoptError(Exception):
@@ -124,11 +124,7 @@ class CommunicatorError(DistoptError, RuntimeError):
         cure: the remedy; the message is both.
         ranks: the ranks at fault, or in disagreement, if known.
         calls: the calls of these ranks, if they disagree.
-        on_failure: called with each error that is made; the message ends with the folder that it returns. See
-            `distopt.flight`.
     """
-
-    on_failure: ClassVar[Callable[[CommunicatorError], str]] = staticmethod(lambda _: "")
 
     def __init__(
         self, fact: str = "", *, cure: str = "", ranks: Sequence[Process] = (), calls: Sequence[Call] = ()
@@ -137,9 +133,7 @@ class CommunicatorError(DistoptError, RuntimeError):
         self.cure = cure
         self.ranks = tuple(ranks)
         self.calls = tuple(calls)
-        message = f"{fact}; {cure}" if cure else fact
-        folder = "" if isinstance(self, CommunicatorClosedError) else type(self).on_failure(self)
-        super().__init__(f"{message}; flight record in {folder}" if folder and folder not in message else message)
+        super().__init__(f"{fact}; {cure}" if cure else fact)
 
 
 class CommunicatorClosedError(CommunicatorError):

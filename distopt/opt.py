@@ -6,25 +6,23 @@ Scripts written for SINGA run with `from singa import opt` changed to `from dist
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
-from . import dist_opt, launch
+from . import dist_opt
 from .checks import explain_absent
-from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .errors import UsageError
-from .launch import Job, Ticket
 from .nn.core.array import Array
 from .nn.core.raw import RawTensor
 from .nn.core.tensor import Tensor
 from .nn.optim import rules, schedules
 from .nn.optim.optimizer import Optimizer, check_gradient
 from .nn.optim.rules import *  # noqa: F403 - a face of these modules
-from .nn.optim.rules import SGD
 from .nn.optim.schedules import *  # noqa: F403
-from .sync.by_hand import Fusion, memory_of
-from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, NonFinite
+from .sync.by_hand import memory_of
+from .sync.engine import DEFAULT_BUCKET_ELEMENTS
 
 __all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
 __all__ += rules.__all__
@@ -37,59 +35,11 @@ DIST_OPTIONS = (*_DENSE, PARTIAL, "sparseTopK", "sparseThreshold")
 
 
 class DistOpt(dist_opt.DistOpt):
-    """The distributed optimizer under SINGA's names.
+    """The distributed optimizer with SINGA's methods: sums by hand, and kinds of steps."""
 
-    Without `nccl_id` it is the MPI constructor: rank and size come from the launcher, or from `distopt.init`. With
-    `nccl_id`, a `distopt.singa_wrap.NcclIdHolder` that the parent made, it is the multiprocess constructor.
-
-    Args:
-        opt: the optimizer to wrap (default: `SGD()`).
-        nccl_id: the job's ticket, for processes of one machine.
-        local_rank: number of this process (with `nccl_id`).
-        world_size: number of processes (with `nccl_id`).
-        buffSize: elements of one message of `fused_all_reduce`; more are sent as several.
-        job: for this argument and those after it, see `distopt.dist_opt.DistOpt`.
-    """
-
-    def __init__(
-        self,
-        opt: Optimizer | None = None,
-        nccl_id: Ticket | None = None,
-        local_rank: int | None = None,
-        world_size: int | None = None,
-        buffSize: int = 4194304,
-        *,
-        job: Job | None = None,
-        communicator: Communicator | None = None,
-        codec: Codec | str = "fp32",
-        bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
-        partition_elements: int | None = None,
-        non_finite: NonFinite = "raise",
-        clip_grad_norm: float | None = None,
-        check_every: int = DEFAULT_CHECK_EVERY,
-        shards: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Collective."""
-        asked = nccl_id, local_rank, world_size
-        if asked != (None, None, None) and communicator is None and job is None:
-            job = launch.join(*asked)
-        super().__init__(
-            SGD() if opt is None else opt,
-            job=job,
-            communicator=communicator,
-            codec=codec,
-            bucket_elements=bucket_elements,
-            partition_elements=partition_elements,
-            non_finite=non_finite,
-            clip_grad_norm=clip_grad_norm,
-            check_every=check_every,
-            shards=shards,
-            seed=seed,
-        )
-        self._pending: list[Work] = []
-        self._fusion = Fusion(self.communicator, buffSize, self._engine.agreement.label)
-        self._raw_params: dict[tuple[int, int, str], Tensor] = {}
+    @cached_property
+    def _raw_params(self) -> dict[tuple[int, int, str], Tensor]:
+        return {}  # by their memory
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
     def update(self, param: Tensor | Array, grad: Tensor | Array) -> None:
@@ -134,7 +84,7 @@ class DistOpt(dist_opt.DistOpt):
         """
         array = self._array(tensor)
         with self._engine.by_hand(self.opt):
-            self._pending.append(self.communicator.all_reduce(array, label=self._engine.agreement.label("by hand")))
+            self._fusion.all_reduce(array)
 
     def all_reduce_half(self, tensor: Tensor | Array) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""
@@ -192,10 +142,7 @@ class DistOpt(dist_opt.DistOpt):
         Raises:
             GradientError: a value was NaN or infinite on some rank.
         """
-        pending, self._pending = self._pending, []
         with self._engine.by_hand(self.opt):
-            for work in pending:
-                work.wait()
             self._fusion.wait()
 
     def _fuse(self, tensors: Sequence[Tensor | Array], codec: Codec, send: bool) -> None:

@@ -117,9 +117,7 @@ class Timeline:
     @contextlib.contextmanager
     def _span(self, name: str, track: str, waits: bool) -> Iterator[None]:
         began = self.begin_wait() if waits else _now()
-        if name == "update":
-            self._count(STEPS, 1)
-        elif name in _STATES:
+        if name in _STATES:
             self._count(_STATES[name], 1)
         try:
             yield

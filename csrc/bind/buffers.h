@@ -243,16 +243,6 @@ void bind_collectives(Class& cls, Start start) {
       nb::arg("place"),
       "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
       "argument is wrong. It is noted in the flight record with the text `place`, unless that is negative.");
-  cls.def(
-      "take_phases",
-      [](Communicator& on) {
-        const Phases::Seconds seconds = on.phases().take();
-        nb::dict named;
-        for (std::size_t i = 0; i < seconds.size(); ++i) named[phase_names[i]] = seconds[i];
-        return named;
-      },
-      "Seconds of this thread in each phase of its calls, and outside, since the last call; the first one begins to "
-      "count.");
   cls.def("barrier", [start](Communicator& on) { return start(on, Arguments{}, Buffers()); });
   cls.def_prop_ro("next_number", &Communicator::next_number, "The number of the operation that is started next.");
   cls.def(

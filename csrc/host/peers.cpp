@@ -158,7 +158,6 @@ void Peers::publish_post(std::uint64_t sequence) {
 void Peers::wake(std::atomic<std::uint64_t>& word) const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (segment_.slot(rank_).sleepers.load(std::memory_order_relaxed) == 0) return;
-  const Phases::Scope scope(phases_, Phase::wake);
   futex_wake(word);
 }
 
@@ -253,7 +252,6 @@ CommunicatorError Peers::failure() const {
 
 bool Peers::glance(const Blocker& blocker, int& polls) {
   if (cores_shared_) return false;
-  const Phases::Scope scope(phases_, Phase::wait);
   while (polls-- > 0) {
     if (reached(blocker)) {
       failed_spins_ = 0;
@@ -265,7 +263,6 @@ bool Peers::glance(const Blocker& blocker, int& polls) {
 }
 
 bool Peers::spin(const Blocker& blocker) {
-  const Phases::Scope scope(phases_, Phase::wait);
   const bool patient = !cores_shared_ && failed_spins_ % spin_cycle < patient_spins;
   const auto end = std::chrono::steady_clock::now() + (patient ? patient_spin : short_spin);
   do {
@@ -282,7 +279,6 @@ bool Peers::spin(const Blocker& blocker) {
 }
 
 bool Peers::sleep(const Blocker& blocker, double seconds) const {
-  const Phases::Scope scope(phases_, Phase::sleep);
   auto& awaited = word(blocker);
   auto& sleepers = segment_.slot(blocker.peer).sleepers;
   sleepers.fetch_add(1, std::memory_order_relaxed);

@@ -7,7 +7,6 @@
 
 #include "base/errors.h"
 #include "base/patience.h"
-#include "base/phases.h"
 #include "host/segment.h"
 
 namespace distopt {
@@ -63,7 +62,6 @@ class Peers {
   // The recorded failure; once failed().
   CommunicatorError failure() const;
 
-  Phases& phases() const { return phases_; }
   // One element for each rank, as scratch memory.
   std::vector<const void*>& scratch() { return scratch_; }
 
@@ -93,7 +91,6 @@ class Peers {
   unsigned failed_spins_ = 0;        // since one succeeded
   std::uint64_t finished_seen_ = 0;  // collectives that all peers had finished when last looked at
   std::vector<const void*> scratch_;
-  mutable Phases phases_;
 };
 
 }  // namespace distopt

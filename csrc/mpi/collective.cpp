@@ -107,7 +107,6 @@ void MpiCollective::take_inline() {
 }
 
 void MpiCollective::reduce_payloads(char* out, std::uint64_t count, std::size_t offset) const {
-  const Phases::Scope scope(context_->phases, Phase::reduce);
   std::vector<const void*> ins;
   for (int rank = 0; rank < context_->size(); ++rank) ins.push_back(announcement_->payload_of(rank) + offset);
   void* const outs[] = {out};

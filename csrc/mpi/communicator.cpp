@@ -62,10 +62,9 @@ Listening& listening() {
 MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<Process> processes,
                                  std::size_t inline_bytes, std::size_t chunk_bytes)
     : processes_(std::move(processes)),
-      transport_(make_transport(library, phases_)),
+      transport_(make_transport(library)),
       context_{*transport_,
                pool_,
-               phases_,
                rank,
                processes_,
                inline_bytes,
@@ -155,7 +154,6 @@ bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seco
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
     // Where ranks outnumber cores, this gives the core to one that has work.
-    const Phases::Scope scope(phases_, Phase::yield);
     ::sched_yield();
   }
 }
@@ -163,7 +161,6 @@ bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seco
 double MpiCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
 
 void MpiCommunicator::advance() {
-  const Phases::Scope scope(phases_, Phase::steps);
   move();
   while (!queue_.empty() && queue_.front()->finished()) queue_.pop_front();
 }
@@ -183,7 +180,6 @@ void MpiCommunicator::advance(MpiCollective& collective) {
   try {
     if (!collective.has_begun()) {
       if (!may_begin(collective)) return;
-      const Phases::Scope scope(phases_, Phase::describe);
       collective.begin();
     }
     if (!collective.advance()) return;

@@ -66,7 +66,6 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   // The number of the collective that is started next.
   std::uint64_t next_number() const { return started_; }
   Flight& flight() { return flight_; }
-  Phases& phases() { return phases_; }
   // The last collective that all ranks have begun, as text.
   std::string last_agreed() const;
   std::size_t scratch_count() const { return pool_.size(); }
@@ -84,7 +83,6 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   bool may_begin(const MpiCollective& collective) const;
 
   const std::vector<Process> processes_;
-  Phases phases_;
   std::unique_ptr<Transport> transport_;
   ScratchPool pool_;
   Context context_;

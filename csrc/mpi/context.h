@@ -22,7 +22,6 @@ struct Group {
 struct Context {
   Transport& transport;
   ScratchPool& pool;
-  Phases& phases;
   int rank;
   const std::vector<Process>& processes;  // one for each rank
   std::size_t inline_bytes;               // most data that travel with a rank's announcement

@@ -131,7 +131,6 @@ bool Flow::has_arrived(std::size_t chunk) const {
 }
 
 void Flow::reduce(std::size_t chunk) {
-  const Phases::Scope scope(context_.phases, Phase::reduce);
   const ChunkReduction& reduction = *plan_.reduction;
   const ByteSpan out = chunk_of(plan_.result, chunk);
   std::vector<const void*> ins;

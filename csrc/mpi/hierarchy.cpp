@@ -101,14 +101,10 @@ HierarchicalCollective::Stage HierarchicalCollective::make_stage(const Section& 
   stage.kind = first ? OpKind::reduce_scatter : OpKind::all_gather;
   stage.input = first ? section.data : slice;
   stage.output = first ? slice : section.data;
-  const Phases::Scope scope(context().phases, Phase::host);
   ShmCommunicator& communicator = first ? *levels.scatter : *levels.collect;
   const auto collective = std::make_shared<ShmCollective>(std::move(stage));
   communicator.start(collective);
-  return [this, &communicator, collective](bool) {
-    const Phases::Scope scope(context().phases, Phase::host);
-    return communicator.test(*collective);
-  };
+  return [this, &communicator, collective](bool) { return communicator.test(*collective); };
 }
 
 }  // namespace distopt::mpi

@@ -93,7 +93,6 @@ void RidingSum::send_near() {
 
 // Makes the data for the partner: a partial result of the first host's ranks, or the result in place of that.
 void RidingSum::reduce() {
-  const Phases::Scope scope(context().phases, Phase::reduce);
   const bool divides = arguments().op == RedOp::mean;
   const ByteSpan mine = half(context().rank);
   std::vector<const void*> ins{mine.data, slice_};

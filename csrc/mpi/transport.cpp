@@ -17,7 +17,7 @@ namespace {
 template <typename Handle>
 class TransportOf final : public Transport {
  public:
-  TransportOf(const Library& library, Phases& phases) : phases_(phases), status_bytes_(library.status_bytes) {
+  explicit TransportOf(const Library& library) : status_bytes_(library.status_bytes) {
     std::memcpy(&communicator_, library.communicator, sizeof(Handle));
     std::memcpy(&byte_, library.byte, sizeof(Handle));
     // The module is loaded already. Names are looked up in it and its libraries: there may be a second MPI library in
@@ -31,14 +31,12 @@ class TransportOf final : public Transport {
   }
 
   void send(const char* data, std::size_t bytes, int to, int tag, bool& done) override {
-    const Phases::Scope scope(phases_, Phase::send);
     Handle request;
     check(isend_(data, count_of(bytes), byte_, to, tag, communicator_, &request));
     keep(request, done);
   }
 
   void receive(char* data, std::size_t bytes, int from, int tag, bool& done) override {
-    const Phases::Scope scope(phases_, Phase::receive);
     Handle request;
     check(irecv_(data, count_of(bytes), byte_, from, tag, communicator_, &request));
     keep(request, done);
@@ -46,7 +44,6 @@ class TransportOf final : public Transport {
 
   bool poll() override {
     if (requests_.empty()) return false;
-    const Phases::Scope scope(phases_, Phase::poll);
     int ended = 0;
     ended_.resize(requests_.size());
     statuses_.resize(requests_.size() * status_bytes_);
@@ -98,7 +95,6 @@ class TransportOf final : public Transport {
   int (*irecv_)(void*, int, Handle, int, int, Handle, Handle*) = nullptr;
   int (*testsome_)(int, Handle*, int*, int*, void*) = nullptr;
   int (*error_string_)(int, char*, int*) = nullptr;
-  Phases& phases_;
   Handle communicator_, byte_;
   std::size_t status_bytes_;
   std::vector<Handle> requests_;
@@ -109,9 +105,9 @@ class TransportOf final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_transport(const Library& library, Phases& phases) {
-  if (library.handle_bytes == sizeof(int)) return std::make_unique<TransportOf<int>>(library, phases);
-  if (library.handle_bytes == sizeof(void*)) return std::make_unique<TransportOf<void*>>(library, phases);
+std::unique_ptr<Transport> make_transport(const Library& library) {
+  if (library.handle_bytes == sizeof(int)) return std::make_unique<TransportOf<int>>(library);
+  if (library.handle_bytes == sizeof(void*)) return std::make_unique<TransportOf<void*>>(library);
   fail("handles of " + std::to_string(library.handle_bytes) + " bytes belong to no MPI library that is known");
 }
 

@@ -5,8 +5,6 @@
 #include <memory>
 #include <string>
 
-#include "base/phases.h"
-
 namespace distopt::mpi {
 
 // The MPI library, as mpi4py describes it. Handles differ between libraries: MPICH's are ints, Open MPI's are pointers.
@@ -35,6 +33,6 @@ class Transport {
 };
 
 // Throws CommunicatorError if the library cannot be used.
-std::unique_ptr<Transport> make_transport(const Library& library, Phases& phases);
+std::unique_ptr<Transport> make_transport(const Library& library);
 
 }  // namespace distopt::mpi

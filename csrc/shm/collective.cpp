@@ -18,7 +18,6 @@ void copy_if_apart(char* to, const char* from, std::size_t bytes) {
 }  // namespace
 
 void ShmCollective::post(Peers& peers) {
-  const Phases::Scope scope(peers.phases(), Phase::describe);
   RingEntry& entry = peers.entry(peers.rank(), sequence_);
   Descriptor& mine = entry.descriptor;
   const std::size_t bytes = arguments_.input_bytes(peers.size());
@@ -71,7 +70,6 @@ void ShmCollective::read_counts(const Peers& peers) {
 
 bool ShmCollective::advance(Peers& peers, Blocker& blocker) {
   if (mode_ == Mode::undecided) {
-    const Phases::Scope scope(peers.phases(), Phase::describe);
     for (; checked_ < peers.size(); ++checked_) {
       const Blocker next{Signal::posted, sequence_, checked_};
       if (checked_ == peers.rank()) continue;
@@ -157,7 +155,6 @@ ShmCollective::Taken ShmCollective::taken_from(const Peers& peers, int peer) con
 }
 
 void ShmCollective::run_inline(Peers& peers) {
-  const Phases::Scope scope(peers.phases(), reduces() ? Phase::reduce : Phase::copy);
   if (reduces()) {
     const std::size_t first =
         arguments_.kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(peers.rank()) : 0;
@@ -189,7 +186,6 @@ bool ShmCollective::advance_direct(Peers& peers, Blocker& blocker) {
 }
 
 void ShmCollective::run_direct(Peers& peers) {
-  const Phases::Scope scope(peers.phases(), reduces() ? Phase::reduce : Phase::copy);
   const int n = peers.size(), rank = peers.rank();
   if (arguments_.kind == OpKind::empty) {
     if (!arguments_.refused)
@@ -287,7 +283,6 @@ ShmCollective::Range ShmCollective::part(std::uint64_t chunk, std::size_t bytes)
 }
 
 void ShmCollective::copy_in(Peers& peers, std::uint64_t chunk) {
-  const Phases::Scope scope(peers.phases(), Phase::copy);
   const int rank = peers.rank();
   char* staging = peers.segment().staging(rank, first_[static_cast<int>(Signal::copied_in)] + chunk);
   if (!has_lanes()) {
@@ -307,7 +302,6 @@ void ShmCollective::copy_in(Peers& peers, std::uint64_t chunk) {
 }
 
 void ShmCollective::reduce_chunk(Peers& peers, std::uint64_t chunk) {
-  const Phases::Scope scope(peers.phases(), Phase::reduce);
   const int rank = peers.rank();
   const std::uint64_t number = first_[static_cast<int>(Signal::copied_in)] + chunk;
   const bool scatter = arguments_.kind == OpKind::reduce_scatter;
@@ -322,7 +316,6 @@ void ShmCollective::reduce_chunk(Peers& peers, std::uint64_t chunk) {
 }
 
 void ShmCollective::copy_out(Peers& peers, std::uint64_t chunk) {
-  const Phases::Scope scope(peers.phases(), Phase::copy);
   const int rank = peers.rank();
   const std::uint64_t number = first_[static_cast<int>(Signal::copied_in)] + chunk;
   for (int i = 0; i < peers.size(); ++i) {

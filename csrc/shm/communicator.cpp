@@ -122,7 +122,6 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 // -- collectives ------------------------------------------------------------------------------------------------------
 
 bool ShmCommunicator::start(std::shared_ptr<ShmCollective> collective) {
-  const Phases::Scope scope(phases(), Phase::steps);
   const auto turn = take_turn();
   enqueue(std::move(collective));
   if (!only_brief()) return false;
@@ -195,7 +194,6 @@ void ShmCommunicator::help() {
 
 bool ShmCommunicator::test(const ShmCollective& collective) {
   if (collective.finished()) return true;
-  const Phases::Scope scope(phases(), Phase::steps);
   const auto turn = take_turn();
   advance();
   if (collective.finished()) return true;
@@ -206,7 +204,6 @@ bool ShmCommunicator::test(const ShmCollective& collective) {
 }
 
 void ShmCommunicator::progress() {
-  const Phases::Scope scope(phases(), Phase::steps);
   const auto turn = take_turn();
   advance();
   messages_.help();
@@ -214,14 +211,12 @@ void ShmCommunicator::progress() {
 
 void ShmCommunicator::wait(const ShmCollective& collective, double timeout_seconds) {
   if (collective.finished()) return;
-  const Phases::Scope scope(phases(), Phase::steps);
   const auto turn = take_turn();
   wait_until([&] { return collective.finished(); }, timeout_seconds);
 }
 
 bool ShmCommunicator::wait_briefly(const ShmCollective& collective) {
   if (collective.finished()) return true;
-  const Phases::Scope scope(phases(), Phase::steps);
   const auto turn = take_turn();
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();

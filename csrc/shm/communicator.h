@@ -62,7 +62,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // The number of the collective that is started next.
   std::uint64_t next_number() const { return started_ + 1; }
   Flight& flight() { return flight_; }
-  Phases& phases() { return peers_.phases(); }
   double default_timeout() const { return limits_.timeout_seconds; }
 
  private:

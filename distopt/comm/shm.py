@@ -13,7 +13,6 @@ import numpy as np
 from .. import _core
 from ..errors import Process, UsageError
 from ..launch.end_together.exit_guard import close_at_exit
-from ..launch.end_together.siblings import speak_last
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..launch.rendezvous.host_group import HostGroup
@@ -88,7 +87,6 @@ class ShmCommunicator(NativeCommunicator):
         if not job.topology.single_host:
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
         communicator = cls(job.host_group(), job.topology)
-        speak_last(communicator)
         close_at_exit(communicator)
         return communicator
 

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from .base import Codec, PendingReduction, finish_all
+from .base import Codec
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
+from .reduction import BadGradient, CodecState, Doubt, PendingReduction, Verdict, finish_all
 from .sparse import SparseCodec
-from .state import BadGradient, CodecState, Doubt, Part, Verdict
+from .state import Part
 from .statistics import CommunicationStatistics, Statistics
 from .threshold import Threshold
 from .top_k import TopK

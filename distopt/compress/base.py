@@ -14,22 +14,16 @@ on all ranks**, after the last gradient, in rounds, in the order of the buckets 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, reduce
-from operator import attrgetter, or_
-from time import perf_counter
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
 
-from ..comm import Communicator, Work
+from ..comm import Communicator
 from ..comm.base import Array
 from ..errors import UsageError
-from ..timeline import timeline
-from .state import BadGradient, CodecState, Doubt, Part, Verdict
+from .reduction import CodecState, Steps
+from .state import Part
 from .statistics import Statistics
-
-# The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
-Steps: TypeAlias = "Generator[Work, None, Verdict]"
 
 
 class Codec(ABC):
@@ -91,26 +85,6 @@ class Codec(ABC):
         self.prepare(state)
         return state
 
-    def start(self, state: CodecState) -> PendingReduction:
-        """Collective. Encode the bucket of `state` and start its reduction; do not touch the bucket until the end.
-
-        The options may differ from those of the step before, equally on all ranks; residual and other state stay.
-
-        Raises:
-            UsageError: the state is of another kind of codec, the previous reduction has not been finished, or the
-                options need error feedback.
-            CommunicatorError: the previous reduction has failed.
-        """
-        if state.kind != self.kind:
-            raise UsageError(f"a state of {state.kind} cannot continue as {self.kind}; attach the new codec instead")
-        if state.pending is not None:
-            state.pending.done()  # raises a better error if the communicator has failed
-            raise UsageError(
-                f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
-                "DistOpt where an exception has ended the step"
-            )
-        return PendingReduction(self, state)
-
     def prepare(self, state: CodecState) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
         """Collective. Make wire memory and state.
 
@@ -126,93 +100,3 @@ class Codec(ABC):
             The verdict, the same on all ranks: None, or whose gradient was unusable. The bucket holds no mean then.
             Where `CodecState.defers`, it may be a `Doubt`.
         """
-
-
-class PendingReduction:
-    """One step's reduction of a bucket to its mean over the ranks.
-
-    Attributes:
-        state: the `CodecState` of the bucket.
-        finished: whether the codec has finished: the bucket holds the mean, unless the verdict is a bad gradient.
-        verdict: the result of `Codec.reduce`, when it has finished.
-    """
-
-    def __init__(self, codec: Codec, state: CodecState) -> None:
-        """Collective. Run up to the first wait."""
-        self.finished = False
-        self.verdict: Verdict = None
-        self.state = state
-        state.renewed.clear()  # a step without an update may have left some
-        self._steps = codec.reduce(state)
-        cost, began = state.statistics, perf_counter()
-        before = cost.comm_seconds
-        self._run()
-        self._sent = perf_counter()  # when the last collective was started
-        cost.select_seconds += self._sent - began - (cost.comm_seconds - before)
-        self._number = state.comm.flight.last if state.comm.flight is not None else 0  # of the last of them
-        if timeline.is_on:
-            timeline.add("encode", began, self._sent, bucket=state.label)
-        cost.dense_bytes += state.dense_bytes
-
-    def resume(self) -> None:
-        """Collective. Wait for the `Work` that the codec waits for, and run up to its next wait or its end.
-
-        An error of the communicator is raised by every further call.
-        """
-        pending = self.state.pending
-        if self.finished or pending is None:
-            return
-        cost, began, flight = self.state.statistics, timeline.begin_wait(), self.state.comm.flight
-        pending.wait()
-        waited, before = perf_counter(), cost.comm_seconds
-        last = flight.last if flight is not None else 0
-        self._run()
-        decoded = perf_counter()
-        cost.decode_seconds += decoded - waited - (cost.comm_seconds - before)
-        cost.comm_seconds += waited - began
-        if timeline.is_on:
-            label = self.state.label
-            timeline.add("wait", began, waited, bucket=label)
-            started = flight is not None and flight.last != last
-            if self.finished or started:  # all earlier collectives have ended
-                arrived = waited if flight is None else flight.ended(self._number, waited)
-                timeline.add("wire", self._sent, arrived, label, bucket=label)
-                timeline.add("decode", waited, decoded, bucket=label)
-                self._sent, self._number = decoded, flight.last if flight is not None else 0
-
-    def _run(self) -> None:
-        try:
-            self.state.pending = next(self._steps)
-        except StopIteration as end:
-            self.verdict, self.finished, self.state.pending = end.value, True, None
-            self.state.statistics.reductions += 1
-        except BaseException as error:
-            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
-            raise
-
-
-def _failed(error: BaseException) -> Steps:
-    yield from ()
-    raise error
-
-
-def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
-    """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
-
-    If one verdict is bad, the states of all codecs stay as they were. The flags of all `Doubt`s are one.
-    """
-    under_way = True
-    while under_way:
-        under_way = False
-        for reduction in reductions:
-            reduction.resume()
-            under_way |= not reduction.finished
-    verdicts = list(map(attrgetter("verdict"), reductions))
-    if any(isinstance(verdict, BadGradient) for verdict in verdicts):
-        return verdicts
-    doubts = [verdict for verdict in verdicts if isinstance(verdict, Doubt)]
-    flag = reduce(or_, [doubt.flag for doubt in doubts]) if doubts else None
-    for each in reductions:
-        if each.state.renewed:
-            each.state.accept(unless=flag)
-    return [replace(verdict, flag=flag) if isinstance(verdict, Doubt) else verdict for verdict in verdicts]

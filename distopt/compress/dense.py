@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from ..kernels import FROM_BAD
-from .base import Codec, Steps
-from .state import CodecState
+from .base import Codec
+from .reduction import CodecState, Steps
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
-from .base import Codec, Steps
-from .state import CodecState
+from .base import Codec
+from .reduction import CodecState, Steps
 
 
 @dataclass(frozen=True)

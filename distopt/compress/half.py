@@ -11,8 +11,8 @@ from .. import _core
 from ..checks import check_number
 from ..comm.base import Array
 from ..kernels import array_module
-from .base import Codec, Steps
-from .state import CodecState
+from .base import Codec
+from .reduction import CodecState, Steps
 
 # Loss scaling follows Micikevicius et al., arXiv 1710.03740, section 3.2. As is usual, the scale halves at an overflow
 # and doubles after a long time without one.

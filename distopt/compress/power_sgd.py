@@ -12,8 +12,9 @@ import numpy as np
 from ..checks import check_integer
 from ..comm.base import Array
 from ..kernels import FROM_BAD, array_module
-from .base import Codec, Steps
-from .state import CodecState, Part
+from .base import Codec
+from .reduction import CodecState, Steps
+from .state import Part
 
 
 class _Matrix(NamedTuple):

@@ -16,8 +16,8 @@ from ..comm.base import Array, Work
 from ..comm.sparse import choose_route
 from ..errors import UsageError
 from ..kernels import Accumulation
-from .base import Codec, Steps
-from .state import CodecState
+from .base import Codec
+from .reduction import CodecState, Steps
 
 log = logging.getLogger("distopt")
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 from ..checks import check_number
 from ..comm.base import Array
 from ..kernels import FINDINGS, Accumulation
+from .reduction import CodecState
 from .sparse import SparseCodec
-from .state import CodecState
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 from ..checks import check_integer, check_number
 from ..errors import UsageError
 from ..kernels import Accumulation
+from .reduction import CodecState
 from .sparse import SparseCodec
-from .state import CodecState
 
 _WARM_UP_DENSITY = 0.25  # of the first stage, and the factor from stage to stage
 

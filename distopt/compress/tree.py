@@ -12,8 +12,8 @@ from ..comm.base import Array
 from ..errors import UsageError
 from ..kernels import FROM_BAD
 from ..shards import Node, block_of
-from .base import Codec, Steps
-from .state import BadGradient, CodecState
+from .base import Codec
+from .reduction import BadGradient, CodecState, Steps
 
 _QUIET = np.errstate(over="ignore", invalid="ignore")  # of bad gradients, which the verdict names
 

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
 from typing import Any
 
-from ..errors import CommunicatorError, DistoptError, UsageError
+from ..errors import DistoptError, UsageError
 from ..settings import Settings
 from .ring import MAX_GROUPS, Group, Ring
 
@@ -92,8 +93,12 @@ class FlightRecord:
         self._rings.clear()
 
     # -- writing -----------------------------------------------------------------------------------------------------
-    def write(self, reason: str) -> str:
+    def write(self, reason: str, error: BaseException | None = None) -> str:
         """Local. Write the record of this rank, and of each rank of its host that has not written its own.
+
+        Args:
+            reason: why, in a line.
+            error: the exception that ends this process; its traceback precedes the stacks of the threads.
 
         Returns:
             The folder; empty without a record, or if it cannot be written, which is said once.
@@ -106,6 +111,8 @@ class FlightRecord:
             folder = str(_path(every[0][1]).parent) if every else ""
             found = [(ring, content) for ring, content in every if ring is own or not _path(content).exists()]
             if own is not None:
+                if error is not None:
+                    os.write(own.about[0], "".join(traceback.format_exception(error)).encode())
                 faulthandler.dump_traceback(own.about[0])
             _save(found, reason)  # at once, since a launcher may kill this process at any moment
             asked = [ring for ring, content in found if ring is not own and content["answers"] and ring.ask()]
@@ -136,17 +143,16 @@ class FlightRecord:
 
     # -- when --------------------------------------------------------------------------------------------------------
     def failed(self, error: BaseException) -> None:
-        """Local. An exception ends this process. Errors of communicators have written the record already."""
+        """Local. An exception ends this process; one that the script catches leaves no record."""
         usage = isinstance(error, DistoptError) and error.exit_code == UsageError.exit_code
-        if isinstance(error, Exception) and not usage and not isinstance(error, CommunicatorError):
-            self._write_and_say(f"{type(error).__name__}: {error}")
+        if isinstance(error, Exception) and not usage:
+            self._write_and_say(f"{type(error).__name__}: {error}", error)
 
-    def _write_and_say(self, reason: str) -> None:
-        if folder := self.write(reason):
+    def _write_and_say(self, reason: str, error: BaseException | None = None) -> None:
+        if folder := self.write(reason, error):
             _log.warning("flight record in %s", folder)
 
     def _answer_signals(self, ring: Ring) -> bool:
-        CommunicatorError.on_failure = lambda error: self.write(f"{type(error).__name__}: {error.fact}")
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

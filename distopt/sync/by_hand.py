@@ -10,7 +10,8 @@ from itertools import accumulate
 import numpy as np
 
 from ..checks import check_integer
-from ..comm.base import Array, Communicator
+from ..comm import Communicator, Work
+from ..comm.base import Array
 from ..compress import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError
 from ..kernels import array_module
@@ -43,7 +44,12 @@ class Fusion:
         self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Buffer] = []
+        self._alone: list[Work] = []
         self._free: defaultdict[tuple[str, str, int], list[CodecState]] = defaultdict(list)
+
+    def all_reduce(self, array: Array) -> None:
+        """Collective. Start the sum of an array where it lies."""
+        self._alone.append(self._communicator.all_reduce(array, label=self._label("by hand")))
 
     def stage(self, arrays: Sequence[Array], codec: Codec) -> None:
         """Collective. Put each array into the buffer of its codec and type, once; a full buffer is sent first.
@@ -99,15 +105,18 @@ class Fusion:
         if residual is not None:
             state.load_state_dict({f"residual/{state.label}": residual})
         state.wire_label = self._label("fused")
-        self._sent.append(_Buffer(state, arrays, residual, codec.start(state)))
+        self._sent.append(_Buffer(state, arrays, residual, PendingReduction(codec, state)))
 
     def wait(self) -> None:
-        """Collective. Finish all buffers, including staged arrays, and put the sums in place.
+        """Collective. Finish all sums, including those of staged arrays, and put them in place.
 
         Raises:
             GradientError: a value was NaN or infinite on some rank; arrays of other buffers hold their sums, and no
                 residual has changed.
         """
+        alone, self._alone = self._alone, []
+        for work in alone:
+            work.wait()
         self.send_staged()
         sent, self._sent = self._sent, []
         verdicts = finish_all([buffer.reduction for buffer in sent])

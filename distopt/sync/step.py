@@ -281,7 +281,7 @@ class Step(GradientCounter):
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
             self._calling = True
-            self._started.append(self._codec.start(self.states[index]))
+            self._started.append(PendingReduction(self._codec, self.states[index]))
             self._calling = False
 
     def _end(self) -> Verdict:

@@ -6,23 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import CommunicatorError, StalledError, UsageError
-from ..launch.end_together.siblings import end_after
+from ..errors import StalledError, UsageError
 
 if TYPE_CHECKING:
     from ..errors import DistoptError
 
 
 def as_torch(error: DistoptError) -> Any:
-    """Local. A ValueError if an argument is wrong, else a DistBackendError, with the text of `error`.
-
-    An error that another rank's failure has caused takes until that rank has ended, see `end_after`.
-    """
+    """Local. A ValueError if an argument is wrong, else a DistBackendError, with the text of `error`."""
     if isinstance(error, UsageError):
         return ValueError(str(error))
     if isinstance(error, StalledError):  # the process group's own time-out has passed, not DISTOPT_TIMEOUT
         cure = "find out what it is busy with, or raise the timeout of the process group"
         return dist.DistBackendError(f"{error.fact}; {cure}")
-    if isinstance(error, CommunicatorError) and error.is_consequence:
-        end_after(error.ranks)
     return dist.DistBackendError(str(error))

@@ -3,7 +3,18 @@
 import numpy as np
 
 from distopt.comm import Communicator, create
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
+from distopt.compress import (
+    BFloat16,
+    ErrorFeedback,
+    Fp16,
+    Fp32,
+    Part,
+    PendingReduction,
+    PowerSGD,
+    Threshold,
+    TopK,
+    finish_all,
+)
 from distopt.kernels import kernels_of
 from distopt.launch.job.base import Job
 
@@ -48,7 +59,9 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
             if step == 1 and rank == comm.topology.world_size - 1:
                 grad[size // 2] = np.nan
             kernels_of(bucket).copy_into(bucket, grad)
-        verdicts = finish_all([codec.start(reducer) for codec, reducer in zip(CODECS, reducers, strict=True)])
+        verdicts = finish_all(
+            [PendingReduction(codec, reducer) for codec, reducer in zip(CODECS, reducers, strict=True)]
+        )
         found = [verdict and (verdict.rank, verdict.element) for verdict in verdicts]
         assert found == [(comm.topology.world_size - 1, size // 2) if step == 1 else None] * len(CODECS)
         if step != 1:

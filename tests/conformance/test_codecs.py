@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from distopt.comm import Work
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
+from distopt.compress import (
+    BFloat16,
+    ErrorFeedback,
+    Fp16,
+    Fp32,
+    Part,
+    PendingReduction,
+    PowerSGD,
+    Threshold,
+    TopK,
+    finish_all,
+)
 from distopt.compress.statistics import CommunicationStatistics, Statistics
 from distopt.errors import GradientError, PeerLostError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
@@ -60,7 +71,7 @@ class Run:
     def step(self, grads):
         self.bucket[:] = grads[self.comm.topology.rank]
         before = replace(self.reducer.statistics)
-        reduction = self.codec.start(self.reducer)
+        reduction = PendingReduction(self.codec, self.reducer)
         assert finish_all([reduction]) == [None]
         assert finish_all([reduction]) == [None]
         self.means.append(self.bucket.copy())
@@ -276,7 +287,7 @@ def test_an_unusable_gradient_is_an_error_on_every_rank_and_not_the_end(codec, b
         rank = Run(codec, comm)
         rank.step(grads[0])
         rank.bucket[:] = grads[1, comm.topology.rank]
-        reduction = codec.start(rank.reducer)
+        reduction = PendingReduction(codec, rank.reducer)
         (verdict,) = finish_all([reduction])
         assert (verdict.rank, verdict.element) == (world_size - 1, 1234)
         assert finish_all([reduction])[0] is reduction.verdict is verdict
@@ -379,7 +390,7 @@ def test_buckets_under_way_together_do_not_mix(world_size, cls):
         for _ in range(2):
             for own, grad in zip(runs, grads, strict=True):
                 own.bucket[:] = grad[comm.topology.rank]
-            assert finish_all([own.codec.start(own.reducer) for own in runs]) == [None] * len(runs)
+            assert finish_all([PendingReduction(own.codec, own.reducer) for own in runs]) == [None] * len(runs)
         return [own.bucket for own in runs]
 
     alone = [run(codec, grads[[i, i]], cls)[0].means[-1] for i, codec in enumerate(codecs)]
@@ -397,11 +408,11 @@ def test_a_state_goes_on_under_other_options_but_not_as_another_codec():
         reducer, received = ErrorFeedback(TopK(0.01)).attach(bucket, comm), 0
         for grad, ratio in zip(grads, [0.01, 0.2, 0.05, 1.0], strict=True):
             bucket[:] = grad[comm.topology.rank]
-            finish_all([ErrorFeedback(TopK(ratio)).start(reducer)])
+            finish_all([PendingReduction(ErrorFeedback(TopK(ratio)), reducer)])
             received += bucket
         for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
             with pytest.raises(UsageError, match="cannot continue as"):
-                other.start(reducer)
+                PendingReduction(other, reducer)
         assert not reducer.residual.any()
         return received
 
@@ -413,11 +424,11 @@ def test_a_bucket_cannot_be_started_twice():
     def body(comm):
         codec = Fp32()
         reducer = codec.attach(comm.empty(4), comm, label="b7")
-        reduction = codec.start(reducer)
+        reduction = PendingReduction(codec, reducer)
         with pytest.raises(UsageError, match="b7"):
-            codec.start(reducer)
+            PendingReduction(codec, reducer)
         finish_all([reduction])
-        finish_all([codec.start(reducer)])
+        finish_all([PendingReduction(codec, reducer)])
 
     on_ranks(2, body)
 
@@ -529,7 +540,7 @@ def test_power_sgd_projects_gradients_with_few_directions(rank, scale, world_siz
             means = []
             for _ in range(3):
                 bucket[:] = shares[comm.topology.rank].reshape(-1)
-                assert finish_all([codec.start(reducer)]) == [None]
+                assert finish_all([PendingReduction(codec, reducer)]) == [None]
                 means.append(bucket.copy().reshape(parts[0].shape))
             return means
 
@@ -566,13 +577,13 @@ def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end
     def body(comm):
         codec = Breaks()
         reducer = codec.attach(comm.empty(4), comm, label="b0")
-        reduction = codec.start(reducer)
+        reduction = PendingReduction(codec, reducer)
         for _ in range(3):
             with pytest.raises(OSError, match="in the middle"):
                 reduction.resume()
             assert not reduction.finished
         with pytest.raises(UsageError, match="still being reduced"):
-            codec.start(reducer)
+            PendingReduction(codec, reducer)
         assert reducer.statistics.reductions == 0
 
     on_ranks(2, body)
@@ -593,8 +604,8 @@ def test_a_lost_peer_is_named_again_by_the_next_start():
     def body(comm):
         codec = Loses()
         reducer = codec.attach(comm.empty(4), comm)
-        reduction = codec.start(reducer)
-        for again in (reduction.resume, reduction.resume, lambda: codec.start(reducer)):
+        reduction = PendingReduction(codec, reducer)
+        for again in (reduction.resume, reduction.resume, lambda: PendingReduction(codec, reducer)):
             with pytest.raises(PeerLostError, match="rank 1 ended"):
                 again()
 
@@ -612,7 +623,7 @@ def test_times_are_booked_where_they_are_spent(world_size, cls):
     def body(comm):
         codec = Slow()
         reducer = codec.attach(comm.empty(4), comm)
-        finish_all([codec.start(reducer)])
+        finish_all([PendingReduction(codec, reducer)])
         return reducer.statistics
 
     for cost in on_ranks(world_size, body, cls=cls):
@@ -645,7 +656,7 @@ def test_values_whose_sum_or_products_overflow_are_named(codec, world_size, cls)
         rank = Run(codec, comm)
         rank.step(grads[0])
         rank.bucket[:] = grads[1, comm.topology.rank]
-        (verdict,) = finish_all([codec.start(rank.reducer)])
+        (verdict,) = finish_all([PendingReduction(codec, rank.reducer)])
         assert (verdict.rank, verdict.element) == (first, 1234)
         assert "too large" in verdict.text
         return rank.step(grads[2]).means[1]

@@ -134,9 +134,9 @@ def test_buckets_start_in_the_order_of_their_indices():
         own, started = Rank(comm), []
 
         class Tells(Fp32):
-            def start(self, state):
+            def reduce(self, state):
                 started.append(state.label)
-                return super().start(state)
+                return super().reduce(state)
 
         step = own.begin(Tells())
         assert len(step.layout.buckets) > 2
@@ -779,12 +779,9 @@ def test_a_step_that_exceptions_end_at_different_places_on_all_ranks_leaves_them
 def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
     class Interrupted(Fp32):
         def reduce(self, state):
-            yield from super().reduce(state)
-
-        def start(self, state):
             if state.topology.rank == 1:
                 raise TroubleError
-            return super().start(state)
+            return super().reduce(state)
 
     def body(comm):
         own = Rank(comm, non_finite="ignore" if "looks" in how else "raise")

@@ -100,6 +100,14 @@ def test_a_rank_that_ends_is_not_ended_by_the_request_of_another(tmp_path):
     assert not (tmp_path / "flight").exists()
 
 
+def test_an_error_that_the_script_catches_writes_nothing(tmp_path):
+    ended = start("caught", tmp_path / "flight").end()
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count("has caught MismatchError") == 3
+    assert "flight record" not in ended.stderr
+    assert not (tmp_path / "flight").exists()
+
+
 def test_a_record_that_cannot_be_written_is_one_notice(tmp_path):
     (tmp_path / "file").touch()
     ended = start("SIGQUIT", tmp_path / "file" / "flight").end()

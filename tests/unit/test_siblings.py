@@ -168,15 +168,13 @@ def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
 
 
 OWN = """
-import multiprocessing, pickle, sys
+import multiprocessing, sys
 import distopt
 from distopt import launch
 
 def job(ticket, rank):
     world = distopt.init(ticket, rank, 3)
     world.barrier()
-    me = multiprocessing.current_process()
-    assert me.name == f"{me.name}" == pickle.loads(pickle.dumps(me.name)), "no trace of it otherwise"
     if rank == 1:
         raise ValueError("the cause")
     world.all_reduce(rank)
@@ -193,12 +191,12 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_of_processes_that_a_script_has_started_the_cause_prints_last(method, tmp_path):
+def test_processes_that_a_script_has_started_end_together_with_their_tracebacks(method, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
     ended = Program([sys.executable, str(path), method]).end()
     lines = ended.stderr.splitlines()
     heads = [line for line in lines if line.startswith("Process number")]
     assert sorted(heads) == [f"Process number {rank}:" for rank in range(3)]
-    assert heads[-1] == "Process number 1:"
-    assert lines[-1] == "ValueError: the cause"
+    assert "ValueError: the cause" in lines
+    assert sum("rank 1 (host " in line for line in lines) >= 2, ended.stderr

@@ -51,7 +51,7 @@ class Trainer(ABC):
         """Local. The parameters, for comparison between ranks."""
 
     def calls(self) -> dict[str, float]:
-        """Local. Seconds in each phase of its library's collectives, and outside, since the last call; empty if unknown."""
+        """Local. Seconds in each kind of event of the timeline since the last call; empty without one."""
         return {}
 
     def sent_bytes(self) -> int:

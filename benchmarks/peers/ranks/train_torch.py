@@ -68,7 +68,7 @@ class Trainer(train.Trainer):
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bfloat16 else nullcontext
         self._criterion = nn.CrossEntropyLoss()
         if setup.get("profile") and group == "distopt":
-            self.calls = watch(dist.group.WORLD)
+            self.calls = watch()
 
     def step(self) -> None:
         start = perf_counter()

@@ -65,9 +65,9 @@ class Transport(ABC):
         """Collective. Return when all ranks have called it."""
 
     def phases(self) -> dict[str, float]:
-        """Local. Seconds in each phase of its calls, and outside, since the last call of this, which begins to count.
+        """Local. Seconds in each kind of event of the timeline since the last call of this, the first of which begins it.
 
-        Empty if the library's calls cannot be looked into.
+        Empty if it has no timeline.
         """
         return {}
 
@@ -109,10 +109,6 @@ class Distopt(Transport):
 
     def sync(self) -> None:
         self._communicator.barrier()
-
-    def phases(self) -> dict[str, float]:
-        core = self._communicator.core
-        return core.take_phases() if hasattr(core, "take_phases") else {}
 
 
 class Mpi(Transport):
@@ -203,7 +199,7 @@ class Torch(Transport):
         if not self.about.startswith("distopt"):
             return {}
         if self._phases is None:
-            self._phases = watch(self._distributed.group.WORLD)
+            self._phases = watch()
         return self._phases()
 
 

@@ -36,17 +36,28 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from ... import _core
 from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
 from .report import supervisor
-from .siblings import Closable, end_with_parent
+from .siblings import end_with_parent
 from .watch import Watch
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
+
+
+class Closable(Protocol):
+    """A communicator, for this room."""
+
+    @property
+    def closed(self) -> bool:
+        """Local. Whether it has been closed."""
+
+    def close(self) -> None:
+        """Local. Release it; the other ranks' operations then fail."""
 
 
 class ExitGuard:

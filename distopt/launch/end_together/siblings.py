@@ -11,27 +11,20 @@ import logging
 import os
 import re
 import signal
-import socket
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
-from multiprocessing import current_process, parent_process
+from collections.abc import Container, Iterator
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Protocol
 
-from ...errors import LaunchError, Process
+from ...errors import LaunchError
 from ..processes import children, end_of
 from ..stopwatch import Stopwatch
-from .report import supervisor
 
 _log = logging.getLogger("distopt")
 
 _LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
-_LISTEN_SECONDS = 2.0  # then a process that fails does not wait for its siblings, which print or end
-_awaited: set[int] = set()  # process ids of ranks that this process has seen end
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
@@ -88,78 +81,6 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
                 fds[pid] = fd
                 stack.callback(os.close, fd)
         yield fds
-
-
-class Closable(Protocol):
-    """A communicator, for this room."""
-
-    @property
-    def closed(self) -> bool:
-        """Local. Whether it has been closed."""
-
-    def close(self) -> None:
-        """Local. Release it; the other ranks' operations then fail."""
-
-
-def speak_last(communicator: Closable) -> None:
-    """Local. If this process fails, let its siblings, which fail as a consequence, print first.
-
-    Only children of a script's own multiprocessing need this: others have a supervisor, which finds the cause.
-
-    Args:
-        communicator: makes the siblings fail when it closes.
-    """
-    if parent_process() is None or supervisor.is_there:
-        return
-    process = current_process()
-    if not isinstance(process.name, _LastWords):
-        process.name = _LastWords(process.name)
-    process.name.communicators.append(weakref.ref(communicator))
-
-
-class _LastWords(str):
-    """The name of this process. multiprocessing makes it text at one moment: before it prints the last traceback.
-
-    Finalizers would be too late from Python 3.13 on.
-    """
-
-    def __init__(self, _: str) -> None:
-        self.communicators: list[Callable[[], Closable | None]] = []
-
-    def __str__(self) -> str:
-        if sys._getframe(1).f_code.co_name == "_bootstrap":
-            _let_siblings_speak(self.communicators)
-        return str.__str__(self)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:  # children get the name of their parent
-        return str, (str.__str__(self),)
-
-
-def _let_siblings_speak(communicators: Iterable[Callable[[], Closable | None]]) -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, Exception) and not getattr(error, "is_consequence", False):
-        for known in communicators:
-            if (communicator := known()) is not None:
-                communicator.close()
-        clock = Stopwatch()
-        while _survey()[0] and clock.seconds() < _LISTEN_SECONDS:
-            time.sleep(_LISTEN_SECONDS / 100)
-
-
-def end_after(ranks: Iterable[Process]) -> None:
-    """Local. In a child of a script's own multiprocessing, wait until these ranks of this host, which fail, have ended.
-
-    torch.multiprocessing.spawn raises the error of the child that ends first, and ends the others. A rank that fails
-    closes its communicators, which the others notice, some time before it ends.
-    """
-    if parent_process() is None or supervisor.is_there:
-        return
-    for _, host, pid in ranks:
-        if host == socket.gethostname() and pid not in (os.getpid(), *_awaited):
-            _awaited.add(pid)
-            if (end := end_of(pid)) is not None:
-                wait([end], _LISTEN_SECONDS)
-                os.close(end)
 
 
 def _survey() -> tuple[set[int], set[int]]:

@@ -1,0 +1,326 @@
+"""The reductions of one bucket: what a codec reduces it with, and the driver of its steps.
+
+A `CodecState` has the collectives that a codec may call, which count bytes and time, and the verdict on the gradients.
+A `PendingReduction` drives the generator of `Codec.reduce` through one step: see `distopt.compress.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter, or_
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from ..comm import Communicator, Work
+from ..comm.base import Array, RaggedWork, ReduceOp
+from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
+from ..errors import GradientError, UsageError
+from ..kernels import FINDINGS, FROM_BAD, array_module
+from ..timeline import timeline
+from .state import KeptArrays, Part
+from .statistics import Statistics
+
+WorkT = TypeVar("WorkT", bound=Work)
+
+_FIELDS = 3  # number of findings that the other ranks get: all but the last
+
+
+class BadGradient(NamedTuple):
+    """The verdict on a reduction that failed, the same on all ranks: which rank's gradient was unusable.
+
+    Attributes:
+        rank: the rank at fault.
+        element: its index in the bucket.
+        text: the error, in a sentence with the cure.
+    """
+
+    rank: int
+    element: int
+    text: str
+
+    def error(self) -> GradientError:
+        """The verdict as an exception."""
+        return GradientError(self.text, rank=self.rank, index=self.element)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A verdict that is still on the device, where it can gate what follows; see `CodecState.defers`.
+
+    Attributes:
+        flag: bool [], on the device: whether the gradient of any rank was unusable.
+        read: local; gives the verdict, once the device has got to it.
+    """
+
+    flag: Array
+    read: Callable[[], BadGradient | None]
+
+
+Verdict: TypeAlias = "BadGradient | Doubt | None"
+
+
+class Header(NamedTuple):
+    """The data that ranks exchange beside a lossy reduction.
+
+    Attributes:
+        counts: lengths of the lists, by rank.
+        overflowed: whether any rank saturated a value.
+        verdict: the error in the gradients, if there is one.
+    """
+
+    counts: list[int]
+    overflowed: bool
+    verdict: BadGradient | None
+
+
+class CodecState(KeptArrays):
+    """One bucket as codecs of one kind see it. Codecs are options; all state that outlives a step is here.
+
+    Attributes:
+        kind: `Codec.kind` of the attached codec.
+        dense_bytes: bytes that each rank sends in a bandwidth-optimal all_reduce of the bucket.
+        check_finite: whether a codec that could carry NaN and infinity looks for them.
+        comm: the communicator, to be used by the methods here, which count bytes.
+        topology: the topology of the communicator.
+        empty: gives wire memory, as `Communicator.empty` does; collective.
+        wire_label: the label of the collectives that follow, equal on all ranks; communicators compare it.
+        memory: wire memory and scratch of the codec, by name; not part of the state.
+        findings: int64 [4], the results of a pass over the bucket; see `kernels.base`. Only with headers.
+        statistics: totals of all reductions.
+        pending: the `Work` that the reduction in progress waits for.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        bucket: Array,
+        comm: Communicator,
+        parts: Sequence[Part],
+        label: str,
+        check_finite: bool,
+        statistics: Statistics | None,
+        empty: Callable[..., Array] | None,
+    ) -> None:
+        """Local. See `Codec.attach`."""
+        super().__init__(bucket, parts, label)
+        self.kind, self.check_finite = kind, check_finite
+        self.statistics = Statistics() if statistics is None else statistics
+        self.comm, self.topology, self.wire_label = comm, comm.topology, label
+        self.empty = empty or comm.empty
+        self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
+        self.memory: dict[str, Any] = {}
+        self.findings: Array = None
+        self.pending: Work | None = None
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+    def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
+        """Collective. See `Communicator.all_reduce`."""
+        n_bytes = dense_wire_bytes(array.nbytes, self.topology.world_size)
+        return self._counted(n_bytes, self.comm.all_reduce, array, op, wire=wire, find_nonfinite=find_nonfinite)
+
+    def all_gather(self, array: Array, out: Array) -> Work:
+        """Collective. See `Communicator.all_gather`."""
+        return self._counted(array.nbytes * (self.topology.world_size - 1), self.comm.all_gather, array, out)
+
+    def all_to_all_ragged(self, parts: Sequence[Array]) -> RaggedWork:
+        """Collective. See `Communicator.all_to_all_ragged`."""
+        n_bytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.topology.rank)
+        return self._counted(n_bytes, self.comm.all_to_all_ragged, parts)
+
+    def sparse_all_reduce(self, indices: Array, values: Array, counts: Sequence[int]) -> Generator[Work, None, None]:
+        """Collective. Replace the bucket by the mean of the ranks' lists; see `comm.sparse.sparse_all_reduce`."""
+        self.statistics.wire_bytes += yield from sparse_all_reduce(
+            self.comm, indices, values, self.bucket, counts, scale=1 / len(counts), label=self.wire_label
+        )
+
+    def _counted(self, n_bytes: int, start: Callable[..., WorkT], *args: Any, **options: Any) -> WorkT:
+        began = perf_counter()
+        work = start(*args, label=self.wire_label, **options)
+        self.statistics.wire_bytes += n_bytes
+        self.statistics.comm_seconds += perf_counter() - began
+        return work
+
+    # -- findings ----------------------------------------------------------------------------------------------------
+    def prepare_header(self) -> None:
+        """Collective. Make the memory of findings and headers."""
+        gathered = _FIELDS * self.topology.world_size
+        # The headers of all ranks, then the findings of this one, so that the host reads both at once.
+        self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
+        self._report.fill(0)
+        self._headers, self.findings = self._report[:gathered], self._report[gathered:]
+
+    def send_header(self) -> Work:
+        """Collective. Start to exchange the findings, except for the last one, with all ranks."""
+        return self.all_gather(self.findings[:_FIELDS], self._headers)
+
+    def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
+        """Local. The findings of all ranks, after the wait for `work` of `send_header`; `fault` is for errors."""
+        return self._header(self.read(self._report, work), fault)
+
+    def _header(self, report: list[Any], fault: str) -> Header:
+        counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
+        self.statistics.overflowed += overflowed[self.topology.rank]
+        self.statistics.underflowed += report[-1]
+        return Header(counts, any(overflowed), self.verdict(from_bad, fault))
+
+    def doubt(self, work: Work, fault: str = "NaN or infinite") -> Doubt:
+        """Local. As `read_header`, with the verdict left on the device."""
+        arrived = self.kernels.fetch(self._report)
+
+        def read() -> BadGradient | None:
+            report = arrived().tolist()
+            work.done()  # as in `read`
+            return self._header(report, fault).verdict
+
+        return Doubt(self._headers[FROM_BAD::_FIELDS].any(), read)
+
+    def verdict(self, from_bad: Sequence[int], fault: str) -> BadGradient | None:
+        """Local. The verdict on the gradients, given every rank's `FROM_BAD`."""
+        for rank, elements in enumerate(from_bad):
+            if elements:
+                index = self.bucket.size - elements
+                return BadGradient(
+                    rank,
+                    index,
+                    f"a gradient is {fault}: element {index} of bucket {self.label!r} on rank {rank} "
+                    f"({self.topology.hosts[rank]}); lower the learning rate or clip the gradients",
+                )
+        return None
+
+    @staticmethod
+    def read(array: Array, work: Work) -> list[Any]:
+        """Local. The numbers in an array that `work` has filled, after the wait for `work`."""
+        numbers: list[Any] = array.tolist()
+        work.done()  # raises if the communicator has failed: tolist, which waits for a GPU, has read garbage then
+        return numbers
+
+
+# The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
+Steps: TypeAlias = "Generator[Work, None, Verdict]"
+
+
+class Reduces(Protocol):
+    """A `Codec`, for this file."""
+
+    @property
+    def kind(self) -> str:
+        """See `Codec.kind`."""
+
+    def reduce(self, state: CodecState) -> Steps:
+        """Collective. See `Codec.reduce`."""
+
+
+class PendingReduction:
+    """One step's reduction of a bucket to its mean over the ranks.
+
+    Attributes:
+        state: the `CodecState` of the bucket.
+        finished: whether the codec has finished: the bucket holds the mean, unless the verdict is a bad gradient.
+        verdict: the result of `Codec.reduce`, when it has finished.
+    """
+
+    def __init__(self, codec: Reduces, state: CodecState) -> None:
+        """Collective. Encode the bucket of `state` and start its reduction; do not touch the bucket until the end.
+
+        The options of `codec` may differ from those of the step before, equally on all ranks; residual and other state
+        stay.
+
+        Raises:
+            UsageError: the state is of another kind of codec, the previous reduction has not been finished, or the
+                options need error feedback.
+            CommunicatorError: the previous reduction has failed.
+        """
+        if state.kind != codec.kind:
+            raise UsageError(f"a state of {state.kind} cannot continue as {codec.kind}; attach the new codec instead")
+        if state.pending is not None:
+            state.pending.done()  # raises a better error if the communicator has failed
+            raise UsageError(
+                f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
+                "DistOpt where an exception has ended the step"
+            )
+        self.finished = False
+        self.verdict: Verdict = None
+        self.state = state
+        state.renewed.clear()  # a step without an update may have left some
+        self._steps = codec.reduce(state)
+        cost, began = state.statistics, perf_counter()
+        before = cost.comm_seconds
+        self._run()
+        self._sent = perf_counter()  # when the last collective was started
+        cost.select_seconds += self._sent - began - (cost.comm_seconds - before)
+        cost.dense_bytes += state.dense_bytes
+        self._number = 0  # of the last of them
+        if timeline.is_on:
+            self._number = self._last()
+            timeline.add("encode", began, self._sent, bucket=state.label)
+
+    def resume(self) -> None:
+        """Collective. Wait for the `Work` that the codec waits for, and run up to its next wait or its end.
+
+        An error of the communicator is raised by every further call.
+        """
+        pending = self.state.pending
+        if self.finished or pending is None:
+            return
+        cost = self.state.statistics
+        began = timeline.begin_wait() if timeline.is_on else perf_counter()
+        pending.wait()
+        waited, before, last = perf_counter(), cost.comm_seconds, self._last() if timeline.is_on else 0
+        self._run()
+        decoded = perf_counter()
+        cost.decode_seconds += decoded - waited - (cost.comm_seconds - before)
+        cost.comm_seconds += waited - began
+        if timeline.is_on:
+            self._record(began, waited, decoded, last)
+
+    def _last(self) -> int:
+        flight = self.state.comm.flight
+        return 0 if flight is None else flight.last  # the number of the last collective
+
+    def _record(self, began: float, waited: float, decoded: float, last: int) -> None:
+        label, flight, now = self.state.label, self.state.comm.flight, self._last()
+        timeline.add("wait", began, waited, bucket=label)
+        if self.finished or now != last:  # all earlier collectives have ended
+            arrived = waited if flight is None else flight.ended(self._number, waited)
+            timeline.add("wire", self._sent, arrived, label, bucket=label)
+            timeline.add("decode", waited, decoded, bucket=label)
+            self._sent, self._number = decoded, now
+
+    def _run(self) -> None:
+        try:
+            self.state.pending = next(self._steps)
+        except StopIteration as end:
+            self.verdict, self.finished, self.state.pending = end.value, True, None
+            self.state.statistics.reductions += 1
+        except BaseException as error:
+            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
+            raise
+
+
+def _failed(error: BaseException) -> Steps:
+    yield from ()
+    raise error
+
+
+def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
+    """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
+
+    If one verdict is bad, the states of all codecs stay as they were. The flags of all `Doubt`s are one.
+    """
+    under_way = True
+    while under_way:
+        under_way = False
+        for reduction in reductions:
+            reduction.resume()
+            under_way |= not reduction.finished
+    verdicts = list(map(attrgetter("verdict"), reductions))
+    if any(isinstance(verdict, BadGradient) for verdict in verdicts):
+        return verdicts
+    doubts = [verdict for verdict in verdicts if isinstance(verdict, Doubt)]
+    flag = reduce(or_, [doubt.flag for doubt in doubts]) if doubts else None
+    for each in reductions:
+        if each.state.renewed:
+            each.state.accept(unless=flag)
+    return [replace(verdict, flag=flag) if isinstance(verdict, Doubt) else verdict for verdict in verdicts]
