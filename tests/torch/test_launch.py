@@ -96,3 +96,27 @@ def test_failures_are_named(trials: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+READS = """
+import os, sys
+from distopt.launch.heal.fork_server import _OF_RANKS
+kind = type(os.environ)
+read = kind.__getitem__
+
+def watched(env, name):
+    if name in _OF_RANKS:
+        print(name, "is read by", sys._getframe(2).f_globals["__name__"])
+    return read(env, name)
+
+kind.__getitem__ = watched
+import torch.distributed.optim, torch._dynamo, torch.utils.data, torch.nn.parallel, distopt.torch
+"""
+
+
+def test_pytorch_reads_no_variable_of_a_rank_when_it_is_imported() -> None:
+    """`distopt.launch.heal.modules` relies on that: one process imports it for all ranks."""
+    env = {**os.environ, "PYTHONPATH": ROOT, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", READS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
