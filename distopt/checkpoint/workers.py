@@ -77,9 +77,8 @@ class _Hold:
 
 def _runs(pid: int) -> bool:
     """Whether the process runs: it is no zombie, as a rank is until its supervisor has read all that it has said."""
-    with suppress(OSError):
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a worker may be ending
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a worker may be ending
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 

@@ -247,7 +247,8 @@ def test_modules_that_are_left_to_the_ranks(tmp_path):
     script = own / "train.py"
     script.write_text("import asks, imports, mine, shadowed\nif 0:\n    import never\n")
     text = (
-        "import sys; from pathlib import Path; from distopt.launch.heal import fork_server as s; own = Path(sys.argv[1]); "
+        "import sys; from pathlib import Path; from distopt.launch.heal import fork_server as s; "
+        "own = Path(sys.argv[1]); "
         "names = s.imports_of(own / 'train.py', own); s._import(names, s.Installed(own, s._OF_RANKS)); "
         "print(names, [name for name in names if name in sys.modules])"
     )
