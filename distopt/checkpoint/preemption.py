@@ -49,7 +49,7 @@ class Preemption:
         self._steps, self._every = 0, 1  # steps since the last exchange, and from one exchange to the next
         self._since = time.monotonic()
         self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
-        self._workers = Workers((number, self._catch, before) for number, before in self._before.items())
+        self._workers = Workers(self._catch)
         supervisor.send("leaves", does=True)
 
     def _catch(self, number: int, _: object) -> None:

@@ -15,12 +15,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
-from typing import Any
 
 from ..launch.processes import PREEMPTION_SIGNALS
 
@@ -31,27 +30,28 @@ class _Hold:
     """Holds the signals in a worker. It is pickled with a process that does not inherit it, and begins there.
 
     Args:
-        handlers: the rank's, which a forked worker inherits, with the ones before them.
+        handler: the rank's, which a forked worker inherits.
     """
 
-    def __init__(self, handlers: Iterable[tuple[int, Callable[..., object], Any]] = ()) -> None:
+    def __init__(self, handler: Callable[..., object] | None = None) -> None:
         self.rank = os.getpid()
         self.is_on = True
-        self._handlers = list(handlers)
+        self._handler = handler
 
     def __getstate__(self) -> int:
         return self.rank
 
     def __setstate__(self, rank: int) -> None:
-        self.rank, self._handlers = rank, []
+        self.rank, self._handler = rank, None
         self.begin()
 
     def begin(self) -> None:
         """Local, in the worker."""
         signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
-        for number, handler, before in self._handlers:
-            if signal.getsignal(number) == handler:
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+        for number in PREEMPTION_SIGNALS:
+            # Not the handler before it: submitit's, for example, would queue the job again.
+            if self._handler is not None and signal.getsignal(number) == self._handler:
+                signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._accept, name="distopt signals", daemon=True).start()
 
     def _accept(self) -> None:
@@ -86,11 +86,11 @@ class Workers:
     """The workers that this rank starts from now on, until `stop`.
 
     Args:
-        handlers: see `_Hold`.
+        handler: see `_Hold`.
     """
 
-    def __init__(self, handlers: Iterable[tuple[int, Callable[..., object], Any]]) -> None:
-        self._hold = _Hold(handlers)
+    def __init__(self, handler: Callable[..., object]) -> None:
+        self._hold = _Hold(handler)
         register_after_fork(self._hold, lambda hold: hold.begin() if hold.is_on else None)
         self._before = before = BaseProcess.start
         hold = self._hold

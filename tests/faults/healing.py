@@ -33,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.networks.emulation import LINK, TwoHosts, two_hosts
@@ -45,14 +45,17 @@ PORT = 29_484
 
 
 class Job:
-    """Agents of a job, one for each command, and all that they print."""
+    """Agents of a job, one for each command, and all that they print; the others start `after` the first is ready."""
 
-    def __init__(self, *commands: list[str]) -> None:
+    def __init__(self, *commands: list[str], after: Callable[[], bool] = lambda: True) -> None:
         self.commands = commands
         self.lines: list[str] = []
         self._begun = 0.0
         self._readers: list[threading.Thread] = []
-        self.agents = [self._start(command) for command in commands]
+        self.agents = [self._start(commands[0])]
+        while not after():
+            time.sleep(0.01)
+        self.agents += [self._start(command) for command in commands[1:]]
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,12 @@ COST = (
     r"; healed: step (\d+) was done after [\d.]+ s "
     r"\(step (\d+) had been reached, training goes on from step (\d+): (\d+) steps? lost\)"
 )
+
+
+def listens(port: int) -> bool:
+    """Whether a process listens there; the kernel's table, since a connection would be one of a stranger."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
 def run_to(job: Job, step: int) -> None:
@@ -43,9 +50,10 @@ def lost_steps(job: Job, count: int) -> int:
 def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
     end = tmp_path / "end"
     script = [*JOB, "--steps", "200", "--pause", "0.1", "--until", str(end), *([] if shards else ["--no-shards"])]
-    run = [*RUN, "--heal", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *script]
+    port = free_port()
+    run = [*RUN, "--heal", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", *script]
     with contextlib.ExitStack() as stack:
-        job = Job(run, run)
+        job = Job(run, run, after=lambda: listens(port))  # so that the first one owns the endpoint
         stack.callback(job.kill)
         job.wait_for(r"rank 3 is \d+ after \d+, one of 4, ")
         job.fork_server()

@@ -183,7 +183,9 @@ def test_a_rank_that_has_lost_another_prints_no_traceback(tmp_path, front, signu
     if front == "torch":
         pytest.importorskip("torch")
     script = tmp_path / "script.py"
-    script.write_text(f"import os\n{ENDLESS[front]}meet()\nprint('rank', os.environ['RANK'], os.getpid(), flush=True)\n")
+    script.write_text(
+        f"import os\n{ENDLESS[front]}meet()\nprint('rank', os.environ['RANK'], os.getpid(), flush=True)\n"
+    )
     script.write_text(script.read_text() + "while True:\n    meet()\n")
     program = Program([sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", str(script)])
     pids = dict(re.findall(r"rank (\d) (\d+)", "\n".join(program.read_lines(2))))
