@@ -20,7 +20,8 @@ COST = (
 
 def listens(port: int) -> bool:
     """Whether a process listens there; the kernel's table, since a connection would be one of a stranger."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
