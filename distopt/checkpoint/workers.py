@@ -108,7 +108,7 @@ class Workers:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         self._start = start
-        BaseProcess.start = start  # type: ignore[method-assign]
+        BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
     def end(self, number: int) -> None:
         """Local. The rank leaves by this signal: it reaches the workers that the rank would wait for in vain."""

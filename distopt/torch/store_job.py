@@ -87,7 +87,7 @@ class StoreJob(Job):
         try:
             store.wait(keys, timedelta(seconds=max(seconds, 0.001)))  # without any, PyTorch would wait for ever
         except RuntimeError:
-            return store.check(keys)
+            return bool(store.check(keys))
         return True
 
     def _absent(self, store: dist.Store, keys: list[str]) -> list[str]:
