@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,6 +63,9 @@ class _Hold:
                 info = signal.sigwaitinfo(PREEMPTION_SIGNALS)
             parent = parent_process()
             if info is not None and info.si_pid in {self.rank, os.getpid(), parent.pid if parent else self.rank}:
+                loader = sys.modules.get("torch.utils.data._utils.worker")
+                if info.si_signo == signal.SIGTERM and getattr(loader, "_worker_info", None) is not None:
+                    os._exit(0)  # as PyTorch's own handler does if the sender, which `_deliver` hides, is the rank
                 self._deliver(info.si_signo)
             elif info is not None:
                 held.append(info.si_signo)
