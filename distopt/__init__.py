@@ -50,7 +50,10 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> str:
         if name in _ABSENT:
-            raise ImportError(f"distopt has no module {name} of SINGA's; {_ABSENT[name]} (docs/guide/singa.md)")
+            raise ImportError(
+                f"distopt has no module {name} of SINGA's; {_ABSENT[name]} "
+                "(see 'Coming from Apache SINGA' in the documentation)"
+            )
         if name != "__version__":
             raise AttributeError(f"module 'distopt' has no attribute {name!r}; a module of it must be imported first")
         from importlib.metadata import PackageNotFoundError, version

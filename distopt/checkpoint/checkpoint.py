@@ -60,7 +60,8 @@ class Checkpoint:
         every: `step` saves after every `every` steps; 0 leaves it to calls of `save`.
         keep: how many complete checkpoints to keep.
         preemptible: between `resume` and `close`, SIGTERM, SIGUSR1 and SIGUSR2 make `step` save, and end the job by
-            raising `Preempted`. In a Slurm job, it asks Slurm to queue the job again. See docs/guide/checkpoints.md.
+            raising `Preempted`. In a Slurm job, it asks Slurm to queue the job again. See 'Checkpoints and
+            healing' in the documentation.
         communicator: of the ranks (default: that of the first object that has one, else that of `distopt.init`, else a
             job of one rank).
         objects: see above.

@@ -21,6 +21,7 @@ from ..launch.end_together.report import supervisor
 from ..launch.job.origin import origin
 from ..launch.processes import PREEMPTION_SIGNALS, ignore
 from .adapters import exchanged
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .adapters import Ranks
@@ -48,6 +49,7 @@ class Preemption:
         self._steps, self._every = 0, 1  # steps since the last exchange, and from one exchange to the next
         self._since = time.monotonic()
         self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
+        self._workers = Workers(self._catch)
         supervisor.send("leaves", does=True)
 
     def _catch(self, number: int, _: object) -> None:
@@ -79,6 +81,8 @@ class Preemption:
         Returns:
             The exception that ends this process when it is raised.
         """
+        self._workers.end(number)
+        self._workers.stop()
         for other in PREEMPTION_SIGNALS:
             ignore(other)  # in scontrol, too, which Slurm ends together with the job
         asked, reason = self._asked(number), ""
@@ -106,6 +110,7 @@ class Preemption:
     def stop(self) -> int:
         """Local. Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""
         supervisor.send("leaves", does=False)
+        self._workers.stop()
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         return self._caught

@@ -61,7 +61,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add("master-port", type=_port, metavar="PORT", help=f"(default: {_MASTER_PORT}; on one node, any free port)")
     add("standalone", action="store_true", help="one node; the default")
     add("max-restarts", type=at_least(0), default=0, metavar="K", help="times to start all ranks again (default: 0)")
-    add("heal", action="store_true", help="restart all ranks while they make progress; see docs/guide/checkpoints.md")
+    add(
+        "heal",
+        action="store_true",
+        help="restart all ranks while they make progress; see 'Checkpoints and healing' in the documentation",
+    )
     add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")

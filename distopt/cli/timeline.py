@@ -116,17 +116,19 @@ class Summary:
         hidden: by rank, the share of the time with data on the wire in which the rank did not wait.
         last: by rank, the share of steps in which it sent its first bucket last.
         late: by rank, how much later than the median of the others it did, in ms, as a median over the steps.
+        healing: by rank, the seconds of healing in between, which count for no step.
     """
 
     ms: dict[int, dict[str, float]]
     hidden: dict[int, float]
     last: dict[int, float]
     late: dict[int, float]
+    healing: dict[int, float]
 
 
 def summarize(ranks: dict[int, Rank]) -> Summary:
     """Local. Raises a DataError for a timeline of fewer than three steps; the first one is left out."""
-    ms, hidden = {}, {}
+    ms, hidden, healing = {}, {}, {}
     for number, rank in ranks.items():
         starts = [bar["ts"] for bar in rank.named("backward")]
         if len(starts) < 3:
@@ -134,7 +136,8 @@ def summarize(ranks: dict[int, Rank]) -> Summary:
         count, inside = len(starts) - 2, [bar for bar in rank.events if starts[1] <= bar.get("ts", 0) < starts[-1]]
         own = _own_times([bar for bar in inside if not bar["tid"] % TRACKS])
         ms[number] = {part: own[part] / count / 1e3 for part in _PARTS}
-        ms[number]["other"] = (starts[-1] - starts[1]) / count / 1e3 - sum(ms[number].values())
+        healing[number] = own["healing"] / 1e6
+        ms[number]["other"] = (starts[-1] - starts[1] - own["healing"]) / count / 1e3 - sum(ms[number].values())
         wire, wait = (_covered([bar for bar in inside if bar["name"] == name]) for name in ("wire", "wait"))
         hidden[number] = max(1 - wait / wire, 0.0) if wire else 0.0
     first = next((bar["args"]["bucket"] for bar in ranks[min(ranks)].named("wire")), "")
@@ -143,7 +146,7 @@ def summarize(ranks: dict[int, Rank]) -> Summary:
     lasts = Counter(max(row, key=row.__getitem__) for row in steps)
     late = {q: [row[q] - median([ts for r, ts in row.items() if r != q] or [row[q]]) for row in steps] for q in ranks}
     last = {number: lasts[number] / max(len(steps), 1) for number in ranks}
-    return Summary(ms, hidden, last, {number: median(each or [0]) / 1e3 for number, each in late.items()})
+    return Summary(ms, hidden, last, {number: median(each or [0]) / 1e3 for number, each in late.items()}, healing)
 
 
 def _own_times(bars: Sequence[Event]) -> Counter[str]:
@@ -179,6 +182,8 @@ def report(ranks: dict[int, Rank]) -> str:
         cells = [*summary.ms[number].values(), sum(summary.ms[number].values())]
         numbers = "".join(f"{cell:9.2f}" for cell in cells)
         lines.append(f"{f'rank {number}, {rank.host}':24.24}{numbers}{summary.hidden[number]:9.0%}")
+    if (seconds := max(summary.healing.values())) > 0:
+        lines.append(f"Healing took {seconds:.2f} s, which count for no step.")
     return "\n".join([*lines, *findings(ranks, summary)])
 
 

@@ -87,7 +87,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     elif not isinstance(ticket, Ticket):
         raise UsageError(
             f"{ticket!r} was given where a Ticket is expected; ranks of an mpi4py communicator make a world of their "
-            "own by World(MpiJob(comm)) (docs/guide/collectives.md)"
+            "own by World(MpiJob(comm)); see 'Collectives in any script' in the documentation"
         )
     if ticket is not None and origin.place != (local_rank, world_size):
         if local_rank is None or world_size is None:

@@ -87,7 +87,7 @@ def connected(
     Raises:
         LaunchError: a rank did not come.
     """
-    refuse_worker()
+    refuse_worker(_endpoint_of(store))
     job = StoreJob(store, rank, ranks, seconds)
     try:
         communicator = (create or partial(_on_cpus, store))(job)
@@ -111,7 +111,7 @@ def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
     if job.topology.single_host:
         return local
     try:
-        route = route_to(_host_of(store))
+        route = route_to(_endpoint_of(store)[0])
         offered = route or next(iter(own_addresses()), "")
         offers = [offer.decode() for offer in job.all_gather(offered.encode())]
         abroad = [offer for q, offer in enumerate(offers) if q not in job.mine and offer]
@@ -139,8 +139,8 @@ def _of_host(job: StoreJob) -> Communicator:
     return ShmCommunicator(job.host_group(), topology, limits, ranks=[job.processes[q].rank for q in job.mine])
 
 
-def _host_of(store: dist.Store) -> str:
-    """The name of the host that serves the store; empty for a store in a file or in memory."""
+def _endpoint_of(store: dist.Store) -> tuple[str, int]:
+    """Host and port where the store is served; ("", 0) for a store in a file or in memory."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else ""
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from ..launch.job.base import Job
 from ..launch.job.topology import host_identity, places_of
 from ..launch.rendezvous.host_group import HostGroup
 from ..settings import Settings
+
+_log = logging.getLogger("distopt")
 
 
 class StoreJob(Job):
@@ -63,18 +66,34 @@ class StoreJob(Job):
         store = dist.PrefixStore(str(self._round), self._store)
         store.set(str(self._rank), payload.hex())
         keys = [str(q) for q in range(len(self._ranks))]
-        try:
-            store.wait(keys, timedelta(seconds=self.seconds))
-        except RuntimeError as error:
-            absent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not store.check([key])]
-            if absent:
+        warn_after = min(self.seconds, Settings.from_env().stall_warning)
+        if not self._came(store, keys, warn_after):
+            absent = ", ".join(self._absent(store, keys))
+            _log.warning(
+                "rank %d of %d waits for %s to join the group of ranks %s, for %g s at most",
+                self._rank, len(self._ranks), absent, list(self._ranks), self.seconds,
+            )  # fmt: skip
+            if not self._came(store, keys, self.seconds - warn_after) and (names := self._absent(store, keys)):
                 self.forget()
-                names = ", ".join(self.known[rank].name if rank in self.known else f"rank {rank}" for rank in absent)
                 raise LaunchError(
-                    f"{names} did not join the group of ranks {list(self._ranks)} within {self.seconds:g} s; every "
-                    "rank must make the same groups in the same order"
-                ) from error
+                    f"{', '.join(names)} did not join the group of ranks {list(self._ranks)} within {self.seconds:g} "
+                    "s; every rank must make the same groups in the same order"
+                )
         return [bytes.fromhex(each.decode()) for each in store.multi_get(keys)]
+
+    @staticmethod
+    def _came(store: dist.Store, keys: list[str], seconds: float) -> bool:
+        """Whether all keys are there within so many seconds."""
+        try:
+            store.wait(keys, timedelta(seconds=max(seconds, 0.001)))  # without any, PyTorch would wait for ever
+        except RuntimeError:
+            return bool(store.check(keys))
+        return True
+
+    def _absent(self, store: dist.Store, keys: list[str]) -> list[str]:
+        """The names of the ranks whose keys are not there."""
+        absent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not store.check([key])]
+        return [self.known[rank].name if rank in self.known else f"rank {rank}" for rank in absent]
 
     def forget(self) -> None:
         """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""

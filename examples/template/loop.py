@@ -5,7 +5,9 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import board
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, Subset
 
 from distopt.torch import Checkpoint, ResumableSampler, SyncBatchNorm  # registers the backend "distopt", too
 
+SILENT_SECONDS = 10.0  # then a rank says that it waits for others
+
 
 def run(rank: int, world_size: int, device: torch.device, url: str, args) -> None:
     """Be one of the ranks, which meet at `url`."""
@@ -25,7 +29,13 @@ def run(rank: int, world_size: int, device: torch.device, url: str, args) -> Non
         torch.cuda.set_device(device)
     if args.timeline:
         os.environ["DISTOPT_TIMELINE"] = args.timeline
-    dist.init_process_group(args.backend, init_method=url, rank=rank, world_size=world_size)
+    where = "the launcher's endpoint" if url == "env://" else url
+    late = threading.Timer(SILENT_SECONDS, print, [f"Rank {rank} waits for all {world_size} ranks at {where}"])
+    late.daemon = True
+    late.start()
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(args.backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
+    late.cancel()
     with output(args.out / "logs" / f"rank-{rank}.log", rank):
         print(f"Rank {rank} of {world_size} on {socket.gethostname()}, {device}, {args.backend}", flush=True)
         build("trainer", args, device).fit()

@@ -11,6 +11,7 @@ import parts
 import torch
 
 from distopt.errors import UsageError
+from distopt.launch import LauncherInfo
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +59,13 @@ def add_options(parser: Parser) -> None:
     add("-gpus", type=numbers, default=[], metavar="0,1", help="GPUs of this machine, each of which gets a rank")
     add("-backend", choices=["distopt", "gloo", "nccl"], help="(distopt; nccl on GPUs)")
     add("-dist_url", default="", metavar="tcp://HOST:PORT", help="where the ranks meet: any free port of node 0")
+    add(
+        "-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="(300) for a rank that is late, at the start, too",
+    )
     add("-nnodes", type=int, default=1, help="(1) nodes on which this command is typed, with as many ranks")
     add("-node_rank", type=int, default=0, help="(0) which of them this is")
     add("-slurm", action="store_true", help="submit a job that is queued again when it is preempted or out of time")
@@ -82,6 +90,17 @@ def add_options(parser: Parser) -> None:
     add("-seed", type=int, default=1, help="(1)")
     add("-workers", type=int, default=0, help="(0) processes of each rank that load data")
     add("-fp16", action="store_true", help="autocast: float16 on GPUs, bfloat16 on CPUs")
+
+
+def check_launcher(args: argparse.Namespace, launched: LauncherInfo | None) -> None:
+    """Refuse options that contradict the launcher that has started this process."""
+    if launched is not None and (args.slurm or args.nnodes > 1):
+        option = "-slurm" if args.slurm else "-nnodes"
+        raise UsageError(f"{option}: {launched.name} has started {launched.size} ranks already; leave it out")
+    count = len(args.gpus) or args.cpus
+    if launched is not None and count != (there := launched.local_size or launched.size):
+        option = "-gpus" if args.gpus else "-cpus"
+        raise UsageError(f"{option}: {launched.name} has started {there} ranks here, and this asks for {count}")
 
 
 def numbers(text: str) -> list[int]:

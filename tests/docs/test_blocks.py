@@ -90,7 +90,7 @@ COMMANDS = {
     r"distopt run .*--heal": "waits for a fault: tests/ranks/test_heal.py",
     r"((DISTOPT_DEVICE=cpu )?python|mpiexec .* python) examples/mnist_": "minutes: make mnist and make examples",
     r"python tests/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
-    r"python train.py .*-": "examples/template: tests/torch and make slurm run its commands",
+    r"(python|distopt run .*) train.py .*-": "examples/template: tests/torch and make slurm run them",
     r"(python|mpiexec -n 2 python) train_(cnn|mpi|multiprocess).py": "needs SINGA's scripts: make singa",
     r"python -m (tests\.|pytest )": "minutes: see docs/reference/testing.md",
     r"export DISTOPT_JOB_SECRET=": "sets a variable",

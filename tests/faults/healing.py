@@ -14,9 +14,12 @@ root. The kinds of faults are names of signals to a random rank, and
 - twice: SIGKILL to a rank, then to one of those that start again,
 - server: SIGKILL to the process that forks ranks, and to a rank,
 - link: the link between the hosts is cut for 1 to 5 s, which do not count,
-- agent, owner: SIGKILL to the agent of the second host, or to that which owns the endpoint; it is started again.
+- agent, owner: SIGKILL to the agent of the second host, or to that which owns the endpoint; it is started again,
+- node: SIGKILL to the agent of the second host; the job goes on without it (--nnodes 1:2) and takes it in again, which
+  is a second healing, with a cost of its own.
 
-The exit code is 1 if the digests differ.
+For each kind it prints the seconds to the first new step, and how many steps were lost, as the job states them. The
+exit code is 1 if the digests differ; of jobs without shards and with the kind "node" they may.
 """
 
 import argparse
@@ -30,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.networks.emulation import LINK, TwoHosts, two_hosts
@@ -42,14 +45,17 @@ PORT = 29_484
 
 
 class Job:
-    """Agents of a job, one for each command, and all that they print."""
+    """Agents of a job, one for each command, and all that they print; the others start `after` the first is ready."""
 
-    def __init__(self, *commands: list[str]) -> None:
+    def __init__(self, *commands: list[str], after: Callable[[], bool] = lambda: True) -> None:
         self.commands = commands
         self.lines: list[str] = []
         self._begun = 0.0
         self._readers: list[threading.Thread] = []
-        self.agents = [self._start(command) for command in commands]
+        self.agents = [self._start(commands[0])]
+        while not after():
+            time.sleep(0.01)
+        self.agents += [self._start(command) for command in commands[1:]]
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -138,11 +144,11 @@ class Job:
         return sorted(line.partition("ends with")[2] for line in self.lines if "ends with" in line)
 
 
-def commands(net: TwoHosts | None, script: list[str]) -> list[list[str]]:
+def commands(net: TwoHosts | None, script: list[str], nodes: str = "2") -> list[list[str]]:
     """One for each host."""
     if net is None:
         return [[*RUN, "--heal", *script]]
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
+    meet = ["--nnodes", nodes, "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
     return [host.inside([*RUN, "--heal", *meet, *script]) for host in net.hosts]
 
 
@@ -150,10 +156,22 @@ def without_heal(commands: Sequence[list[str]]) -> list[list[str]]:
     return [[word for word in command if word != "--heal"] for command in commands]
 
 
+def costs(job: Job) -> list[tuple[float, int]]:
+    """Of each healing: the seconds to the first new step, and the steps lost."""
+    found = [re.search(r"; healed: .* after ([\d.]+) s \(.*: (\d+) steps? lost", line) for line in list(job.lines)]
+    return [(float(line[1]), int(line[2])) for line in found if line]
+
+
 def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -> float:
     """Bring a fault, and wait until it is healed; for how many seconds a link was cut."""
     cut, healed = 0.0, sum("; healed: " in line for line in list(job.lines))
-    if kind == "link":
+    if kind == "node":
+        job.kill_agent(1)
+        job.wait_for("; healed: ", healed + 1)
+        job.more_steps()
+        job.start_agent(1)
+        healed += 1
+    elif kind == "link":
         assert net is not None
         begun = time.monotonic()
         net.cut(silently=True)
@@ -202,7 +220,8 @@ def main() -> int:
         nets = [stack.enter_context(two_hosts(mark)) if args.hosts == 2 else None for mark in ("", "u")]
 
         def start(net: TwoHosts | None, script: list[str], *, heals: bool) -> Job:
-            job = Job(*(commands(net, script) if heals else without_heal(commands(net, script))))
+            nodes = "1:2" if heals and "node" in args.kinds else "2"
+            job = Job(*(commands(net, script, nodes) if heals else without_heal(commands(net, script))))
             stack.callback(job.kill)
             return job
 
@@ -222,22 +241,27 @@ def main() -> int:
         for agent in range(args.hosts):
             job.fork_server(agent)
         count, cut = 0, 0.0
+        of_kinds: dict[str, list[tuple[float, int]]] = {}
         while not job.finished(args.every):
-            cut += disturb(job, nets[0], args.kinds[count % len(args.kinds)], numbers)
+            kind, known = args.kinds[count % len(args.kinds)], len(costs(job))
+            cut += disturb(job, nets[0], kind, numbers)
+            of_kinds.setdefault(kind, []).extend(costs(job)[known:])
             count += 1
         if args.apart:
             undisturbed = start(nets[1], [*script, "--pause", "0"], heals=False)
         ends = ends_of(undisturbed), job.end()
         if not args.apart:
             speed = (steps - 1) / undisturbed.seconds
-    times = [float(line[1]) for line in job.wait_for(r"was done after ([\d.]+) s", count)]
     seconds = job.seconds - cut
     print(f"{count} faults in {seconds:.0f} s, {args.hosts} x 2 ranks: {(steps - 1) / seconds:.1f} steps a second")
     print(f"undisturbed: {speed:.1f}")
-    print(
-        f"goodput {(steps - 1) / seconds / speed:.1%}; to the first new step {statistics.median(times):.2f} s, at "
-        f"most {max(times):.2f} s"
-    )
+    print(f"goodput {(steps - 1) / seconds / speed:.1%}")
+    for kind, healings in of_kinds.items():
+        times, lost = zip(*healings, strict=True)
+        print(
+            f"{kind}: {len(times)} healings, to the first new step {statistics.median(times):.2f} s, at most "
+            f"{max(times):.2f} s; steps lost {statistics.median(lost):g}, at most {max(lost)}"
+        )
     print("the same digests" if ends[0] == ends[1] else f"DIFFERENT DIGESTS: {ends}")
     return int(ends[0] != ends[1])
 

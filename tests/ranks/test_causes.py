@@ -166,3 +166,31 @@ def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(signum):
     assert ended.code == 128 + signum
     assert "Traceback" not in ended.stderr
     assert ended.stderr.endswith(f"{signum.name}: all 3 ranks have been ended\n")
+
+
+# A collective after another, by distopt's own front or by PyTorch's, until rank 1 is interrupted.
+ENDLESS = {
+    "distopt": "import distopt\nworld = distopt.init()\nmeet = lambda: world.all_reduce(1.0)\n",
+    "torch": "import torch, torch.distributed as dist, distopt.torch\ndist.init_process_group('distopt')\n"
+    "meet = lambda: dist.all_reduce(torch.ones(1))\n",
+}
+
+
+@pytest.mark.parametrize("front", ENDLESS)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_rank_that_has_lost_another_prints_no_traceback(tmp_path, front, signum):
+    """It would only say where it has waited, and stand before the line with the cause."""
+    if front == "torch":
+        pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os\n{ENDLESS[front]}meet()\nprint('rank', os.environ['RANK'], os.getpid(), flush=True)\n"
+    )
+    script.write_text(script.read_text() + "while True:\n    meet()\n")
+    program = Program([sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", str(script)])
+    pids = dict(re.findall(r"rank (\d) (\d+)", "\n".join(program.read_lines(2))))
+    os.kill(int(pids["1"]), signum)
+    ended = program.end()
+    own = [line for line in ended.stderr.splitlines() if not line.startswith("[rank 1] ")]
+    assert not any("Traceback" in line or line.startswith("  File") for line in own), ended.stderr
+    assert re.match(rf"distopt run: rank 1 on .* (was ended by {signum.name}|.*KeyboardInterrupt)", own[-1]), own[-1]

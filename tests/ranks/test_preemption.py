@@ -121,3 +121,72 @@ def test_ranks_that_do_not_leave_are_ended():
     os.kill(program.process.pid, signal.SIGUSR1)
     ended = program.end()
     assert (ended.code, ended.stderr) == (138, "SIGUSR1: all 2 ranks have been ended\n")
+
+
+# Each step needs a number of a worker, and a DataLoader's processes where there is PyTorch.
+WITH_WORKERS = """
+import multiprocessing, os, sys, time
+import numpy as np
+import distopt
+from distopt.checkpoint import Checkpoint
+
+def work(sink):
+    for number in range(10**6):
+        sink.send(number)
+
+def hold_on():
+    while True:
+        time.sleep(1)
+
+class Numbers:
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, i):
+        return i
+
+if __name__ == "__main__":
+    method, folder = sys.argv[1:]
+    world, state = distopt.init(), np.zeros(1)
+    checkpoint = Checkpoint(folder, preemptible=True, state=state)
+    resumed = checkpoint.resume()
+    context = multiprocessing.get_context(method)
+    source, sink = context.Pipe(False)
+    context.Process(target=work, args=(sink,), daemon=True).start()
+    context.Process(target=hold_on).start()  # which the rank would wait for at its end
+    sink.close()
+    if method != "spawn" or world.rank == 0:
+        from torch.utils.data import DataLoader
+
+        loader = DataLoader(Numbers(), num_workers=1, persistent_workers=True, multiprocessing_context=method)
+        batches = iter(loader)
+    else:
+        batches = iter(range(10**6))
+    while checkpoint.steps < 10**5:
+        state += source.recv() + int(next(batches)) * 0
+        time.sleep(0.02)
+        checkpoint.step(0)
+        if world.rank == 0 and checkpoint.steps == 5:
+            print("five steps", flush=True)
+"""
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(
+    ("method", "signum"),
+    [("fork", signal.SIGTERM), ("spawn", signal.SIGUSR1), ("forkserver", signal.SIGTERM), ("spawn", signal.SIGTERM)],
+)
+def test_workers_outlive_a_signal_to_all_processes(tmp_path, method, signum):
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(WITH_WORKERS)
+    launcher = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", str(script)]
+    program = Program([*launcher, method, str(tmp_path / "saved")])
+    program.read_lines(1)
+    for pid in program.pids():
+        os.kill(pid, signum)
+    ended = program.end()
+    assert ended.code == 128 + signum, ended.stderr
+    step = step_of(ended, signum)
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{step:010}"]
+    assert "Traceback" not in ended.stderr

@@ -94,3 +94,69 @@ def test_failures_are_named(trials: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+READS = """
+import os, sys
+from distopt.launch.heal.fork_server import _OF_RANKS
+kind = type(os.environ)
+read = kind.__getitem__
+
+def watched(env, name):
+    if name in _OF_RANKS:
+        print(name, "is read by", sys._getframe(2).f_globals["__name__"])
+    return read(env, name)
+
+kind.__getitem__ = watched
+import torch.distributed.optim, torch._dynamo, torch.utils.data, torch.nn.parallel, distopt.torch
+"""
+
+
+def test_pytorch_reads_no_variable_of_a_rank_when_it_is_imported() -> None:
+    """`distopt.launch.heal.modules` relies on that: one process imports it for all ranks."""
+    env = {**os.environ, "PYTHONPATH": ROOT, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", READS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+HELPERS = """
+import os, sys
+import torch, torch.distributed as dist
+import distopt.torch
+
+def helper(rank, size, place):
+    try:
+        dist.init_process_group("distopt", init_method=place, rank=rank, world_size=size)
+        dist.all_reduce(total := torch.full((1,), rank + 1.0))
+        print("helper", rank, "has", total.item(), flush=True)
+        dist.destroy_process_group()
+    except RuntimeError as error:  # of rank 0 that its port is taken
+        print("helper", rank, "is refused:", error, flush=True)
+
+if __name__ == "__main__":
+    method, place = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("distopt")
+    process = torch.multiprocessing.get_context(method).Process(target=helper, args=(rank, size, place))
+    process.start()
+    process.join()
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("place", ["file", "tcp", "env://"])
+def test_helpers_of_ranks_make_a_group_of_their_own(method: str, place: str, port: int, tmp_path: Path) -> None:
+    """They name a place, a rank and a size; at the launcher's own place, they would disturb the ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(HELPERS)
+    place = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{port}"}.get(place, place)
+    run = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", str(script), method, place]
+    env = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(run, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = "is refused" if place == "env://" else "has 3.0"
+    assert all(f"helper {rank} {said}" in ended.stdout for rank in range(2)), ended.stdout

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from distopt.torch import store_job
 from distopt.torch.codecs.parameters import TrainedParameter, device_of
 from distopt.torch.store_job import StoreJob
 
@@ -45,8 +46,13 @@ def test_ranks_exchange_bytes_and_share_memory(job: LocalJob) -> None:
 def test_a_rank_that_does_not_come_is_named(job: LocalJob) -> None:
     store = store_of(job)
     if job.topology.rank == 0:
-        with pytest.raises(LaunchError, match="rank 5 did not join"):
-            StoreJob(store, 0, [4, 5], 0.5)
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DISTOPT_STALL_WARNING", "0.1")
+            patch.setattr(store_job._log, "warning", lambda text, *args: said.append(text % args))
+            with pytest.raises(LaunchError, match="rank 5 did not join"):
+                StoreJob(store, 0, [4, 5], 0.5)
+        assert said == ["rank 0 of 2 waits for rank 5 to join the group of ranks [4, 5], for 0.5 s at most"]
     job.all_gather(b"")
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from distopt.errors import UsageError
 from tests.events import scalars
-from tests.processes import ROOT, Ended, Program, patience
+from tests.processes import ROOT, Ended, Program, mpiexec_command, patience
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("submitit")
@@ -224,6 +224,33 @@ def test_by_hand_as_on_this_machine(tmp_path, port):
         assert digits_of(log)[-1] == digits_of(whole.stdout)[-1]
 
 
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("launcher", ["distopt run", "torchrun", "mpiexec"])
+def test_ranks_of_a_launcher_meet(launcher, tmp_path):
+    """They would each choose a port of their own, and wait for each other for ever."""
+    if launcher == "mpiexec":
+        pytest.importorskip("mpi4py")
+        words = mpiexec_command(2)
+    else:
+        module = {"distopt run": "distopt", "torchrun": "torch.distributed.run"}[launcher]
+        options = ["run"] if launcher == "distopt run" else ["--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"]
+        words = [sys.executable, "-W", "ignore", "-m", module, *options, "--nproc-per-node", "2"]
+    train = [*([sys.executable] if launcher == "mpiexec" else []), str(TEMPLATE / "train.py"), *OPTIONS.split()]
+    ended = Program([*words, *train, "-cpus", "2", "-out", str(tmp_path)], {"OMP_NUM_THREADS": "1"}).end()
+    assert ended.code == 0, ended.stderr
+    assert "Rank 0 of 2" in ended.stdout
+    assert len(digits_of(ended.stdout)) == 2 * (STEPS // 3 + 2) + 1
+    assert "Rank 1 of 2" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_peer_that_never_comes_is_named_and_not_waited_for_longer(tmp_path, port):
+    place = f"-cpus 1 -timeout 12 -dist_url tcp://127.0.0.1:{port} -nnodes 2 -node_rank 0"
+    ended = run(f"{OPTIONS} {place}", tmp_path)
+    assert ended.code != 0
+    assert f"Rank 0 waits for all 2 ranks at tcp://127.0.0.1:{port}" in ended.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.sweep  # tests/torch/test_checkpoint.py kills and preempts jobs in continuous integration
 def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path, port):
@@ -297,4 +324,4 @@ def test_errors_are_one_line(command, said, tmp_path):
 
 def test_it_is_short():
     files = [path for path in TEMPLATE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 700
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 760

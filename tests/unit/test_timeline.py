@@ -108,6 +108,18 @@ def test_a_rank_that_was_started_again_heals_in_between(tmp_path):
     assert {bar["tid"] for bar in rank.named("wire")} == {TRACKS + 1, TRACKS + 1 + TRACKS // 10}
 
 
+def test_healing_counts_for_no_step(tmp_path):
+    for rank in range(2):
+        write(tmp_path, rank)
+        write(tmp_path, rank, pid=46, attempt=1)  # 45 s later
+    summary = summarize(load(tmp_path))
+    assert all(44 < seconds < 45 for seconds in summary.healing.values())
+    assert all(ms["other"] < 3 for ms in summary.ms.values())
+    text = report(load(tmp_path))
+    assert "Healing took 44.9" in text
+    assert "All ranks wait" in text
+
+
 @pytest.mark.parametrize("attempts", [(0, 0), (0, 1, 0), (0, 1, 1)])
 def test_two_jobs_of_one_folder_are_refused(attempts, tmp_path):
     write(tmp_path, 0)

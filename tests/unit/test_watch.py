@@ -12,8 +12,8 @@ from dataclasses import asdict
 import pytest
 
 from distopt.flight.recorder import FlightRecord
-from distopt.flight.ring import Operation
-from distopt.launch.nodes.monitor import Monitor, Row, as_json, as_text, chosen, states, straggler, table
+from distopt.flight.ring import STEPS, Operation
+from distopt.launch.nodes.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal
 
@@ -118,6 +118,41 @@ def test_text_and_json_of_a_row():
     assert found.pop("time") > 0
     rates = {"steps_per_s": 20.0, "samples_per_s": 640.0, "wait_share": 0.2}
     assert found == {"rank": 3, "host": "a", "state": "waiting", "memory_bytes": 53_000_000, "steps": 103, **rates}
+
+
+class Progress:
+    """A flight record."""
+
+    def __init__(self):
+        self.progress = [0] * 16
+
+    def numbers(self):
+        return {}
+
+
+def test_the_rates_of_a_rank_that_has_ended_are_those_of_its_last_steps(monkeypatch):
+    ring, meter, now = Progress(), _Meter(), 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def row(memory_bytes: int | None) -> Row:
+        found = Row(0, "a", "running", memory_bytes=memory_bytes)
+        meter._measure(found, ring, "")
+        return found
+
+    for step in range(5):
+        now, ring.progress[STEPS] = 100.0 + step, 10 * step
+        assert row(1).steps == 10 * step
+    for _ in range(30):  # it saves, or leaves slowly
+        now += 0.2
+        row(1)
+    now += 1.0
+    assert row(None).steps_per_s in (None, pytest.approx(10.0))
+    meter = _Meter()
+    for step in range(5):
+        now, ring.progress[STEPS] = 200.0 + step, 10 * step
+        row(1)
+    now = 208.0
+    assert row(None).steps_per_s == pytest.approx(10.0)
 
 
 def test_the_memory_of_a_rank_tells_its_operations():

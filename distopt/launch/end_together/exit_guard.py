@@ -32,7 +32,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, TracebackType
@@ -131,7 +130,7 @@ class ExitGuard:
         who = self._says("failed:")
         if before is sys.__excepthook__:
             # In a single write: mpiexec may end this process between two writes because another rank failed.
-            _say(mpi_quirks.shortened("".join([who, *traceback.format_exception(kind, error, trace)])))
+            _say(mpi_quirks.shortened(who + supervisor.shown(kind, error, trace)))
         else:
             _say(who)
             before(kind, error, trace)

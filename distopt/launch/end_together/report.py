@@ -78,9 +78,7 @@ class Supervisor:
             error: the exception, if that is why; it records whether it is a consequence of another rank's end.
             is_consequence: whether this end is known to be one.
         """
-        while error is not None and not is_consequence:
-            is_consequence = isinstance(error, DistoptError) and error.is_consequence
-            error = error.__cause__
+        is_consequence |= _is_consequence(error)
         if not self._has_failed:
             self._has_failed = True
             self.send(
@@ -104,8 +102,27 @@ class Supervisor:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.report_exception(error)  # before the traceback is printed: the failure of another rank may end this one
-        if self._before is not None:
+        if self._before is sys.__excepthook__ and self.is_there and _is_consequence(error):
+            with contextlib.suppress(OSError, ValueError):  # the stream has no reader, or is closed
+                sys.stderr.write(self.shown(kind, error, trace))
+        elif self._before is not None:
             self._before(kind, error, trace)
+
+    def shown(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+        """Local. An exception as it is printed.
+
+        Without its traceback if it follows from another rank's end, whose reason a supervisor prints: it would only say
+        where this rank has waited.
+        """
+        if self.is_there and _is_consequence(error):
+            return "".join(traceback.format_exception_only(kind, error))
+        return "".join(traceback.format_exception(kind, error, trace))
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    while error is not None and not (isinstance(error, DistoptError) and error.is_consequence):
+        error = error.__cause__
+    return error is not None
 
 
 supervisor = Supervisor()

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ..end_together.report import VARIABLE, supervisor
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import die_with
 from ..threads import THREAD_VARIABLES
+from .modules import Installed, imports_of, script_of
 from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -51,8 +52,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class ForkServer:
     """The process that forks the ranks of this one.
 
+    At first it imports what the script imports at its top level. `complete` adds what a rank has imported.
+
     Args:
-        modules: names of the modules to import, in this order; failing imports are left out.
+        program: the words that start a rank.
         n_spares: number of spare processes.
         env: the environment of the ranks.
         selector: waits for the answer of the process.
@@ -61,6 +64,8 @@ class ForkServer:
     Attributes:
         ready: whether it has imported all, and can fork.
         ended: whether it has ended, and another may take its place.
+        is_importing: whether it may become ready.
+        modules: the argument of `complete`.
 
     Raises:
         OSError: the process cannot be started.
@@ -68,13 +73,15 @@ class ForkServer:
 
     def __init__(
         self,
-        modules: Sequence[str],
+        program: Sequence[str],
         n_spares: int,
         env: Mapping[str, str],
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
         self.ready = self.ended = False
+        self.is_importing = True
+        self.modules: Sequence[str] | None = None
         self._selector = selector
         self._warn = warn
         self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,8 +100,18 @@ class ForkServer:
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )
-        _send(self._link, list(modules), ())
+        _send(self._link, list(program), ())
         self._selector.register(self._link, selectors.EVENT_READ, self._hear)
+
+    def complete(self, modules: Sequence[str]) -> None:
+        """Local. Import these modules, too, in this order, and be ready; failing imports are left out.
+
+        Args:
+            modules: names of what a rank has imported; none if the ranks start again before one has reported them.
+        """
+        self.modules = modules
+        with contextlib.suppress(OSError):  # it has ended, which the selector notices
+            _send(self._link, list(modules), ())
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Local. Have a spare become a rank.
@@ -118,7 +135,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Local. End the process; idempotent."""
-        self.ready, self.ended = False, True
+        self.ready, self.ended, self.is_importing = False, True, False
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
         self._link.close()
@@ -129,16 +146,15 @@ class ForkServer:
     def _hear(self) -> None:
         """It has imported all, or ended."""
         threads = int(self._link.recv(64) or b"0")
-        if threads > 1:
-            self._warn(
-                f"importing the script's modules starts {threads - 1} threads, which a fork would lose: restarted "
-                "ranks import the modules again"
-            )
+        if threads == 1:
+            self.ready, self.is_importing = True, False
+        elif self.ready:
+            self._end()
+        else:  # nor would another become ready
+            fact = f"starts {threads - 1} threads, which a fork would lose" if threads else "has ended the process"
+            self._warn(f"importing the script's modules {fact}: restarted ranks import the modules again")
             self.close()
             self.ended = False
-        elif not threads:
-            self._end()
-        self.ready = threads == 1
 
     def _end(self) -> None:
         self._warn("the process that forks ranks has ended; ranks start cold until another has imported their modules")
@@ -163,55 +179,30 @@ def _receive(link: socket.socket) -> tuple[Any, list[int]]:
     return content, fds[1:]
 
 
-class _AskedForRankError(BaseException):
-    """A module reads a variable of a rank when it is imported, so the rank must import it.
-
-    No `except Exception` of the module may take it for something else.
-    """
-
-
-@contextlib.contextmanager
-def _without_ranks() -> Iterator[None]:
-    """In the block, reading a variable of a rank is an error."""
-    kind: Any = type(os.environ)
-    read = kind.__getitem__
-
-    def refuse(env: Any, name: str) -> str:
-        if name in _OF_RANKS:
-            raise _AskedForRankError
-        return str(read(env, name))
-
-    for name in _OF_RANKS:
-        os.environ.pop(name, None)  # copies of the environment may be made
-    kind.__getitem__ = refuse
-    try:
-        yield
-    finally:
-        kind.__getitem__ = read
-
-
-def _import(modules: Sequence[str]) -> None:
-    """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and must fail here."""
-    with_mpi = "mpi4py.MPI" in modules
-    if with_mpi:
+def _import(modules: Sequence[str], finder: Installed) -> None:
+    """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and is refused here."""
+    finder.refused = set() if "mpi4py.MPI" in modules else {"mpi4py.MPI"}
+    if "mpi4py.MPI" in modules:
         importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
-    else:
-        sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
-    if not _is_path_safe():
-        del sys.path[0]  # the working directory, whose modules would take the places of installed ones
-    with _without_ranks():
-        for name in modules:
-            # SystemExit, too. The rank imports it again, and reports why it fails.
-            with contextlib.suppress(BaseException):
-                importlib.import_module(name)
-    if not with_mpi:
-        del sys.modules["mpi4py.MPI"]
+    sys.meta_path.insert(0, finder)
+    for name in modules:
+        # SystemExit, too. The rank imports it again, and reports why it fails.
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    sys.meta_path.remove(finder)
 
 
 def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[dict[str, Any], list[int]]:
     """Import the modules and fork spares; return in each that takes an order, with it and its descriptors."""
     agent = os.getppid()
-    _import(_receive(link)[0])
+    script, folder = script_of(_receive(link)[0])
+    for name in _OF_RANKS:
+        os.environ.pop(name, None)  # copies of the environment may be made
+    if not _is_path_safe():
+        del sys.path[0]  # the working directory, whose modules would take the places of installed ones
+    finder = Installed(folder, _OF_RANKS)
+    _import(imports_of(script, folder), finder)
+    _import(_receive(link)[0], finder)
     gc.freeze()  # a collection in a rank would write to every object, and so copy most pages
     link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
     spares: list[int] = []  # for each, a pipe that it closes when it takes an order or ends

@@ -40,15 +40,19 @@ def is_importing() -> bool:
     return getattr(current_process(), "_inheriting", False)  # multiprocessing's own flag
 
 
-def refuse_worker() -> None:
+def refuse_worker(endpoint: tuple[str, int] | None = None) -> None:
     """Local. Raise if this is a process that a rank has started by multiprocessing, which has inherited its variables.
+
+    Args:
+        endpoint: host and port where PyTorch's ranks meet. If it is not the launcher's, the process has named a place,
+            a rank and a number of ranks of its own, and is refused only while it imports the script.
 
     Raises:
         LaunchError: it is one.
     """
     if parent_process() is None and not is_importing():
         return
-    rank = _rank_of(_parent())
+    rank = _rank_of(_parent(), endpoint)
     if rank is None and not is_importing():
         return
     where = f"process {_parent()}" if rank is None else f"rank {rank}"
@@ -69,11 +73,15 @@ def _parent() -> int:
     return pid
 
 
-def _rank_of(pid: int) -> int | None:
-    """The rank of a process by its variables at its start, if this process has the same variables."""
+def _rank_of(pid: int, endpoint: tuple[str, int] | None) -> int | None:
+    """The rank of a process by its variables at its start, if this one has the same, and no other endpoint."""
     with contextlib.suppress(OSError, LaunchError):  # it has ended; its variables contradict each other
         pairs = (os.fsdecode(pair).partition("=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-        theirs = launcher({name: value for name, _, value in pairs})
+        variables = {name: value for name, _, value in pairs}
+        place = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+        if endpoint is not None and (endpoint[0], str(endpoint[1])) != place:
+            return None
+        theirs = launcher(variables)
         if theirs is not None and theirs.size > 1 and theirs == launcher():
             return theirs.rank
     return None

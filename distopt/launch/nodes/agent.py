@@ -93,6 +93,7 @@ class _Agent:
         self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`: a Stopwatch would be late
         self._ranks: LocalRanks | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
+        self._pending: dict[str, Any] | None = None  # the order to start, while the process that forks ranks imports
         self._attempt = -1  # the last one that this agent was part of
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
@@ -113,6 +114,7 @@ class _Agent:
                 self._obey(self._inbox.popleft())
             if self._code is None:
                 self._look_at_owner()
+                self._start_pending()
             self._look_at_ranks()
             self._show_ranks()
         return self._code
@@ -167,7 +169,7 @@ class _Agent:
             else:
                 self._print(f"{lost}; waiting for it, or for the same line typed at {self._options.endpoint}")
                 self._ranks.end(0.0)
-                self._ended = True
+                self._ended, self._pending = True, None
                 try:
                     self._come(owner.name, _RECONNECT_SECONDS)
                 except LaunchError as error:
@@ -198,7 +200,11 @@ class _Agent:
         if text := message.get("text"):
             self._print(text)
         if do == "start":
-            self._start(message)
+            self._pending = message
+            self._start_pending()
+        elif do == "end" and self._pending is not None:
+            self._pending = None
+            self._say("ended", failures=[], signals=self._signals)
         elif do == "end" and self._ranks is not None:
             self._streams.make_room()
             if message["patience"]:
@@ -209,6 +215,13 @@ class _Agent:
                 self._ranks.kill()
         elif do == "finish":
             self._code = int(message["code"])
+
+    def _start_pending(self) -> None:
+        """Start the ranks as ordered, warm if that takes only the rest of an import, unless a signal ends the job."""
+        is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
+        if self._pending is not None and (is_ending or self._warm is None or not self._warm.is_worth_waiting_for()):
+            order, self._pending = self._pending, None
+            self._start(order)
 
     def _start(self, order: dict[str, Any]) -> None:
         self._ranks = ranks = self._ranks or LocalRanks(self._selector)

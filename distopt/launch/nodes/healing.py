@@ -21,6 +21,20 @@ class Healing:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._failures: list[tuple[int, str]] = []  # since a new step was done: the step before each, and its text
+        self._reached = 0  # the newest step that any rank had done when the ranks ended
+
+    def look_at_steps(self) -> None:
+        """Local. Note the newest step, when all ranks have ended; an attempt without a new step changes nothing."""
+        self._reached = max(self._reached, self._nodes.newest_step)
+
+    def healed(self, step: int, seconds: float) -> str:
+        """Local. What a healing has cost, once `step`, the first one of the new ranks, has been done."""
+        before = step - 1
+        lost, self._reached = max(0, self._reached - before), 0
+        return (
+            f"healed: step {step} was done after {seconds:.2f} s (step {before + lost} had been reached, training goes "
+            f"on from step {before}: {lost} {'step' if lost == 1 else 'steps'} lost)"
+        )
 
     def can_mend(self, first: Failure) -> bool:
         """Local. Whether another start may succeed where `first` has ended this one."""

@@ -104,16 +104,21 @@ class _Meter:
         waited = words[WAITED] / 1e9
         if words[WAITS_SINCE]:
             waited += max(now - words[WAITS_SINCE] / 1e9, 0.0)
-        self._looks.append((now, words[STEPS], words[SAMPLES], waited))
-        first = self._looks[0]
+        looks, ended = self._looks, row.memory_bytes is None
+        if not (ended and looks and looks[-1][1] == words[STEPS]):
+            looks.append((now, words[STEPS], words[SAMPLES], waited))
+        while ended and len(looks) > 2 and looks[-1][1] == looks[-2][1]:  # its rates are those of its steps
+            looks.pop()
+        first = looks[0]
         row.steps, row.numbers = words[STEPS], ring.numbers()
         if row.state == "running" and words[COPIES] + words[SAVES]:
             row.state = "saving"
         elif row.state == "running" and beginning and not row.steps:
             row.state = beginning
-        if len(self._looks) > 1:
+        if len(looks) > 1 and not (ended and looks[-1][1] == first[1]):
             row.steps_per_s, samples, row.wait_share = (
-                (last - before) / (now - first[0]) for last, before in zip(self._looks[-1][1:], first[1:], strict=True)
+                (last - before) / (looks[-1][0] - first[0])
+                for last, before in zip(looks[-1][1:], first[1:], strict=True)
             )
             row.samples_per_s = samples if words[SAMPLES] else None
 

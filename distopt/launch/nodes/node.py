@@ -111,6 +111,11 @@ class Nodes(list[Node]):
         """Local. Their names in messages."""
         return ", ".join(node.name for node in self)
 
+    @property
+    def newest_step(self) -> int:
+        """Local. The newest step that a rank of this attempt has done; 0: none. Others may have older ones."""
+        return max((step for node in self.members for step in node.steps), default=0)
+
     def number(self) -> None:
         """Local. Number them as their command lines say, and the others after the owner, by their names."""
         free = [number for number in range(self.most) if number not in [node.wanted for node in self]]

@@ -126,7 +126,7 @@ class Owner(Gate):
     def _stepped(self, step: int) -> None:
         if self._cause:
             seconds = self._clock.seconds() - self._failed_at
-            self._warn(f"{self._cause}; healed: step {step} was done after {seconds:.2f} s")
+            self._warn(f"{self._cause}; {self._healing.healed(step, seconds)}")
         self._cause, self._has_stepped = "", True
         self._take_in()
 
@@ -161,6 +161,7 @@ class Owner(Gate):
             self._nodes.number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                 self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
+                self._healing.look_at_steps()
             self._start("")
 
     def _take_in(self) -> None:
@@ -382,6 +383,7 @@ class Owner(Gate):
             self._finish(first.code, f"{first.text}{cure}")
 
     def _start_again(self, cause: str) -> None:
+        self._healing.look_at_steps()
         self._start(f"{self._cause}; no step was done since" if self._cause else "")
         self._cause = cause
 

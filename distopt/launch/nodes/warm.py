@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
+_IMPORT_SECONDS = 60.0  # then ranks start cold, whatever keeps the process from being ready
 
 
 class WarmStart:
@@ -30,7 +31,7 @@ class WarmStart:
 
     Attributes:
         slots: the memory.
-        server: the process; None until a rank has named its modules.
+        server: the process; None before the first start of the ranks.
     """
 
     def __init__(self, options: RunOptions, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
@@ -39,6 +40,7 @@ class WarmStart:
         self._options = options
         self._selector, self._warn = selector, warn
         self._clock = Stopwatch()
+        self._waits_until = float("inf")  # when ranks no longer wait for the process, on that clock
         self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
 
     @property
@@ -47,14 +49,32 @@ class WarmStart:
         return float("inf") if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
 
     def prepare(self, ranks: LocalRanks, env: Mapping[str, str]) -> None:
-        """Local. Start the process that forks ranks, with their environment, once a rank has named its modules."""
-        modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
-        if modules is not None and (self.server is None or self.server.ended):
+        """Local. Start the process that forks ranks, with their environment; give it the modules that a rank names."""
+        said, server = ranks.ranks[0].said.get("modules") if ranks.ranks else None, self.server
+        if said is not None and server is not None and server.ready and not server.modules:
+            server.close()  # the ranks have started again before one had named its modules: it lacks some
+        if server is None or server.ended:
             from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached; ranks then start cold
-                names, n_spares = modules["names"], self._options.ranks
-                self.server = ForkServer(names, n_spares, env, self._selector, self._warn)
+                options = self._options
+                server = self.server = ForkServer(options.program, options.ranks, env, self._selector, self._warn)
+        if said is not None and server is not None and server.modules is None:
+            server.complete(said["names"])
+
+    def is_worth_waiting_for(self) -> bool:
+        """Local. Whether ranks that start again are to wait: the process is importing what they would have to import.
+
+        They would do it no faster beside it.
+        """
+        server, now = self.server, self._clock.seconds()
+        if server is None or not server.is_importing:
+            self._waits_until = float("inf")
+            return False
+        if server.modules is None:
+            server.complete([])
+        self._waits_until = min(self._waits_until, now + _IMPORT_SECONDS)
+        return now < self._waits_until
 
     def fail_stopped(self, ranks: LocalRanks) -> None:
         """Local. Have ranks that have been stopped for a moment fail, if others run."""

@@ -85,7 +85,8 @@ class Program(Rank):
     def kill(self) -> None:
         """Local. Kill the process, and the group of processes that it has started, even if it has ended itself."""
         super().kill()
-        os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # killed before it had a group, between fork and exec
+            os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
         """Local. See `Rank.release`; the rest of the output is passed on before."""

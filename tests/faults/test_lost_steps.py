@@ -1,0 +1,72 @@
+"""`distopt run --heal`: each healing states what it has cost, and the numbers are true."""
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.processes import free_port
+
+from .healing import JOB, RUN, Job
+
+COST = (
+    r"; healed: step (\d+) was done after [\d.]+ s "
+    r"\(step (\d+) had been reached, training goes on from step (\d+): (\d+) steps? lost\)"
+)
+
+
+def listens(port: int) -> bool:
+    """Whether a process listens there; the kernel's table, since a connection would be one of a stranger."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
+
+
+def run_to(job: Job, step: int) -> None:
+    while not any(re.fullmatch(r"step \d+", line) and int(line[5:]) >= step for line in list(job.lines)):
+        job.more_steps()
+
+
+def lost_steps(job: Job, count: int) -> int:
+    """The steps lost, as the last of `count` healings states them; all that it states is compared with rank 0's words.
+
+    A step may have been done and not printed.
+    """
+    first, reached, start, lost = map(int, job.wait_for(COST, count)[-1].groups())
+    lines = list(job.lines)
+    [*_, (at, resumed)] = [(i, m) for i, m in enumerate(re.match(r"rank 0 is \d+ after (\d+)", x) for x in lines) if m]
+    printed = [int(line[5:]) for line in lines[:at] if re.fullmatch(r"step \d+", line)]
+    assert start == int(resumed[1])
+    assert first == start + 1
+    assert printed[-1] <= reached <= printed[-1] + 1
+    assert lost == reached - start
+    return lost
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
+    end = tmp_path / "end"
+    script = [*JOB, "--steps", "200", "--pause", "0.1", "--until", str(end), *([] if shards else ["--no-shards"])]
+    port = free_port()
+    run = [*RUN, "--heal", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", *script]
+    with contextlib.ExitStack() as stack:
+        job = Job(run, run, after=lambda: listens(port))  # so that the first one owns the endpoint
+        stack.callback(job.kill)
+        job.wait_for(r"rank 3 is \d+ after \d+, one of 4, ")
+        job.fork_server()
+        job.more_steps()
+        count = sum("; healed: " in line for line in job.lines)  # one agent may have been first by seconds
+        run_to(job, 10)
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        lost_steps(job, count + 1)
+        run_to(job, 45)
+        job.kill_agent(1)  # its ranks' states are lost; copies on the other node are up to 32 steps older
+        assert lost_steps(job, count + 2) > 1
+        job.start_agent(1)
+        lost_steps(job, count + 3)
+        end.touch()
+        job.end()
