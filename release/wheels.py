@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = "x86_64-linux-gnu.2.28"
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one's wheel serves later versions, too
 LIMIT_BYTES = 3_000_000
+PROGRESS_SECONDS = 5.0
 
 
 def compiler(folder: Path) -> dict[str, str]:
@@ -40,18 +43,23 @@ def compiler(folder: Path) -> dict[str, str]:
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Its output; exits with its messages if it fails."""
-    ended = subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if ended.returncode != 0:
-        sys.exit(f"{ended.stdout}\n{' '.join(map(str, command))} failed with exit code {ended.returncode}")
-    return ended.stdout
+    """Its output, with a line every few seconds while it runs; exits with its messages if it fails."""
+    words, began = [str(word) for word in command], time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
+        )
+        while True:
+            try:
+                process.wait(PROGRESS_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                print(f"{Path(words[0]).name} {words[1]}: {time.monotonic() - began:.0f} s", flush=True)
+        output.seek(0)
+        text = output.read()
+    if process.returncode != 0:
+        sys.exit(f"{text}\n{' '.join(words)} failed with exit code {process.returncode}")
+    return text
 
 
 def tool(name: str) -> Path:
