@@ -4,7 +4,7 @@ To import this package registers the backend. Then `init_process_group("distopt"
 that a script for Gloo has to change; see `docs/guide/pytorch.md`.
 
 `register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
-shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `codecs` brings gradients to the engine. No
+shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `training` brings gradients to the engine. No
 other room imports torch. It imports `sync`, `compress`, `comm`, `launch`, `data` and the package `checkpoint`, and
 knows nothing of `nn`. Names of PyTorch that are not documented are in `private` only.
 """
@@ -20,9 +20,9 @@ except ModuleNotFoundError as error:
 
 from .checkpoint.checkpoint import Checkpoint, load
 from .checkpoint.sampler import ResumableSampler
-from .codecs.diloco import DiLoCo
-from .codecs.dist_opt import DistOpt
-from .codecs.hook import hook
+from .training.diloco import DiLoCo
+from .training.dist_opt import DistOpt
+from .training.hook import hook
 from .ddp.sync_batch_norm import SyncBatchNorm
 from .group.process_group import DistoptProcessGroup
 from .register import register_backend

@@ -75,7 +75,7 @@ class OverGloo:
     def create(cls, job: Job) -> Communicator:
         import torch.distributed as dist
 
-        from distopt.torch.codecs.communicator import communicator_of
+        from distopt.torch.training.communicator import communicator_of
 
         rank, size = job.topology.rank, job.topology.world_size
         served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None

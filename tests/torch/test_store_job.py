@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distopt.torch import store_job
-from distopt.torch.codecs.parameters import TrainedParameter, device_of
+from distopt.torch.training.parameters import TrainedParameter, device_of
 from distopt.torch.store_job import StoreJob
 
 

@@ -755,7 +755,7 @@ def check_mistakes_with_codecs(r: Ranks) -> None:
         ("hook", lambda: distopt.torch.hook(DistributedDataParallel(network()), shards=8)),
     ):
         with (
-            mock.patch(f"distopt.torch.codecs.{front}.device_of", return_value=torch.device("cuda:1")),
+            mock.patch(f"distopt.torch.training.{front}.device_of", return_value=torch.device("cuda:1")),
             pytest.raises(UsageError, match=r"shards=8: steps in shards run on CPUs, .* are on cuda:1"),
         ):
             make()
