@@ -1,7 +1,7 @@
 """DistOpt: where the numerics meet the engine.
 
 The way of a gradient: `autograd.backward` writes it into its bucket and yields it (`_step`, the one loop over
-gradients); the engine (`distopt.sync`) encodes and sends the bucket when it is full, and leaves the mean over ranks
+gradients); the engine (`distopt.engine`) encodes and sends the bucket when it is full, and leaves the mean over ranks
 where the gradient was; the wrapped optimizer applies it (`_update`).
 """
 
@@ -36,11 +36,11 @@ from .nn.optim.optimizer import Optimizer
 from .nn.optim.rules import SGD
 from .nn.singa.views import CurrentValue
 from .settings import Settings
-from .sync.by_hand import Fusion
-from .sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
-from .sync.layout import Layout, under
-from .sync.shards import RunningStatistics, Shards
-from .sync.step import GradientCounter
+from .engine.by_hand import Fusion
+from .engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
+from .engine.layout import Layout, under
+from .engine.shards import RunningStatistics, Shards
+from .engine.step import GradientCounter
 from .timeline import timeline
 
 
@@ -63,7 +63,7 @@ class DistOpt:
         communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
             else the best one for the job, see `distopt.comm.create`).
         codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
-        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,

@@ -21,8 +21,8 @@ from .nn.optim import rules, schedules
 from .nn.optim.optimizer import Optimizer, check_gradient
 from .nn.optim.rules import *  # noqa: F403 - a face of these modules
 from .nn.optim.schedules import *  # noqa: F403
-from .sync.by_hand import memory_of
-from .sync.engine import DEFAULT_BUCKET_ELEMENTS
+from .engine.by_hand import memory_of
+from .engine.engine import DEFAULT_BUCKET_ELEMENTS
 
 __all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
 __all__ += rules.__all__

@@ -10,9 +10,9 @@ import pytest
 
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
-from distopt.sync.bucket import ALIGNMENT_BYTES, BucketMemory
-from distopt.sync.engine import Engine
-from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
+from distopt.engine.bucket import ALIGNMENT_BYTES, BucketMemory
+from distopt.engine.engine import Engine
+from distopt.engine.layout import FIRST_BUCKET_BYTES, Layout, plan
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32
@@ -424,7 +424,7 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
 @pytest.mark.parametrize("codec", [*CORRECTED, PowerSGD(1), Fp16("dynamic"), TopK(0.1, warm_up_steps=2)], ids=repr)
 def test_states_do_not_depend_on_which_parameters_share_a_bucket(codec, monkeypatch):
     """They differ between transports: where bytes move during the backward pass, the first bucket is small."""
-    monkeypatch.setattr("distopt.sync.layout.FIRST_BUCKET_BYTES", 8)
+    monkeypatch.setattr("distopt.engine.layout.FIRST_BUCKET_BYTES", 8)
 
     class Overlapping(OracleCommunicator):
         overlaps = True

@@ -5,7 +5,7 @@ import pytest
 
 from distopt.compress import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError
-from distopt.sync.by_hand import Fusion
+from distopt.engine.by_hand import Fusion
 from tests.conformance import nccl_ranks
 from tests.conformance.ranks import LocalJob, run_ranks_ok
 from tests.conformance.test_engine import SHAPES, Parameter, Rank, gradients, same_bits

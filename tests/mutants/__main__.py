@@ -36,7 +36,7 @@ WIRE = (
     "conformance/test_conformance* conformance/test_failures* conformance/test_lifecycle* conformance/test_messages* "
 )
 ROOMS = {
-    "distopt/sync": "conformance/test_engine* conformance/test_skipped* ranks/test_guards* ranks/test_drift* "
+    "distopt/engine": "conformance/test_engine* conformance/test_skipped* ranks/test_guards* ranks/test_drift* "
     "ranks/test_by_hand* ranks/test_join* ranks/test_training* ranks/test_gpu_emulated* unit/test_digest* "
     "one_hash/test_tr*",
     "distopt/compress": "conformance/test_codecs.py conformance/test_codecs_on_backends* conformance/test_skipped* "

@@ -17,9 +17,9 @@ VIOLATIONS = {
         "distopt.nn.a -> distopt.comm",
     ),
     "imports go down only": (
-        {"b": "distopt.errors", "nn.b": "distopt.sync"},
+        {"b": "distopt.errors", "nn.b": "distopt.engine"},
         "not listed as layers:\n\n- distopt.b\n",
-        "distopt.nn.b -> distopt.sync",
+        "distopt.nn.b -> distopt.engine",
     ),
     "the package needs none of its instruments": ({"data.c": "examples"}, "distopt.data.c -> examples"),
     "PyTorch is imported by its own room": ({"comm.d": "torch"}, "distopt.comm.d -> torch"),
@@ -28,8 +28,8 @@ VIOLATIONS = {
         "distopt.torch.hosts.e -> distopt.torch.group",
     ),
     "no cycles inside a room": (
-        {"sync.f": "distopt.sync.g", "sync.g": "distopt.sync.f"},
-        "No cycles are allowed in distopt.sync.",
+        {"engine.f": "distopt.engine.g", "engine.g": "distopt.engine.f"},
+        "No cycles are allowed in distopt.engine.",
     ),
 }
 

@@ -14,7 +14,7 @@ from distopt.device import create_cuda_gpus
 from distopt.errors import UsageError
 from distopt.launch.job.topology import Topology
 from distopt.nn.devices.device import Device
-from distopt.sync.engine import Engine
+from distopt.engine.engine import Engine
 from distopt.tensor import Tensor
 
 X = Tensor((2, 3, 4, 4))

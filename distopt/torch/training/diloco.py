@@ -20,8 +20,8 @@ from ... import compress
 from ...checks import check_integer
 from ...compress import Codec, CommunicationStatistics
 from ...errors import StateError, UsageError
-from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
-from ...sync.step import GradientCounter
+from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ...engine.step import GradientCounter
 from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
@@ -63,7 +63,7 @@ class DiLoCo:
         fragment_sync_delay: steps between sending a fragment and applying its average; what a rank has learned of the
             fragment in these steps is lost.
         group: the ranks, over any backend (default: all).
-        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
             or "skip" it: all ranks go back to the last average.
 

@@ -15,9 +15,9 @@ from ... import compress
 from ...checks import check_number
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
-from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
-from ...sync.layout import Layout
-from ...sync.step import GradientCounter
+from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
+from ...engine.layout import Layout
+from ...engine.step import GradientCounter
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward, current_autograd_node, current_backward_pass, is_nested_backward
 from .communicator import communicator_of
@@ -56,7 +56,7 @@ class DistOpt(torch.optim.Optimizer):
             `model`, else numbers).
         group: the ranks, over any backend (default: all).
         codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
-        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         partition_elements: if given, steps are partial updates: each rank applies its own gradients, and then one
             partition of that size is averaged over the ranks.
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all

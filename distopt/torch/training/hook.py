@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import compress
 from ...compress import Codec, CommunicationStatistics
 from ...errors import UsageError
-from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
-from ...sync.step import GradientCounter
+from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from ...engine.step import GradientCounter
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward
 from .communicator import communicator_of
@@ -160,7 +160,7 @@ def hook(
         model: the model inside of DDP, or DDP itself; residuals and errors have the names of its parameters.
         codec: a codec, or the name of one, see `distopt.compress.create`.
         group: the ranks, over any backend (default: those of DDP's group; of a model that is not in DDP yet, all).
-        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
+        bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks from `backward`, or "ignore" it, which only fp32 can.
         shards: see `distopt.torch.DistOpt`; then `model` is DDP itself, and the state has `shards`, too.

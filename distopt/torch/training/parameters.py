@@ -16,7 +16,7 @@ from ...comm import Communicator
 from ...comm.base import Array
 from ...compress import CommunicationStatistics
 from ...errors import StateError, UsageError
-from ...sync.layout import Layout
+from ...engine.layout import Layout
 from ..private import current_autograd_node, untraced_function
 from ..tensors import array_of, is_of
 

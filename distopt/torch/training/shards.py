@@ -1,4 +1,4 @@
-"""Steps in shards for PyTorch: gradients, random numbers and running statistics of each; see `distopt.sync.shards`."""
+"""Steps in shards for PyTorch: gradients, random numbers and running statistics of each; see `distopt.engine.shards`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from ...comm.base import Array
 from ...errors import UsageError
 from ...launch.job.topology import Topology
-from ...sync.shards import RunningStatistics, Shards
-from ...sync.step import GradientCounter
+from ...engine.shards import RunningStatistics, Shards
+from ...engine.step import GradientCounter
 from ..ddp.bucket_order import Idle
 from ..ddp.plain_model import plain_model
 from ..ddp.sync_batch_norm import SyncBatchNorm
