@@ -23,7 +23,7 @@ import numpy as np
 
 from distopt import device, launch, opt, tensor
 from distopt.cli.values import at_least
-from distopt.compress import (
+from distopt.codecs import (
     BFloat16,
     Codec,
     CommunicationStatistics,

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from . import comm, compress, launch
+from . import comm, codecs, launch
 from .checks import absent_name, check_assignment, names_of
 from .comm import Communicator
 from .comm.base import Array
 from .comm.gpu import driver_version
 from .comm.world import current, offer
-from .compress import BadGradient, Codec, CommunicationStatistics
-from .compress.state import States
+from .codecs import BadGradient, Codec, CommunicationStatistics
+from .codecs.state import States
 from .errors import UsageError
 from .launch import Job, Ticket
 from .nn.core import autograd
@@ -62,7 +62,7 @@ class DistOpt:
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
         communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
             else the best one for the job, see `distopt.comm.create`).
-        codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
+        codec: how gradients are encoded: a codec, or the name of one (see `distopt.codecs`).
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
@@ -197,7 +197,7 @@ class DistOpt:
 
     @codec.setter
     def codec(self, value: Codec | str) -> None:
-        self._codec = compress.codec_of(value)
+        self._codec = codecs.codec_of(value)
 
     @cached_property
     def device(self) -> Device:

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import dist_opt
 from .checks import explain_absent
-from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from .codecs import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .errors import UsageError
 from .nn.core.array import Array
 from .nn.core.raw import RawTensor

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..comm import Communicator
 from ..comm.base import Array, storage_of
-from ..compress import Part
+from ..codecs import Part
 from ..kernels import array_module
 
 ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; vector loads of GPUs need it

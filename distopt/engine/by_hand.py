@@ -12,7 +12,7 @@ import numpy as np
 from ..checks import check_integer
 from ..comm import Communicator, Work
 from ..comm.base import Array
-from ..compress import BadGradient, Codec, CodecState, PendingReduction, finish_all
+from ..codecs import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError
 from ..kernels import array_module
 

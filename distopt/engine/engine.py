@@ -19,8 +19,8 @@ import numpy as np
 
 from ..checks import check_integer, check_number
 from ..comm import Communicator
-from ..compress import BadGradient, Codec, CommunicationStatistics, Doubt
-from ..compress.state import States
+from ..codecs import BadGradient, Codec, CommunicationStatistics, Doubt
+from ..codecs.state import States
 from ..errors import DistoptError, StateError, UsageError
 from .agreement import Agreement
 from .bucket import BucketMemory, Parameter

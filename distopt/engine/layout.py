@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..checks import check_integer
 from ..comm.base import Array
-from ..compress import Codec, CodecState, CommunicationStatistics
-from ..compress.state import States
+from ..codecs import Codec, CodecState, CommunicationStatistics
+from ..codecs.state import States
 from ..errors import StateError
 from .bucket import Bucket, BucketMemory, Parameter
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..comm.sparse import dense_wire_bytes
-from ..compress import BadGradient, CommunicationStatistics
-from ..compress.state import States
+from ..codecs import BadGradient, CommunicationStatistics
+from ..codecs.state import States
 from ..errors import StateError
 from ..kernels import kernels_of
 from .agreement import Agreement

@@ -1,7 +1,7 @@
 """Steps in shards: what makes a step the same, to the bit, for any number of ranks.
 
 A step has a fixed number of shards. Each has random numbers of its own, keyed by seed, step and shard; gradients meet
-in a fixed tree (`compress.Tree`); running statistics take in the shards in their order.
+in a fixed tree (`codecs.Tree`); running statistics take in the shards in their order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ..checks import check_integer
 from ..comm import Communicator
 from ..comm.base import Array
-from ..compress import Codec, CommunicationStatistics, Fp32, Tree, Verdict
+from ..codecs import Codec, CommunicationStatistics, Fp32, Tree, Verdict
 from ..errors import StateError, UsageError
 from ..launch.job.topology import Topology
 from ..shards import block_of

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..compress import (
+from ..codecs import (
     BadGradient,
     Codec,
     CodecState,

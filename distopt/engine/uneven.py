@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..comm import Communicator
-from ..compress import Codec, ErrorFeedback
+from ..codecs import Codec, ErrorFeedback
 from ..errors import MismatchError, UsageError
 
 _NO_STEP = 0

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch
-from distopt import compress
+from distopt import codecs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import mnist
@@ -65,7 +65,7 @@ def by_dist_opt(codec: str, **options: Any) -> Way:
     """Train without DDP, by an optimizer that averages gradients through a codec."""
 
     def prepare(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        made = compress.create(codec, **options)
+        made = codecs.create(codec, **options)
         return model, distopt.torch.DistOpt(sgd(model), model.named_parameters(), codec=made)
 
     return prepare
@@ -103,7 +103,7 @@ WAYS: dict[str, Way] = {
     "power-sgd": by_dist_opt("power-sgd", **POWER_SGD),
     "diloco": by_diloco(),
     "diloco-half": by_diloco(sync_every=15, codec="fp16"),
-    "diloco-sparse": by_diloco(sync_every=15, codec=compress.create("top-k", ratio=0.1, error_feedback=True)),
+    "diloco-sparse": by_diloco(sync_every=15, codec=codecs.create("top-k", ratio=0.1, error_feedback=True)),
 }
 
 

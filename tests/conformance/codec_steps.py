@@ -3,7 +3,7 @@
 import numpy as np
 
 from distopt.comm import Communicator, create
-from distopt.compress import (
+from distopt.codecs import (
     BFloat16,
     ErrorFeedback,
     Fp16,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distopt.comm import Work
-from distopt.compress import (
+from distopt.codecs import (
     BFloat16,
     ErrorFeedback,
     Fp16,
@@ -21,7 +21,7 @@ from distopt.compress import (
     TopK,
     finish_all,
 )
-from distopt.compress.statistics import CommunicationStatistics, Statistics
+from distopt.codecs.statistics import CommunicationStatistics, Statistics
 from distopt.errors import GradientError, PeerLostError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 

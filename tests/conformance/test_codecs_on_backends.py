@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, TopK
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, TopK
 from tests.conformance.codec_steps import CODECS, on_backend, on_emulated_gpu, steps_of
 from tests.conformance.ranks import run_ranks_ok
 from tests.conformance.thread_ranks import SplittingCommunicator, on_ranks

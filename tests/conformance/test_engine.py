@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
 from distopt.engine.bucket import ALIGNMENT_BYTES, BucketMemory
 from distopt.engine.engine import Engine

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt.compress import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError
 from distopt.engine.by_hand import Fusion
 from tests.conformance import nccl_ranks

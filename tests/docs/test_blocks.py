@@ -43,7 +43,7 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10)
     "docs/guide/codecs.md": """
 import torch
 from torch.nn.parallel import DistributedDataParallel
-import distopt.compress
+import distopt.codecs
 import distopt.torch
 import torch.distributed as dist
 dist.init_process_group("distopt")

@@ -36,9 +36,9 @@ def batches(rank: int, device: str) -> Iterator[tuple[Any, Any]]:
 def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
     """The parameters after some steps, on the CPU."""
     import distopt.torch
-    from distopt import compress
+    from distopt import codecs
 
-    model, made = network(device), compress.create(codec, **CODECS[codec])
+    model, made = network(device), codecs.create(codec, **CODECS[codec])
     optimizer = sgd(model)
     trains, steps = model, optimizer
     if front == "hook":

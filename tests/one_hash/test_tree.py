@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt.comm import create
-from distopt.compress import Part, Tree
+from distopt.codecs import Part, Tree
 from distopt.errors import UsageError
 from distopt.shards import Node, block_of
 from tests.conformance.ranks import run_ranks_ok

@@ -17,7 +17,7 @@ import numpy as np
 from distopt import launch, layer, model, opt, singa_wrap, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.checkpoint.adapters import adapters_of, copy_of
-from distopt.compress import ErrorFeedback, Fp16, PowerSGD, TopK
+from distopt.codecs import ErrorFeedback, Fp16, PowerSGD, TopK
 from distopt.data import ShardedSampler
 
 SAMPLES, CLASSES, BATCH = 203, 5, 8

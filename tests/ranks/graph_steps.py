@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, layer, model, opt, tensor
-from distopt.compress import Fp32
+from distopt.codecs import Fp32
 from distopt.errors import GradientError, UsageError
 from tests.ranks.small_net import SMALL, parameters
 from tests.ranks.test_strategies import STRATEGIES

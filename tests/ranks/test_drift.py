@@ -12,7 +12,7 @@ import pytest
 
 import distopt
 from distopt import launch, opt, singa_wrap, tensor
-from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
+from distopt.codecs import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
 from tests.emulation import activate
 from tests.emulation import build as emulator

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from tests.emulation import activate, build
 from tests.ranks import small_net

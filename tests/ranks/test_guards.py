@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distopt import device, opt, singa_wrap, tensor
-from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from distopt.nn.core import autograd
 from tests.ranks.small_net import SMALL, Net, assert_equal_bits, batch, build, on_ranks, parameters, step_of, train

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import launch, opt, singa_wrap
-from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
+from distopt.codecs import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import RankFailedError
 from tests.ranks.small_net import assert_equal_bits, batch, build, make, on_ranks, parameters, step_of, whole
 

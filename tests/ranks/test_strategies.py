@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distopt import opt
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from tests.processes import Program
 from tests.ranks.small_net import SMALL, assert_equal_bits, batch, build, on_ranks, parameters, train
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import distopt.torch  # registers the backend
-from distopt import compress, opt, singa_wrap
+from distopt import codecs, opt, singa_wrap
 from tests.ranks.small_net import SMALL, build, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,7 +190,7 @@ def codec(rank: int, size: int) -> list[object]:
     """A loop of `DistOpt`, whose ranks have nothing to do with the group's, by top-K."""
     sgd = opt.DistOpt(opt.SGD(lr=0.1), *place, bucket_elements=SMALL)
     net = build(sgd)
-    return [net, train(sgd, net, range(3), compress.TopK(0.1))]
+    return [net, train(sgd, net, range(3), codecs.TopK(0.1))]
 
 
 def a_save_under_way(rank: int, size: int) -> list[object]:

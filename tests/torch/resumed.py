@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from distopt import compress
+from distopt import codecs
 from distopt.torch import Checkpoint, DiLoCo, DistOpt, ResumableSampler, hook
 
 DDP = ("ddp", "zero", "hook")
@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model, more = Network(), {}
-    codec = compress.create("top-k", ratio=0.02, error_feedback=True)
+    codec = codecs.create("top-k", ratio=0.02, error_feedback=True)
     if args.by in DDP:
         model = DistributedDataParallel(model, bucket_cap_mb=1, broadcast_buffers=False, static_graph=args.static_graph)
     elif args.by == "fsdp":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distopt import checkpoint, compress
+from distopt import checkpoint, codecs
 from distopt.data import ShardedSampler
 from distopt.errors import UsageError
 from distopt.torch import Checkpoint, DistOpt, ResumableSampler
@@ -268,8 +268,8 @@ def test_a_mean_is_rounded_once():
 @pytest.mark.parametrize(("after", "says"), [("fp32", True), ("top-k", True), ("error feedback", False)])
 def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path, caplog, backend, after, says):
     codecs = {
-        "error feedback": compress.create("top-k", ratio=0.5, error_feedback=True),
-        "top-k": compress.create("top-k", ratio=0.5),
+        "error feedback": codecs.create("top-k", ratio=0.5, error_feedback=True),
+        "top-k": codecs.create("top-k", ratio=0.5),
         "fp32": "fp32",
     }
 

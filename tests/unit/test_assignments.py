@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import layer, model, opt, tensor
-from distopt.compress import Fp16, Fp32
+from distopt.codecs import Fp16, Fp32
 from distopt.errors import UsageError
 from distopt.nn.core.tensor import Tensor
 from tests.users_rules import ByApply

@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from distopt import compress
-from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
+from distopt import codecs
+from distopt.codecs import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
 from distopt.errors import UsageError
 from distopt.opt import DIST_OPTIONS, codec_of
 from tests.conformance.thread_ranks import on_ranks
@@ -75,7 +75,7 @@ def test_registry():
     assert create("fp16", scale="dynamic") == Fp16("dynamic")
     with pytest.raises(UsageError, match="fp32, fp16, bf16, top-k, threshold, power-sgd"):
         create("fp64")
-    with pytest.raises(UsageError, match=r"codec 'fp16' takes no ratio=; it takes scale=, see distopt.compress.Fp16"):
+    with pytest.raises(UsageError, match=r"codec 'fp16' takes no ratio=; it takes scale=, see distopt.codecs.Fp16"):
         create("fp16", ratio=0.5)
     with pytest.raises(UsageError, match=r"'fp32' .*leave error_feedback= out"):
         create("fp32", error_feedback=True)
@@ -87,14 +87,14 @@ def test_an_option_that_is_missing_is_named(name):
     needed = {"top-k": "ratio= or k=", "threshold": "bound="}.get(name)
     if needed is None:
         assert isinstance(create(name), CODECS[name])
-        assert compress.codec_of(name) == create(name)
+        assert codecs.codec_of(name) == create(name)
         return
     option = needed.partition("=")[0]
     for options in ({}, {"error_feedback": True}):
         with pytest.raises(UsageError, match=rf"needs {needed}: add {option}=0.01, .* after '{name}'"):
             create(name, **options)
-    with pytest.raises(UsageError, match=rf"needs {needed}, .* codec=distopt.compress.(.*)$") as e:
-        compress.codec_of(name)
+    with pytest.raises(UsageError, match=rf"needs {needed}, .* codec=distopt.codecs.(.*)$") as e:
+        codecs.codec_of(name)
     call = str(e.value).rpartition("compress.")[2]
     assert eval(call, {"create": create}) == create(name, **{option: 0.01})
 

@@ -7,7 +7,7 @@ import pytest
 
 import distopt
 from distopt import autograd, layer, model, opt, tensor
-from distopt.compress import Threshold, TopK
+from distopt.codecs import Threshold, TopK
 from distopt.errors import CommunicatorClosedError, UsageError
 from distopt.launch.job.origin import origin
 from distopt.settings import Settings

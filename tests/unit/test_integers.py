@@ -8,7 +8,7 @@ from distopt.checkpoint import Checkpoint
 from distopt.checks import check_integer
 from distopt.comm.single import SingleCommunicator
 from distopt.comm.world import World
-from distopt.compress import PowerSGD, TopK
+from distopt.codecs import PowerSGD, TopK
 from distopt.data import ShardedSampler, data_partition
 from distopt.device import create_cuda_gpus
 from distopt.errors import UsageError

@@ -1,6 +1,6 @@
 """A network in distopt.
 
-Of the setup, "backend" names the communicator, "codec" has the arguments of `compress.create`; with "partial", the updates
+Of the setup, "backend" names the communicator, "codec" has the arguments of `codecs.create`; with "partial", the updates
 of the reference CNN are partial.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from threadpoolctl import threadpool_info
 
 from benchmarks.models import CNN, compiled, resnet, sgd
-from distopt import compress, device, opt
+from distopt import codecs, device, opt
 from distopt.tensor import Tensor
 
 from . import train
@@ -53,7 +53,7 @@ class Trainer(train.Trainer):
         self.rank = where.topology.rank
         device.get_default_device().SetRandSeed(0)
         self._started = self._communicated = 0.0
-        optimizer, codec = sgd(), compress.create(**setup.get("codec", {"name": "fp32"}))
+        optimizer, codec = sgd(), codecs.create(**setup.get("codec", {"name": "fp32"}))
         self._dist_opt = _TimedDistOpt(optimizer, communicator=where, codec=codec, partition_elements=100_000)
         optimizer.update = partial(self._dist_opt.time, optimizer.update)
         if (name := setup.get("model", "cnn")) == "cnn":

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ... import compress
+from ... import codecs
 from ...checks import check_integer
-from ...compress import Codec, CommunicationStatistics
+from ...codecs import Codec, CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
@@ -58,7 +58,7 @@ class DiLoCo:
         inner_optimizer: over parameters of the model. All parameters and buffers become those of rank 0.
         outer_optimizer: over the same parameters.
         sync_every: steps from one average of a parameter to the next.
-        codec: how changes are encoded: a codec, or the name of one (see `distopt.compress`).
+        codec: how changes are encoded: a codec, or the name of one (see `distopt.codecs`).
         fragments: parts of the model, in the order of its parameters, which are averaged in turn, at equal distances.
         fragment_sync_delay: steps between sending a fragment and applying its average; what a rank has learned of the
             fragment in these steps is lost.
@@ -110,7 +110,7 @@ class DiLoCo:
         self._model, self._held = plain, HeldParameters(plain, params)
         self._check_optimizers()
         device = device_of(params)
-        codec, communicator = compress.codec_of(codec), communicator_of(group, device)
+        codec, communicator = codecs.codec_of(codec), communicator_of(group, device)
         self._communicator, self.device = communicator, device
         with current_stream(device):
             Engine(communicator).agreement.attach(params)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ... import compress
+from ... import codecs
 from ...checks import check_number
-from ...compress import Codec, CommunicationStatistics
+from ...codecs import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ...engine.layout import Layout
@@ -55,7 +55,7 @@ class DistOpt(torch.optim.Optimizer):
         named_parameters: `model.named_parameters()`; the names are for errors and saved states (default: those of
             `model`, else numbers).
         group: the ranks, over any backend (default: all).
-        codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
+        codec: how gradients are encoded: a codec, or the name of one (see `distopt.codecs`).
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         partition_elements: if given, steps are partial updates: each rank applies its own gradients, and then one
             partition of that size is averaged over the ranks.
@@ -106,7 +106,7 @@ class DistOpt(torch.optim.Optimizer):
             check_number("clip_grad_norm", clip_grad_norm, "(0, inf]")
         Engine.check_options(non_finite, check_every)
         self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self.codec, self.clip, self.clip_grad_norm = compress.codec_of(codec), clip, clip_grad_norm
+        self.codec, self.clip, self.clip_grad_norm = codecs.codec_of(codec), clip, clip_grad_norm
         self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
         plain, ddp = plain_model(torch.nn.Module() if model is None else model)
         if named_parameters is None and model is not None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import compress
-from ...compress import Codec, CommunicationStatistics
+from ... import codecs
+from ...codecs import Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
@@ -158,7 +158,7 @@ def hook(
 
     Args:
         model: the model inside of DDP, or DDP itself; residuals and errors have the names of its parameters.
-        codec: a codec, or the name of one, see `distopt.compress.create`.
+        codec: a codec, or the name of one, see `distopt.codecs.create`.
         group: the ranks, over any backend (default: those of DDP's group; of a model that is not in DDP yet, all).
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
@@ -174,7 +174,7 @@ def hook(
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
     """
-    codec = compress.create(codec, **options) if isinstance(codec, str) else compress.codec_of(codec)
+    codec = codecs.create(codec, **options) if isinstance(codec, str) else codecs.codec_of(codec)
     if non_finite == "skip":
         raise UsageError("DDP's hook cannot skip the update of an optimizer; use distopt.torch.DistOpt for that")
     Engine.check_options(non_finite)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...comm import Communicator
 from ...comm.base import Array
-from ...compress import CommunicationStatistics
+from ...codecs import CommunicationStatistics
 from ...errors import StateError, UsageError
 from ...engine.layout import Layout
 from ..private import current_autograd_node, untraced_function

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distopt.torch
-from distopt import compress
+from distopt import codecs
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
 
 from ..forked import group_with_gloo
@@ -80,7 +80,7 @@ def check_codecs_of_hooks(r: Ranks) -> None:
             found.append(params_of(model))
             sent.append(state.stats().total.wire_bytes)
         model = network()
-        optimizer = dist_opt(model, codec=compress.create(name, **options))
+        optimizer = dist_opt(model, codec=codecs.create(name, **options))
         train(model, optimizer, r.rank)
         found.append(params_of(model))
         sent.append(optimizer.stats().total.wire_bytes)
@@ -248,7 +248,7 @@ def check_dist_opt_of_a_bad_gradient(r: Ranks) -> None:
     for codec in ("fp32", "top-k"):
         for non_finite in ("raise", "skip"):
             model = network()
-            optimizer = dist_opt(model, codec=codec if codec == "fp32" else compress.TopK(0.1), non_finite=non_finite)
+            optimizer = dist_opt(model, codec=codec if codec == "fp32" else codecs.TopK(0.1), non_finite=non_finite)
             before = params_of(model)
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(bad), y)
@@ -494,7 +494,7 @@ def check_dist_opt_with_a_grad_scaler(r: Ranks) -> None:
     """An overflow on one rank makes the scalers of all ranks skip a step, and halves their scales."""
     for name, options in CODECS.items():
         model = network()
-        optimizer = dist_opt(model, codec=compress.create(name, **options), non_finite="skip")
+        optimizer = dist_opt(model, codec=codecs.create(name, **options), non_finite="skip")
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         model[4].weight.register_hook(
             lambda grad, s=scaler: grad * (torch.inf if r.rank and s.get_scale() > 512 else 1)
@@ -530,7 +530,7 @@ def check_codec_states_resume(r: Ranks) -> None:
 
     def of_dist_opt() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
         model = network()
-        optimizer = dist_opt(model, codec=compress.create("top-k", ratio=0.05, error_feedback=True))
+        optimizer = dist_opt(model, codec=codecs.create("top-k", ratio=0.05, error_feedback=True))
         return model, optimizer, {"model": model, "optimizer": optimizer}
 
     def of_hook() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
@@ -541,7 +541,7 @@ def check_codec_states_resume(r: Ranks) -> None:
     def of_diloco() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
         model = network()
         inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        codec = compress.create("top-k", ratio=0.2, error_feedback=True)
+        codec = codecs.create("top-k", ratio=0.2, error_feedback=True)
         options = {"sync_every": 5, "fragment_sync_delay": 1, "codec": codec}  # the average of step 5 is under way
         local = distopt.torch.DiLoCo(model, inner, outer, **options)
         return model, inner, {"model": model, "optimizer": inner, "local": local}
@@ -566,7 +566,7 @@ def check_codec_states_resume(r: Ranks) -> None:
 
 def check_codec_states_in_memory_formats(r: Ranks) -> None:
     """Residuals have the shapes of parameters, whatever the format; all dimensions of a kernel are of one length."""
-    codec = compress.create("top-k", ratio=0.3, error_feedback=True)
+    codec = codecs.create("top-k", ratio=0.3, error_feedback=True)
     images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(r.rank))
 
     def after_a_step(front: str, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -660,7 +660,7 @@ def check_diloco_average(r: Ranks) -> None:
                 sync_every=4,
                 fragments=fragments,
                 fragment_sync_delay=delay,
-                codec=compress.create(codec, **CODECS[codec]),
+                codec=codecs.create(codec, **CODECS[codec]),
                 bucket_elements=SMALL,
             )
             for step in range(9 if delay else 10):  # the last step but one, or two, is a multiple of sync_every

@@ -70,7 +70,7 @@ def codec_of(codec: Codec | str) -> Codec:
             option, example = next(iter(needs.items()))
             raise UsageError(
                 f"codec {codec!r} needs {_alternatives(needs)}, which its name does not give; pass "
-                f"codec=distopt.compress.create({codec!r}, {option}={example})"
+                f"codec=distopt.codecs.create({codec!r}, {option}={example})"
             )
         return create(codec)
     if not isinstance(codec, Codec):
@@ -96,7 +96,7 @@ def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:
     if unknown := [f"{option}=" for option in options if option not in taken]:
         raise UsageError(
             f"codec {name!r} takes no {' and no '.join(unknown)}; it takes "
-            f"{', '.join(f'{option}=' for option in taken) or 'no options'}, see distopt.compress.{kind.__name__}"
+            f"{', '.join(f'{option}=' for option in taken) or 'no options'}, see distopt.codecs.{kind.__name__}"
         )
     if kind.needs and not kind.needs.keys() & options.keys():
         option, example = next(iter(kind.needs.items()))

@@ -1,7 +1,7 @@
 """The reductions of one bucket: what a codec reduces it with, and the driver of its steps.
 
 A `CodecState` has the collectives that a codec may call, which count bytes and time, and the verdict on the gradients.
-A `PendingReduction` drives the generator of `Codec.reduce` through one step: see `distopt.compress.base`.
+A `PendingReduction` drives the generator of `Codec.reduce` through one step: see `distopt.codecs.base`.
 """
 
 from __future__ import annotations
