@@ -25,7 +25,7 @@ import numpy as np
 from distopt import opt
 from distopt.cli.values import at_least
 from distopt.comm import Communicator
-from distopt.timeline import Timeline, timeline
+from distopt.recorder.timeline import Timeline, timeline
 
 CALLS, REPEATS, WARM_UP_STEPS = 2000, 25, 30
 CALLS_A_TURN, TURNS, SMALL = 50, 600, 256

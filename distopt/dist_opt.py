@@ -41,7 +41,7 @@ from .engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine,
 from .engine.layout import Layout, under
 from .engine.shards import RunningStatistics, Shards
 from .engine.step import GradientCounter
-from .timeline import timeline
+from .recorder.timeline import timeline
 
 
 class DistOpt:

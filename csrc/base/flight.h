@@ -1,4 +1,4 @@
-// The flight record of a communicator, in memory that other processes read at any moment. distopt/flight/ring.py
+// The flight record of a communicator, in memory that other processes read at any moment. distopt/recorder/ring.py
 // allocates and reads this memory, and writes to it in the same layout.
 #pragma once
 

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UsageError
 from ..files import described, file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
-from ..timeline import timeline
+from ..recorder.timeline import timeline
 from .adapters import adapters_of, copy_of, exchanged, look_at
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .hashes import LOG, HashLog, cut_log, settings_of

@@ -12,7 +12,7 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from ..errors import DataError, MissingDependencyError
-from ..timeline import TRACKS
+from ..recorder.timeline import TRACKS
 
 Event: TypeAlias = "dict[str, Any]"
 

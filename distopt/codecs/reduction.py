@@ -18,7 +18,7 @@ from ..comm.base import Array, RaggedWork, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, UsageError
 from ..kernels import FINDINGS, FROM_BAD, array_module
-from ..timeline import timeline
+from ..recorder.timeline import timeline
 from .state import KeptArrays, Part
 from .statistics import Statistics
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
-from ..flight.recorder import flight_record
+from ..recorder.flight import flight_record
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..settings import Settings
-from ..timeline import timeline
+from ..recorder.timeline import timeline
 from .base import Communicator, Work
 from .environment import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal

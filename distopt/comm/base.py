@@ -37,8 +37,8 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import UsageError
-from ..flight.recorder import flight_record
-from ..flight.ring import Group
+from ..recorder.flight import flight_record
+from ..recorder.ring import Group
 from ..kernels import check_unmasked
 from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
-from ..timeline import timeline
+from ..recorder.timeline import timeline
 from .core.mode import mode as process_mode
 from .core.tensor import Tensor
 from .devices.device import Device

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer
 
-from ..timeline import timeline
+from ..recorder.timeline import timeline
 from .private import call_after_backward, current_backward_pass
 
 _modules: list[torch.nn.Module] = []  # in their forward passes

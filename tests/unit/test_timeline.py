@@ -13,9 +13,9 @@ from distopt import timeline as recorder
 from distopt.cli import main
 from distopt.cli.timeline import findings, load, report, summarize
 from distopt.errors import DataError
-from distopt.flight.recorder import FlightRecord
-from distopt.flight.ring import Ring
-from distopt.timeline import TRACKS, Timeline
+from distopt.recorder.flight import FlightRecord
+from distopt.recorder.ring import Ring
+from distopt.recorder.timeline import TRACKS, Timeline
 
 STEPS, STEP_US = 9, 10_000
 FORWARD, BACKWARD, ENCODE, DECODE, UPDATE = 1000, 3000, 200, 100, 50  # us

@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 import pytest
 
-from distopt.flight.recorder import FlightRecord
-from distopt.flight.ring import STEPS, Operation
+from distopt.recorder.flight import FlightRecord
+from distopt.recorder.ring import STEPS, Operation
 from distopt.launch.nodes.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from distopt.timeline import timeline
+from distopt.recorder.timeline import timeline
 
 
 def watch() -> Callable[[], dict[str, float]]:

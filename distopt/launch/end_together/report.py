@@ -7,7 +7,7 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
 - `left`: it ends now, because of a signal, together with all other ranks;
 - `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
   processes of a host have), and whether as a consequence of another rank's end ("is_consequence");
-- `records`: where its flight record lies ("ring", see `distopt.flight`);
+- `records`: where its flight record lies ("ring", see `distopt.recorder`);
 - `stepped`, from rank 0: it has done its first training step ("step"), which ends healing;
 - `modules`, from a rank of each agent that heals: the modules that it has imported ("names").
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ...flight.recorder import flight_record
+from ...recorder.flight import flight_record
 from ..gate import FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say

@@ -1,6 +1,6 @@
 """`distopt run --watch`: once a second, what each rank does.
 
-A rank's steps, waits and operations lie in its flight record, which its agent can read (`distopt.flight`). So a rank
+A rank's steps, waits and operations lie in its flight record, which its agent can read (`distopt.recorder`). So a rank
 sends nothing, and one that hangs is shown, too. Agents send the rows of their ranks to the owner of the endpoint.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...flight.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
+from ...recorder.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
 from ..processes import describe_exit
 from ..supervise.output import Output
 from ..supervise.ranks import Rank

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
-from ...flight.recorder import flight_record
+from ...recorder.flight import flight_record
 from ..end_together.report import supervisor
 from ..job.multiprocess import UNGUARDED, Ticket, is_importing
 from ..job.origin import origin

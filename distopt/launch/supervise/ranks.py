@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...flight.recorder import flight_record
-from ...flight.ring import Ring
+from ...recorder.flight import flight_record
+from ...recorder.ring import Ring
 from ..end_together.report import VARIABLE
 from ..mpi_quirks import is_crash_of_a_send, remove_shared_files
 from ..processes import end_of

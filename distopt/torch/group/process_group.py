@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...comm.shm import ShmCommunicator
 from ...errors import DistoptError
-from ...timeline import timeline
+from ...recorder.timeline import timeline
 from ..ddp.shared_buckets import LEAST_BYTES
 from ..errors import as_torch
 from ..private import NamedGroup, current_autograd_node, give_backend, is_profiling, register_work, untraced

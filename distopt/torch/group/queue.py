@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DistoptError
-from ...timeline import timeline
+from ...recorder.timeline import timeline
 from ..errors import as_torch
 from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
 from .arguments import seconds_of
@@ -32,7 +32,7 @@ from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
     from ...comm.work import Work
-    from ...flight.ring import Group
+    from ...recorder.ring import Group
 
 # The queue's thread carries out an operation only after this time: a thread that waits for it before does so itself,
 # without a switch of threads.

@@ -21,9 +21,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .flight.recorder import flight_record
-from .flight.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE
-from .settings import Settings
+from .flight import flight_record
+from .ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE
+from ..settings import Settings
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -51,7 +51,7 @@ class Timeline:
     phase_now = ""
     _began = _flushed = 0.0
     _file: FileIO | None = None
-    _progress: memoryview | None = None  # where events are counted: see `distopt.flight`
+    _progress: memoryview | None = None  # where events are counted: see `distopt.recorder`
 
     def open(
         self,

@@ -34,7 +34,7 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 # JSON object a line. csrc/base/flight.h writes records and endings, too.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
 _HEAD_BYTES, _WORD, _END, _ASKED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
-# Words of the head, which `distopt.timeline` writes for `distopt run --watch`: steps and samples of training so far; ns
+# Words of the head, which `distopt.recorder.timeline` writes for `distopt run --watch`: steps and samples of training so far; ns
 # of waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
 _PAIR, _GROUP_HEAD_BYTES = struct.Struct("=qQ"), 16
