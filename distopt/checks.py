@@ -39,7 +39,7 @@ def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mappin
     """
 
     def refuse(name: str) -> NoReturn:
-        raise absent_name(module["__name__"], name, names, reasons)
+        raise absent_name(module["__name__"].replace(".singa", ""), name, names, reasons)
 
     module["__getattr__"] = refuse
 

@@ -34,7 +34,7 @@ from .nn.optim.accumulation import GradientAccumulation
 from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
 from .nn.optim.rules import SGD
-from .nn.singa.views import CurrentValue
+from .nn.optim.views import CurrentValue
 from .settings import Settings
 from .engine.by_hand import Fusion
 from .engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite

@@ -19,7 +19,7 @@ from ..core.mode import mode
 from ..core.numbers import number_of
 from ..core.tensor import Tensor
 from ..devices.device import get_default_device
-from ..singa.views import CurrentValue
+from .views import CurrentValue
 from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from ...errors import UsageError
 from ..core.array import Array, float32
 from ..kernels import kernels_of
-from ..singa.views import CurrentValue, SlotView
+from .views import CurrentValue, SlotView
 from .hyperparameters import Hyperparameter
 from .optimizer import Optimizer
 from .schedules import Constant, DecayScheduler

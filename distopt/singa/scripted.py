@@ -6,12 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import UsageError
-from ...kernels import array_module
-from ..core.array import Array, settled
-from ..core.operation import Operation
-from ..core.raw import raw
-from ..core.tensor import Tensor
+from ..errors import UsageError
+from ..kernels import array_module
+from ..nn.core.array import Array, settled
+from ..nn.core.operation import Operation
+from ..nn.core.raw import raw
+from ..nn.core.tensor import Tensor
 
 
 class Operator:

@@ -1,0 +1,1 @@
+"""The modules that scripts for SINGA import, under its names: `distopt.opt` is `distopt.singa.opt`, and so on."""
