@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from distopt.cli.values import at_least
-from distopt.comm import BACKENDS
+from distopt.comm import TRANSPORTS
 from distopt.comm.base import DTYPES, storage_of
 from distopt.errors import UsageError
 
@@ -35,7 +35,7 @@ _PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.d
 _PAGE = 4096
 # The array whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
-_BACKENDS = [name for name in BACKENDS if name != "single"]
+_BACKENDS = [name for name in TRANSPORTS if name != "single"]
 _BATCH_SECONDS = 1e-3  # duration of the calls that are timed together
 _HEADER = (
     f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<13}{'buffers':<10}"

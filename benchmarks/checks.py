@@ -53,7 +53,7 @@ def measure_new(_rank: int, _world_size: int, rounds: int) -> None:
 
 def measure(backend: str, rounds: int) -> None:
     """Collective. Rank 0 prints."""
-    communicator = comm.create(launch.join(), os.environ.get("DISTOPT_BACKEND", backend))
+    communicator = comm.create(launch.join(), os.environ.get("DISTOPT_TRANSPORT", backend))
     topology = communicator.topology
     optimizer = opt.DistOpt(sgd(), communicator=communicator)
     model, x, y = compiled(optimizer, 64)

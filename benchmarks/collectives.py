@@ -37,7 +37,7 @@ SPOKEN = {"unshaped": "unshaped", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "1
 SIZES = [*(256 * 4**i for i in range(7)), 4 * PARAMETERS, 4 << 20, 25_600_000, 102_400_000]
 LARGEST = {"100mbit": 25_600_000}
 LONG_SECONDS = 0.05  # of the bytes on the wire; such sizes get a quarter of the samples, and no warm-up
-BACKENDS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
+TRANSPORTS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
 PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
 
 
@@ -58,7 +58,7 @@ class Table:
 
 TABLES = [
     Table(ranks, rate, collective)
-    for collective, ranks, rate in itertools.product(COLLECTIVES, BACKENDS, RATES)
+    for collective, ranks, rate in itertools.product(COLLECTIVES, TRANSPORTS, RATES)
     if collective == "all_reduce" or rate in OTHERS_AT
 ]
 
@@ -91,7 +91,7 @@ def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
         result = Path(folder) / "result.json"
         command = ["all-reduce", "--json", str(result), *options]
         command += ["--collective", table.collective, "--emulate", table.ranks, "--sizes", ",".join(map(str, sizes))]
-        command += ["--backend", ",".join(BACKENDS[table.ranks])]
+        command += ["--backend", ",".join(TRANSPORTS[table.ranks])]
         command += [] if table.rate == "unshaped" else ["--rate", table.rate]
         code = main(command)
         if not result.exists():
@@ -100,7 +100,7 @@ def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
     wrong = [f"{row['who']} at {row['size_bytes']} bytes" for row in report["rows"] if row["wrong"]]
     if wrong:
         raise DistoptError(f"{table.title}: wrong results of {', '.join(wrong)}")
-    for backend in BACKENDS[table.ranks]:
+    for backend in TRANSPORTS[table.ranks]:
         if backend in report["missing"]:
             raise DistoptError(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
     return report
@@ -143,7 +143,7 @@ def described(result: dict) -> str:
 def markdown(table: Table, result: dict) -> str:
     """Rows by size; times in ms, and how much longer than distopt the best that must not be faster takes."""
     own = own_peer(result)
-    ours, rivals = BACKENDS[table.ranks], [own, "gloo"]
+    ours, rivals = TRANSPORTS[table.ranks], [own, "gloo"]
     peers = [own, *(peer for peer in PEERS if peer != own)]
     ratios = [f"{PEERS[own]} or Gloo / {backend}" for backend in ours]
     head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> None:
     words = {word for word in args.only.split(",") if word}
     tables = [] if args.write else [table for table in TABLES if words <= set(astuple(table))]
     if not (tables or args.write):
-        raise UsageError(f"--only {args.only} names no table; known are {', '.join([*BACKENDS, *RATES, *COLLECTIVES])}")
+        raise UsageError(f"--only {args.only} names no table; known are {', '.join([*TRANSPORTS, *RATES, *COLLECTIVES])}")
     if tables and os.geteuid() != 0:
         raise UsageError("only root can create network namespaces; run it with sudo")
     args.results.parent.mkdir(parents=True, exist_ok=True)

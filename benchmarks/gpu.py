@@ -215,7 +215,7 @@ def reduce_rows(rank: int, world_size: int, file: str) -> None:
 
     communicator = opt.DistOpt(opt.SGD()).communicator
     if communicator.name != "nccl":
-        sys.exit(f"the {communicator.name} communicator was chosen; set DISTOPT_BACKEND=nccl to see what is missing")
+        sys.exit(f"the {communicator.name} communicator was chosen; set DISTOPT_TRANSPORT=nccl to see what is missing")
     unique = nccl.get_unique_id() if rank == 0 else None
     payload = communicator.all_gather_bytes(json.dumps(unique).encode())[0]
     bare = nccl.NcclCommunicator(world_size, tuple(json.loads(payload)), rank)

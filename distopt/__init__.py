@@ -39,7 +39,7 @@ def init(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     Raises:
         LaunchError: the ranks do not find each other, or disagree about who they are.
         UsageError: `ticket` is not a Ticket, or this process has an open world, of other arguments.
-        MissingDependencyError: the launcher or `$DISTOPT_BACKEND` needs something that is absent.
+        MissingDependencyError: the launcher or `$DISTOPT_TRANSPORT` needs something that is absent.
     """
     from .comm import world
 

@@ -215,7 +215,7 @@ class DistOpt:
         if Settings.from_env().device == "cuda":
             raise UsageError(
                 f"DISTOPT_DEVICE=cuda, but the {self.communicator.name} communicator moves data of the CPU; set "
-                "DISTOPT_BACKEND=nccl too"
+                "DISTOPT_TRANSPORT=nccl too"
             )
         return get_default_device()
 

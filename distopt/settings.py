@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `DISTOPT_TIMEOUT` | 120 | seconds after which a collective with an absent peer raises |
 | `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective, or `distopt run` without all nodes, warns |
-| `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
+| `DISTOPT_TRANSPORT` | auto | `auto`, or a name of `distopt.comm.TRANSPORTS` |
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
@@ -26,13 +26,16 @@ from difflib import get_close_matches
 from .errors import UsageError
 
 
+OLD_TRANSPORT = "DISTOPT_BACKEND"  # the name of DISTOPT_TRANSPORT before 0.1; for one version
+
+
 @dataclass(frozen=True)
 class Settings:
     """Values of the `DISTOPT_*` variables; times in seconds."""
 
     timeout: float = 120.0
     stall_warning: float = 10.0
-    backend: str = "auto"
+    transport: str = "auto"
     sum_order: str = "auto"
     device: str = "auto"
     nccl_library: str | None = None
@@ -55,7 +58,7 @@ class Settings:
         return cls(
             timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
             stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
-            backend=env.get("DISTOPT_BACKEND", cls.backend),
+            transport=env.get("DISTOPT_TRANSPORT") or env.get(OLD_TRANSPORT) or cls.transport,
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
@@ -69,7 +72,7 @@ class Settings:
 
 
 # The variables above, and others that are read where they are used; all begin with DISTOPT_.
-_NAMES = [each.name.upper() for each in fields(Settings)] + ["DATA_DIR", "AGENT", "RUN_ID", "SANITIZE"]
+_NAMES = [each.name.upper() for each in fields(Settings)] + ["BACKEND", "DATA_DIR", "AGENT", "RUN_ID", "SANITIZE"]
 
 
 def _check_names(env: Mapping[str, str]) -> None:

@@ -22,12 +22,12 @@ from .base import Communicator, Work
 from .environment import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
 
-__all__ = ["BACKENDS", "Communicator", "Work", "begin_recording", "create"]
+__all__ = ["TRANSPORTS", "Communicator", "Work", "begin_recording", "create"]
 
 _log = logging.getLogger("distopt")
 
-# A new backend is one file and one line here.
-BACKENDS = {
+# A new transport is one file and one line here.
+TRANSPORTS = {
     "single": "distopt.comm.single:SingleCommunicator",
     "shm": "distopt.comm.shm:ShmCommunicator",
     "mpi": "distopt.comm.mpi.communicator:MpiCommunicator",
@@ -36,27 +36,27 @@ BACKENDS = {
 }
 
 
-def create(job: Job, backend: str | None = None) -> Communicator:
+def create(job: Job, transport: str | None = None) -> Communicator:
     """Collective. The communicator of `job`.
 
     Args:
         job: this rank's membership.
-        backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, NCCL where
+        transport: a key of `TRANSPORTS`, or "auto" (default: `$DISTOPT_TRANSPORT`): nothing to do for one rank, NCCL where
             `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it cannot),
             else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
 
     Raises:
-        UsageError: no backend has that name.
-        LaunchError: the ranks run different versions, or their settings name different backends; or NCCL or a GPU was
+        UsageError: no transport has that name.
+        LaunchError: the ranks run different versions, or their settings name different transports; or NCCL or a GPU was
             requested, and a rank has no GPU that it can use.
-        MissingDependencyError: the backend needs something that is absent; the message says what, and the cure.
+        MissingDependencyError: the transport needs something that is absent; the message says what, and the cure.
     """
     settings = Settings.from_env()
-    wish = choice = backend or settings.backend
+    wish = choice = transport or settings.transport
     if wish == "auto":
         choice = _choose(job.topology, settings.device)
-    if choice not in BACKENDS:
-        raise UsageError(f"unknown communicator {choice!r}; choose auto or one of {', '.join(BACKENDS)}")
+    if choice not in TRANSPORTS:
+        raise UsageError(f"unknown transport {choice!r}; choose auto or one of {', '.join(TRANSPORTS)}")
     if job.topology.world_size > 1:
         check_same_environment(job, environment(choice))
     if choice == "nccl" and (reason := refusal(job)):
@@ -64,7 +64,7 @@ def create(job: Job, backend: str | None = None) -> Communicator:
             raise LaunchError(reason)
         _warn(job.topology, reason)
         choice = _choose(job.topology, "cpu")
-    module, _, cls = BACKENDS[choice].partition(":")
+    module, _, cls = TRANSPORTS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
     begin_recording(communicator, job, "world", range(job.topology.world_size))
     return communicator

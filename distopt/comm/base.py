@@ -65,7 +65,7 @@ _ANYONE = -1  # the source of a message may be any rank
 
 
 class Request(NamedTuple):
-    """The arguments of a collective for its backend, except its arrays.
+    """The arguments of a collective for its transport, except its arrays.
 
     Attributes:
         kind: name of the method that was called.
@@ -355,7 +355,7 @@ class Communicator(ABC):
 
     # -- arguments ---------------------------------------------------------------------------------------------------
     def _moves(self, xp: Any) -> bool:
-        """Whether wire memory can be arrays of that module; a backend may say otherwise."""
+        """Whether wire memory can be arrays of that module; a transport may say otherwise."""
         return xp is self.xp
 
     def check_array(self, array: Array, wire: str | None = None, *, written: bool = False) -> str:
@@ -459,7 +459,7 @@ class Communicator(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- for backends ------------------------------------------------------------------------------------------------
+    # -- for transports -----------------------------------------------------------------------------------------------
     @abstractmethod
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         """Make wire memory; see `empty`. `xp` is a module that `_moves` accepts."""

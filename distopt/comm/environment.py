@@ -20,17 +20,17 @@ from .gpu import dotted_version, gpu_stack
 _MAX_BYTES = 1 << 16
 
 
-def environment(backend: str) -> dict[str, str]:
+def environment(transport: str) -> dict[str, str]:
     """Local. Values that must be equal on all ranks, by the name that messages use for them.
 
     Args:
-        backend: name of the communicator that this rank is about to create.
+        transport: name of the communicator that this rank is about to create.
 
     Raises:
         MissingDependencyError: the communicator needs something that is missing here.
     """
     found = {
-        "communicator": backend,
+        "transport": transport,
         "DISTOPT_SUM_ORDER": Settings.from_env().sum_order,
         "distopt": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
@@ -38,9 +38,9 @@ def environment(backend: str) -> dict[str, str]:
         "byte order": sys.byteorder,
     }
     MPI = sys.modules.get("mpi4py.MPI")
-    if backend == "mpi" and MPI is not None:
+    if transport == "mpi" and MPI is not None:
         found["MPI library"] = library_of(MPI)
-    if backend == "nccl":
+    if transport == "nccl":
         stack = gpu_stack()
         found["NCCL"] = dotted_version(stack.nccl_version)
         found["CuPy"] = stack.cupy.__version__

@@ -83,7 +83,7 @@ class NcclCommunicator(Communicator):
         """Collective. Take this rank's GPU, and connect it with the GPUs of the other ranks."""
         settings = settings or Settings.from_env()
         if settings.sum_order == "rank":
-            raise UsageError("NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER or choose another backend")
+            raise UsageError("NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER or choose another transport")
         topology, cupy = job.topology, stack.cupy
         self.topology = topology
         self.xp = cupy

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 from importlib import import_module
 
-from distopt.comm import BACKENDS
+from distopt.comm import TRANSPORTS
 from distopt.comm.base import Communicator
 from distopt.launch.job.base import Job
 
@@ -24,7 +24,7 @@ def load(path: str) -> type:
 
 def run_checks(job: Job, backend: str, names: Iterable[str] = tuple(CHECKS)) -> dict[str, str | None]:
     """Run each check twice; its traceback, or None where it passed. A failed check ends the run of this rank."""
-    communicator: Communicator = load(BACKENDS.get(backend, backend)).create(job)
+    communicator: Communicator = load(TRANSPORTS.get(backend, backend)).create(job)
     report: dict[str, str | None] = {}
     with communicator:
         for name in names:
@@ -41,7 +41,7 @@ def run_checks(job: Job, backend: str, names: Iterable[str] = tuple(CHECKS)) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True, help="a key of distopt.comm.BACKENDS, or module:class")
+    parser.add_argument("--backend", required=True, help="a key of distopt.comm.TRANSPORTS, or module:class")
     parser.add_argument("--job", required=True, help="module:callable that gives this rank's Job")
     parser.add_argument("-k", default="", help="only checks whose name this regular expression finds")
     args = parser.parse_args()

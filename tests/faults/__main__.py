@@ -22,7 +22,7 @@ from itertools import islice
 from benchmarks.networks.emulation import HostsUnavailableError, TwoHosts, two_hosts
 from tests.processes import heed_signals, is_open_mpi
 
-from .backends import BACKENDS, possible_backends
+from .backends import TRANSPORTS, possible_backends
 from .kinds import KINDS
 from .trials import Outcome, Trial, is_possible, run
 
@@ -55,7 +55,7 @@ def run_all(trials: Sequence[Trial], jobs: int, pairs: queue.SimpleQueue[TwoHost
     """The outcomes, as they come."""
 
     def run_one(trial: Trial) -> Outcome:
-        if BACKENDS[trial.backend].hosts == 1:
+        if TRANSPORTS[trial.backend].hosts == 1:
             return run(trial)
         net = pairs.get()
         try:
@@ -81,7 +81,7 @@ COUNTS = {
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """In Markdown: a line per kind, a column per backend with number, median and maximum of seconds."""
-    backends = [name for name in BACKENDS if any(o.trial.backend == name for o in outcomes)]
+    backends = [name for name in TRANSPORTS if any(o.trial.backend == name for o in outcomes)]
     rows = [["kind", *backends, *COUNTS], ["---"] * (1 + len(backends) + len(COUNTS))]
     lines = {kind: [o for o in outcomes if o.trial.kind == kind] for kind in KINDS} | {"all": outcomes}
     for name, these in lines.items():
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="trials at a time")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="names, separated by commas")
+    parser.add_argument("--backends", default=",".join(TRANSPORTS), help="names, separated by commas")
     parser.add_argument("--trial", action="append", type=Trial.parse, help="this one, as a failure prints it")
     parser.add_argument("--verbose", action="store_true", help="print what every job has written")
     options = parser.parse_args()

@@ -89,7 +89,7 @@ class Backend(NamedTuple):
 
     Attributes:
         start: as `tests.faults.job` takes it.
-        transport: DISTOPT_BACKEND.
+        transport: DISTOPT_TRANSPORT.
         programs: from number of ranks, script and hosts to what is to be started.
         hosts: number of hosts; two are network namespaces.
         sizes: numbers of ranks.
@@ -116,7 +116,7 @@ class Backend(NamedTuple):
         return self.by_mpiexec or self.hosts == 2
 
 
-BACKENDS = {
+TRANSPORTS = {
     "main": Backend("main", "shm", _plain, tells_codes=True),
     "raw": Backend("raw", "shm", _plain, tells_codes=True),
     "mpiexec shm": Backend("rank", "shm", _by_mpiexec),
@@ -134,7 +134,7 @@ def possible_backends(*, hosts: bool) -> dict[str, Backend]:
     """Usable with this machine's MPI: Open MPI connects ranks on several hosts only by mpiexec."""
     return {
         name: backend
-        for name, backend in BACKENDS.items()
+        for name, backend in TRANSPORTS.items()
         if backend.hosts == 1 or (hosts and (backend.by_mpiexec or not is_open_mpi()))
     }
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from benchmarks.networks.emulation import TwoHosts
 from tests.processes import Program, is_open_mpi, patience
 
-from .backends import BACKENDS, Backend, own_memory
+from .backends import TRANSPORTS, Backend, own_memory
 from .kinds import ENDED, GOES_ON, KINDS, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
 
 # Seconds, on a quiet machine; see `patience`.
@@ -28,11 +28,11 @@ LONG = 100.0  # of all others, however busy the machine: none of them may get th
 SURVIVAL = 5.0  # that the survivors of a fault may live on
 LINK_SURVIVAL = 10.0  # of the loss of a link
 FINISH = 60.0  # for a job to start, or to continue to its end
-LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpiexec and backend.hosts == 1]
+LAUNCH_BACKENDS = [name for name, backend in TRANSPORTS.items() if backend.by_mpiexec and backend.hosts == 1]
 
 
 class Trial(NamedTuple):
-    """One job and its fault, by names of `KINDS`, `BACKENDS` and `PLACES`. `delay`: seconds into a collective."""
+    """One job and its fault, by names of `KINDS`, `TRANSPORTS` and `PLACES`. `delay`: seconds into a collective."""
 
     kind: str
     backend: str
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
     def draw(cls, rng: random.Random, kind: str, backend: str) -> Trial:
         """A trial of this kind with what is left to chance."""
         places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
-        size = rng.choice(BACKENDS[backend].sizes)
+        size = rng.choice(TRANSPORTS[backend].sizes)
         # The others see a mistake of rank 0 only as their difference from it.
         rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
         return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        kind, backend = KINDS[self.kind], BACKENDS[self.backend]
+        kind, backend = KINDS[self.kind], TRANSPORTS[self.backend]
         # MPI does not report such an end before the ranks have met, nor always a death between hosts.
         missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
@@ -70,7 +70,7 @@ class Trial(NamedTuple):
 
 def explanation(trial: Trial) -> str:
     """Why the rank may go without a name; empty if it may not."""
-    if KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
+    if KINDS[trial.kind].silent and TRANSPORTS[trial.backend].by_mpiexec:
         return "mpiexec ends all ranks at once, and its report may be about another one"
     return ""
 
@@ -127,13 +127,13 @@ class Job:
     def __init__(self, trial: Trial, net: TwoHosts | None, folder: Path) -> None:
         self.trial, self.net = trial, net
         self.kind: Kind = KINDS[trial.kind]
-        self.backend: Backend = BACKENDS[trial.backend]
+        self.backend: Backend = TRANSPORTS[trial.backend]
         self.told, memory, temporary = self.folders = [folder / name for name in ("told", "shm", "tmp")]
         for path in self.folders:
             path.mkdir()
         self.timeout = float(round(patience(TIMEOUT))) if trial.waits or trial.kind in STALLS else LONG
         env = {
-            "DISTOPT_BACKEND": self.backend.transport,
+            "DISTOPT_TRANSPORT": self.backend.transport,
             "DISTOPT_TIMEOUT": str(self.timeout),
             "DISTOPT_STALL_WARNING": "0.5" if trial.kind in STALLS else "50",
             "TMPDIR": str(temporary),
@@ -244,7 +244,7 @@ def is_alien(trial: Trial, path: Path) -> bool:
     """
     if path.name.startswith("distopt-flight-"):
         return True
-    backend = BACKENDS[trial.backend]
+    backend = TRANSPORTS[trial.backend]
     # Ranks that have not come out of MPI_Init, which mpiexec ends by SIGKILL: those of the other host, or all others.
     if trial.place == LAUNCH or (trial.place == START and backend.by_mpiexec and backend.hosts == 2):
         return path.name.startswith(("mpich_shm_", "ucx_shm_posix_"))

@@ -78,7 +78,7 @@ def assert_said(ended: list[Ended]) -> None:
 @each_container
 def test_large_sums_by_mpi_on_one_host(container, memory):
     command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
-    ended = [Program(memory + command, {"DISTOPT_BACKEND": "mpi", "DISTOPT_TIMEOUT": "60"}).end()]
+    ended = [Program(memory + command, {"DISTOPT_TRANSPORT": "mpi", "DISTOPT_TIMEOUT": "60"}).end()]
     assert_sums(ended, 2, "mpi")
     assert_said(ended)
 

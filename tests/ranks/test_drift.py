@@ -342,7 +342,7 @@ MPI = {
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", MPI)
 def test_over_mpi(case, world_size):
-    ended = mpiexec(world_size, "-m", "tests.ranks.test_drift", *case, env={"DISTOPT_BACKEND": "mpi"})
+    ended = mpiexec(world_size, "-m", "tests.ranks.test_drift", *case, env={"DISTOPT_TRANSPORT": "mpi"})
     assert ended.code != 0
     assert "MismatchError" in ended.stderr
     assert f"rank {world_size - 1} " in ended.stderr

@@ -137,7 +137,7 @@ def test_pytorchs_variables_set_size_and_place(tmp_path):
 @pytest.mark.parametrize("how", ["operation", "stall"])
 def test_over_mpi(tmp_path, how):
     timeout = f"{patience(3) if how == 'stall' else 120}"
-    env = {"DISTOPT_BACKEND": "mpi", "DISTOPT_FLIGHT_FOLDER": str(tmp_path), "DISTOPT_TIMEOUT": timeout}
+    env = {"DISTOPT_TRANSPORT": "mpi", "DISTOPT_FLIGHT_FOLDER": str(tmp_path), "DISTOPT_TIMEOUT": timeout}
     ended = Program([*mpiexec_command(3), sys.executable, SCRIPT, "fail", how], env).end()
     assert ended.code != 0
     assert f"flight record in {tmp_path}" in ended.stderr

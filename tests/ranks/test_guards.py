@@ -146,7 +146,7 @@ def test_an_interrupted_step_leaves_an_optimizer_that_trains_on(tmp_path):
 
 @pytest.fixture
 def alone(monkeypatch):
-    monkeypatch.setenv("DISTOPT_BACKEND", "single")
+    monkeypatch.setenv("DISTOPT_TRANSPORT", "single")
     return lambda **options: opt.DistOpt(opt.SGD(lr=0.05), singa_wrap.NcclIdHolder(), 0, 1, **options)
 
 

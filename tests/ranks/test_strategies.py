@@ -85,7 +85,7 @@ def test_every_strategy_over_mpi(tmp_path, world_size):
     mpiexec = Path(sys.executable).with_name("mpiexec")
     command = [str(mpiexec), "-n", str(world_size), sys.executable, "-m", "tests.ranks.test_strategies", str(tmp_path)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    ended = Program(command, {"DISTOPT_BACKEND": "mpi", **threads}).end()
+    ended = Program(command, {"DISTOPT_TRANSPORT": "mpi", **threads}).end()
     assert ended.code == 0, ended.stderr
     check_every_strategy([dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(world_size)])
 
@@ -122,7 +122,7 @@ def test_strategies_change_between_steps(tmp_path):
 def main(folder: str) -> None:
     """A rank of mpiexec."""
     optimizer = opt.DistOpt(opt.SGD())
-    assert optimizer.communicator.name == os.environ["DISTOPT_BACKEND"]
+    assert optimizer.communicator.name == os.environ["DISTOPT_TRANSPORT"]
     results = every_strategy(optimizer)
     np.savez(Path(folder) / f"{optimizer.global_rank}.npz", **results)
 

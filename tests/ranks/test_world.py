@@ -18,7 +18,7 @@ SCRIPT = str(ROOT / "tests" / "ranks" / "world_script.py")
 
 
 def run(start: str, n: int, *how: str, backend: str = "auto") -> Ended:
-    env = {"DISTOPT_BACKEND": backend}
+    env = {"DISTOPT_TRANSPORT": backend}
     if start == "mpiexec":
         return mpiexec(n, SCRIPT, start, *how, env=env)
     return Program([sys.executable, SCRIPT, str(n) if start == "spawn" else start, *how], env).end()

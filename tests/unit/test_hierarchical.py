@@ -58,7 +58,7 @@ def test_backend_suits_the_hosts_and_has_the_same_bits_everywhere(hosts, backend
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused():
-    ended = mpiexec(3, SCRIPT, "check", "aab", env={"DISTOPT_BACKEND": "hierarchical"})
+    ended = mpiexec(3, SCRIPT, "check", "aab", env={"DISTOPT_TRANSPORT": "hierarchical"})
     assert ended.code == 2
     assert "needs as many ranks on every host, not 2 on host-a, 1 on host-b; choose mpi" in ended.stderr
 
@@ -94,7 +94,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
 )
 def test_failures_name_ranks_and_hosts(how, expected, hosts, backend):
     timeout = f"{patience(1.5) if how in {'op', 'late'} else 120:.0f}"
-    ended = mpiexec(4, SCRIPT, how, hosts, env={"DISTOPT_TIMEOUT": timeout, "DISTOPT_BACKEND": backend})
+    ended = mpiexec(4, SCRIPT, how, hosts, env={"DISTOPT_TIMEOUT": timeout, "DISTOPT_TRANSPORT": backend})
     assert ended.code == 0, ended.stderr
     ranks = told(ended.stdout)
     assert [name for name, _ in ranks] == [backend] * 4
