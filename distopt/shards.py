@@ -12,18 +12,18 @@ from .checks import check_integer
 from .errors import UsageError
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """A node of the tree: it sums the shards from `first` up to, but not including, `end`."""
 
     first: int
     end: int
 
-    def children(self) -> tuple[Node, Node]:
+    def children(self) -> tuple[TreeNode, TreeNode]:
         """The two nodes that it adds; the left one has the largest power of two of shards that leaves some."""
         middle = self.first + (1 << (self.end - self.first - 1).bit_length() - 1)
-        return Node(self.first, middle), Node(middle, self.end)
+        return TreeNode(self.first, middle), TreeNode(middle, self.end)
 
-    def within(self, block: range) -> list[Node]:
+    def within(self, block: range) -> list[TreeNode]:
         """The largest nodes in this one that a block of shards contains, in order."""
         if block.start <= self.first and self.end <= block.stop:
             return [self]

@@ -24,12 +24,12 @@ __all__ = [
     "Adapter",
     "Ranks",
     "State",
-    "States",
+    "Snapshot",
     "adapters_of",
     "check_some",
     "copy_of",
     "exchanged",
-    "look_at",
+    "snapshot_of",
     "of_device",
 ]
 
@@ -64,14 +64,14 @@ class Adapter(ABC):
 
     Attributes:
         random: whether it is a random generator, whose states have no mean.
-        copies: whether the arrays that `look` gives are copies, in NumPy arrays.
+        copies: whether the arrays that `snapshot` gives are copies, in NumPy arrays.
     """
 
     random: ClassVar[bool] = False
     copies: bool = False
 
     @abstractmethod
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """The state: arrays of NumPy or CuPy, which training changes unless `copies` is set."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Stateful(Adapter):
         self._thing = thing
         self.copies = getattr(thing, "states_are_copies", False)
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The result of `get_states`: arrays, and values of JSON as notes."""
         state = State({}, {})
         groups: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ class InPlace(Adapter):
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = arrays
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The arrays themselves, without notes."""
         return State(dict(self._arrays), {})
 
@@ -185,7 +185,7 @@ class Random(Adapter):
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The generator's state, as a note."""
         state = json.dumps(self._generator.bit_generator.state, default=lambda array: array.tolist())
         return State({}, {"": json.loads(state)})
@@ -214,14 +214,14 @@ class LegacyRandom(Adapter):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The generator's state, as a note."""
         state = json.dumps(self._generator.get_state(legacy=False), default=lambda array: array.tolist())
         return State({}, {"": json.loads(state)})
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the generator is of the same kind."""
-        own, given = self.look().notes[""], state.notes.get("")
+        own, given = self.snapshot().notes[""], state.notes.get("")
         if not isinstance(given, dict) or given.get("bit_generator") != own["bit_generator"]:
             raise StateError(f"the random generator is a {own['bit_generator']}, the states are of another kind")
         try:
@@ -242,7 +242,7 @@ class PythonRandom(Adapter):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The generator's state, as a note."""
         version, words, gauss = self._generator.getstate()
         return State({}, {"": [version, list(words), gauss]})
@@ -307,7 +307,7 @@ def check_some(objects: Mapping[str, Any]) -> None:
         raise UsageError("a checkpoint of no objects saves nothing; name them: Checkpoint(folder, model=model, ...)")
 
 
-class States(NamedTuple):
+class Snapshot(NamedTuple):
     """The states of all objects of one rank, by "object/array".
 
     Attributes:
@@ -323,11 +323,11 @@ class States(NamedTuple):
     copies: set[str]
 
 
-def look_at(adapters: Mapping[str, Adapter]) -> States:
+def snapshot_of(adapters: Mapping[str, Adapter]) -> Snapshot:
     """Local. The states of all objects. Training changes them, except for the copies."""
-    states = States({}, {}, {}, set())
+    states = Snapshot({}, {}, {}, set())
     for name, adapter in adapters.items():
-        state = adapter.look()
+        state = adapter.snapshot()
         same = adapter.shared(state.arrays)
         for key, array in state.arrays.items():
             (states.shared if key in same else states.own)[f"{name}/{key}"] = array

@@ -21,7 +21,7 @@ from ..files import described, file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from ..settings import Settings
 from ..recorder.timeline import timeline
-from .adapters import adapters_of, copy_of, exchanged, look_at
+from .adapters import adapters_of, copy_of, exchanged, snapshot_of
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .hashes import LOG, HashLog, cut_log, settings_of
 from .load import communicator_of, first_reason, load_newest
@@ -312,7 +312,7 @@ class Checkpoint:
 
     def _copy(self, adapters: Mapping[str, Adapter]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
-        states = look_at(adapters)
+        states = snapshot_of(adapters)
         for key, array in (*states.shared.items(), *states.own.items()):
             # It raises here, not in the thread, where training would continue without a save.
             type_of(key.rstrip("/"), array)

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, StateError, UsageError
 from ..files import atomic_write, described
 from ..kernels import array_module
 from ..kernels.digest import digests
-from .adapters import exchanged, look_at
+from .adapters import exchanged, snapshot_of
 
 if TYPE_CHECKING:
     from .adapters import Adapter, Ranks
@@ -82,7 +82,7 @@ class HashLog:
 
     def add(self, step: int, epoch: int, adapters: Mapping[str, Adapter]) -> None:
         """Local, on all ranks. Add the hashes of the states after a step, but for random generators of ranks."""
-        states = look_at({name: each for name, each in adapters.items() if not each.random})
+        states = snapshot_of({name: each for name, each in adapters.items() if not each.random})
         if self._file is None:
             return
         arrays = {**states.shared, **states.own}

@@ -210,7 +210,7 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
 
 def _common(communicator: Ranks, adapters: Mapping[str, Adapter]) -> set[str]:
     """Collective. Names of the random generators that all ranks have seeded equally."""
-    seeds = {name: _digest(adapter.look()) for name, adapter in adapters.items() if adapter.random}
+    seeds = {name: _digest(adapter.snapshot()) for name, adapter in adapters.items() if adapter.random}
     gathered = exchanged(communicator, seeds)
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
 

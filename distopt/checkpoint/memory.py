@@ -25,7 +25,7 @@ from ..launch.end_together.report import supervisor
 from ..launch.heal.modules import installed_modules
 from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.launchers.distopt_run import DISTOPT_RUN
-from .adapters import LABEL, copy_of, exchanged, look_at
+from .adapters import LABEL, copy_of, exchanged, snapshot_of
 from .folder import share_of
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Memory:
         if any(slot.label == label for slot in self._own):
             return
         begin = time.perf_counter()
-        states = look_at(adapters)
+        states = snapshot_of(adapters)
         share = share_of(self._place, self._n_ranks, states.shared)
         kept = Kept(states.own, {}, {}, states.notes, (self._rank, self._n_ranks))
         spreads = self._sends and self._n_copies % _FAR_EVERY == 0

@@ -23,7 +23,7 @@ _LATER = TRACKS // 10  # between the tracks of a process and those of the next o
 
 
 @dataclass
-class Rank:
+class RankTimeline:
     """The timeline of a rank, in us of the clock of rank 0's host.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rank:
         return [event for event in self.events if event["name"] == name]
 
 
-def load(folder: Path) -> dict[int, Rank]:
+def load(folder: Path) -> dict[int, RankTimeline]:
     """Local. The timelines in a folder, by rank; their bars by beginning.
 
     Raises:
@@ -57,7 +57,7 @@ def load(folder: Path) -> dict[int, Rank]:
         bounds[about["host"]] = max(low, about["low_ns"]), min(high, about["high_ns"])
     if not files:
         raise DataError(f"there is no timeline in {folder}; run a job with DISTOPT_TIMELINE={folder}")
-    ranks: dict[int, Rank] = {}
+    ranks: dict[int, RankTimeline] = {}
     attempts: dict[int, list[int]] = {}
     for clock, *events in sorted(files, key=lambda events: events[0]["args"]["began"]):
         number, host, (low, high) = clock["args"]["rank"], clock["args"]["host"], bounds[clock["args"]["host"]]
@@ -67,7 +67,7 @@ def load(folder: Path) -> dict[int, Rank]:
                 f"{folder} has timelines of several jobs, as of rank {number}; keep each job in a folder of its own"
             )
         attempts[number] = attempt
-        rank = ranks.setdefault(number, Rank(host, round((low + high) / 2e3), abs(high - low) / 2e3, []))
+        rank = ranks.setdefault(number, RankTimeline(host, round((low + high) / 2e3), abs(high - low) / 2e3, []))
         bars = sorted((event for event in events if "ts" in event), key=lambda bar: (bar["ts"], -bar["dur"]))
         for bar in bars:
             bar["ts"] -= rank.shift
@@ -101,7 +101,7 @@ def merge(folder: Path) -> str:
     return f"{path}: {clock_note(ranks)}"
 
 
-def clock_note(ranks: dict[int, Rank]) -> str:
+def clock_note(ranks: dict[int, RankTimeline]) -> str:
     """Local. How exactly the clocks of the ranks agree."""
     known = {f"{rank.host} within {rank.error / 1e3:.3f} ms": 1 for rank in ranks.values() if rank.error}
     return f"clocks, when the job began: {', '.join(known)} of rank 0's" if known else "all ranks have one clock"
@@ -126,7 +126,7 @@ class Summary:
     healing: dict[int, float]
 
 
-def summarize(ranks: dict[int, Rank]) -> Summary:
+def summarize(ranks: dict[int, RankTimeline]) -> Summary:
     """Local. Raises a DataError for a timeline of fewer than three steps; the first one is left out."""
     ms, hidden, healing = {}, {}, {}
     for number, rank in ranks.items():
@@ -173,7 +173,7 @@ def _covered(bars: Sequence[Event]) -> int:
     return covered
 
 
-def report(ranks: dict[int, Rank]) -> str:
+def report(ranks: dict[int, RankTimeline]) -> str:
     """Local. The summary in words."""
     summary = summarize(ranks)
     lines = [f"{len(ranks)} ranks; {clock_note(ranks)}"]
@@ -187,7 +187,7 @@ def report(ranks: dict[int, Rank]) -> str:
     return "\n".join([*lines, *findings(ranks, summary)])
 
 
-def findings(ranks: dict[int, Rank], summary: Summary) -> list[str]:
+def findings(ranks: dict[int, RankTimeline], summary: Summary) -> list[str]:
     """Local. The rank that the others wait for, and what would make a step shorter."""
     means = {part: mean(ms[part] for ms in summary.ms.values()) for part in _PARTS}
     slow, step, wait = max(summary.last, key=summary.last.__getitem__), sum(means.values()), means["wait"]
@@ -204,7 +204,7 @@ def findings(ranks: dict[int, Rank], summary: Summary) -> list[str]:
     return [f"{found} No rank keeps the others waiting.", cure]
 
 
-def plot(ranks: dict[int, Rank], path: Path) -> None:
+def plot(ranks: dict[int, RankTimeline], path: Path) -> None:
     """Local. A picture of the summary: a bar for every rank.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from ..comm.base import Array
 from ..errors import UsageError
 from ..kernels import FROM_BAD
-from ..shards import Node, block_of
+from ..shards import TreeNode, block_of
 from .base import Codec
 from .reduction import BadGradient, CodecState, Steps
 
@@ -39,7 +39,7 @@ class Tree(Codec):
         if not isinstance(state.bucket, np.ndarray):
             raise UsageError("the sum over shards runs on the CPU; set DISTOPT_DEVICE=cpu, or leave shards= out")
         topology, size, memory = state.topology, state.bucket.size, state.memory
-        n, root = topology.world_size, Node(0, self.shards)
+        n, root = topology.world_size, TreeNode(0, self.shards)
         blocks = [block_of(self.shards, rank, n) for rank in range(n)]
         memory["mine"] = blocks[topology.rank]
         memory["nodes"] = [root.within(block) for block in blocks]
@@ -112,7 +112,7 @@ class Tree(Codec):
                 return _bad(state, 0, index)
             return None if work.nonfinite is None else _bad(state, *work.nonfinite)
         each, mean = state.memory["slice"], state.memory["mean"]
-        nodes: list[list[Node]] = state.memory["nodes"]
+        nodes: list[list[TreeNode]] = state.memory["nodes"]
         cuts = [slice(to * each, (to + 1) * each) for to in range(len(nodes))]
         works = [
             state.all_to_all_ragged([(sums[i] if i < len(sums) else bucket[:0])[cut] for cut in cuts])
@@ -120,7 +120,7 @@ class Tree(Codec):
         ]
         yield from works
         arrived = {node: works[i].parts[q] for q, own in enumerate(nodes) for i, node in enumerate(own)}
-        total = _sum_of(Node(0, self.shards), arrived)
+        total = _sum_of(TreeNode(0, self.shards), arrived)
         mine = mean[cuts[rank]]
         np.multiply(total, scale, out=mine[: total.size])
         if state.check_finite and state.kernels.first_nonfinite(mine) is not None:
@@ -137,7 +137,7 @@ class Tree(Codec):
         return None
 
 
-def _count_merges(node: Node, merges: dict[int, int]) -> None:
+def _count_merges(node: TreeNode, merges: dict[int, int]) -> None:
     """Add to `merges`, by shard, the number of nodes with more than one shard that end with it."""
     if node.end - node.first > 1:
         merges[node.end - 1] = merges.get(node.end - 1, 0) + 1
@@ -146,7 +146,7 @@ def _count_merges(node: Node, merges: dict[int, int]) -> None:
 
 
 @_QUIET
-def _sum_of(node: Node, arrived: Mapping[Node, Array]) -> Array:
+def _sum_of(node: TreeNode, arrived: Mapping[TreeNode, Array]) -> Array:
     """The sum of a node from those of nodes in it, in the memory of one of them."""
     if node in arrived:
         return arrived[node]

@@ -38,7 +38,7 @@ import numpy as np
 from ..checks import check_integer
 from ..errors import UsageError
 from ..recorder.flight import flight_record
-from ..recorder.ring import Group
+from ..recorder.ring import GroupRecord
 from ..kernels import check_unmasked
 from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job
@@ -128,7 +128,7 @@ class Communicator(ABC):
     # Whether `close` was called here.
     closed: bool = False
     # Where operations are noted; see `record`.
-    flight: Group | None = None
+    flight: GroupRecord | None = None
 
     @classmethod
     @abstractmethod

@@ -110,7 +110,7 @@ def _nccl_cure(cuda_major: int) -> str:
 
 # -- choice of GPUs ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Place:
+class GpuOfRank:
     """The location of a rank, as reported by the rank.
 
     Attributes:
@@ -128,7 +128,7 @@ class Place:
     chosen: int | None
 
 
-def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> list[Place]:
+def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> list[GpuOfRank]:
     """Collective. The places of all ranks, in rank order, in one exchange.
 
     Args:
@@ -141,11 +141,11 @@ def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> lis
     gpus = [str(cuda.Device(device).pci_bus_id) for device in range(cuda.runtime.getDeviceCount())]
     chosen = (int(cuda.runtime.getDevice()) or None) if device is None else device
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    mine = Place(machine, job.topology.host, os.getpid(), gpus, chosen)
-    return [Place(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
+    mine = GpuOfRank(machine, job.topology.host, os.getpid(), gpus, chosen)
+    return [GpuOfRank(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
 
 
-def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:
+def choose_devices(places: Sequence[GpuOfRank], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:
     """Local. For each rank, the number of the visible GPU that it uses; the result is the same on all ranks.
 
     A rank keeps the GPU that it has chosen. The other ranks of a machine that see the same GPUs divide them among

@@ -30,7 +30,7 @@ class NativeCommunicator(Communicator):
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
         # Most arrays need no more than the look that csrc takes at their buffer.
         flight = self.flight
-        place = -1 if flight is None else flight.place("all_reduce", label)
+        place = -1 if flight is None else flight.caller("all_reduce", label)
         work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite, place)
         if work is not None:
             return work

@@ -106,7 +106,7 @@ class ShmCommunicator(NativeCommunicator):
             op: a value of `OPS`, which the type has.
             timeout: see `Work.wait`, which has the errors.
         """
-        place = -1 if self.flight is None else self.flight.place("all_reduce", "")
+        place = -1 if self.flight is None else self.flight.caller("all_reduce", "")
         self.core.reduce_memory(owner, address, count, dtype, op, timeout, place)
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:

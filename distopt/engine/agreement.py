@@ -146,7 +146,7 @@ class Agreement:
             work.wait()
 
     # -- constants ---------------------------------------------------------------------------------------------------
-    def look(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
+    def note_constants(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
         """Local. Note which constants differ from those expected, for the next label.
 
         Args:

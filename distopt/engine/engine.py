@@ -106,7 +106,7 @@ class Engine:
         """Local. A context for collectives that the front starts itself, labelled by `Agreement.label`."""
         self.check_unsharded("a sum over ranks")
         self.settle()
-        self.agreement.look(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
+        self.agreement.note_constants(rule.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
             yield
 
@@ -163,7 +163,7 @@ class Engine:
     def _fitting(self, elements: int, params: Sequence[Parameter], rule: UpdateRule, version: int) -> Layout:
         """Collective. Buckets of that size for the parameters that train now."""
         old = self.layout
-        if old is None or old.places.keys() != {id(param) for param in params}:
+        if old is None or old.bucket_of.keys() != {id(param) for param in params}:
             facts = {} if self.shards is None else self.shards.facts
             updates = self.statistics.steps - self.statistics.skipped
             self.agreement.reach(params, rule.constants(), updates, facts=facts)
@@ -191,7 +191,7 @@ class Engine:
         states = layout.states.get(codec.kind)
         if states is None:
             states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
-        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
+        agreement.note_constants(rule.constants(), statistics.steps - statistics.skipped)
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
@@ -235,7 +235,7 @@ class Engine:
         self.settle()
         agreement, statistics = self.agreement, self.statistics
         layout = self.partial.layout_for(partition_elements, order, rule, version)
-        agreement.look(rule.constants(), statistics.steps - statistics.skipped)
+        agreement.note_constants(rule.constants(), statistics.steps - statistics.skipped)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:

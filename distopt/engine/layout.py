@@ -106,7 +106,7 @@ class Layout:
         ]
         self.names = list(names.values())
         self.last = frozenset(group[-1] for group in groups)
-        self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
+        self.bucket_of = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
         self.states: dict[str, list[CodecState]] = {}
         self._memory = memory
 

@@ -70,7 +70,7 @@ class PartialUpdates:
         if layout is not None and (layout.bucket_elements, layout.version) == (elements, version):
             return layout
         params = order()
-        if layout is not None and layout.places.keys() != {id(param) for param in params}:
+        if layout is not None and layout.bucket_of.keys() != {id(param) for param in params}:
             self.synchronize()  # while the parameters that differ are known
         elif layout is not None and layout.bucket_elements == elements:
             layout.version = version

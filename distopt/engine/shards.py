@@ -187,7 +187,7 @@ class Shards:
         """
         assert isinstance(step, Step)
         assert self.current is not None
-        if grads.keys() - step.layout.places.keys():
+        if grads.keys() - step.layout.bucket_of.keys():
             raise UsageError("a parameter was not part of the loss of the first shard; every shard uses the same")
         for bucket, state in zip(step.layout.buckets, step.states, strict=True):
             leaf = [grads.get(id(param)) for param in bucket.params]

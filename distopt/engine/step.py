@@ -50,7 +50,7 @@ class GradientCounter(ABC):
         self._ended = False  # whether all collectives of the step have ended
         self._calling = False  # whether it is inside of a call that cannot be repeated
         self._started: list[PendingReduction] = []
-        self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
+        self._awaited = layout.bucket_of.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
     def __enter__(self) -> GradientCounter:
@@ -91,7 +91,7 @@ class GradientCounter(ABC):
         """
         index = self._awaited.pop(id(param), None)
         if index is None:
-            if id(param) in self.layout.places:
+            if id(param) in self.layout.bucket_of:
                 raise UsageError(f"the gradient of {param.name} was declared final twice in one step; do so once")
             raise UsageError(
                 f"parameter {param.name} was not part of the loss in the first step; make a new DistOpt for a new model"

@@ -51,7 +51,7 @@ __all__ = [
     "join",
     "launcher",
     "main",
-    "place",
+    "rank_and_size",
     "spawn",
 ]
 
@@ -89,7 +89,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
             f"{ticket!r} was given where a Ticket is expected; ranks of an mpi4py communicator make a world of their "
             "own by World(MpiJob(comm)); see 'Collectives in any script' in the documentation"
         )
-    if ticket is not None and origin.place != (local_rank, world_size):
+    if ticket is not None and origin.rank_and_size != (local_rank, world_size):
         if local_rank is None or world_size is None:
             raise LaunchError(
                 f"a ticket was given with local_rank={local_rank} and world_size={world_size}; pass both numbers too"
@@ -113,9 +113,9 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     return MultiprocessJob(Ticket(), 0, 1)
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Local. Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
     if origin.invitation is not None:
         return origin.invitation[1:]
     info = launcher()
-    return origin.place or ((0, 1) if info is None else (info.rank, info.size))
+    return origin.rank_and_size or ((0, 1) if info is None else (info.rank, info.size))

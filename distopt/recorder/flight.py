@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import DistoptError, UsageError
 from ..settings import Settings
-from .ring import MAX_GROUPS, Group, Ring
+from .ring import MAX_GROUPS, GroupRecord, Ring
 
 _log = logging.getLogger("distopt")
 
@@ -53,7 +53,7 @@ class FlightRecord:
 
     def open_group(
         self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[dict[str, Any]] = ()
-    ) -> Group | None:
+    ) -> GroupRecord | None:
         """Local. Record the operations of a group; None without a record.
 
         Args:
@@ -73,7 +73,7 @@ class FlightRecord:
         own = f"{name} #{count}" if (count := self._names.count(name)) else name
         ring.add_text({"name": own, "desc": "distopt", "ranks": list(ranks)})
         self._names.append(name)
-        return Group(ring, index, own, ranks, rank)
+        return GroupRecord(ring, index, own, ranks, rank)
 
     def add(self, about: Sequence[Any] | None) -> Ring | None:
         """Local. Open the ring of another process of this host, as `offer` describes it, where that is possible."""

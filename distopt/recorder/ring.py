@@ -59,7 +59,7 @@ class _Inner(dict[str, bool]):
 _inner = _Inner()
 
 
-class Operation(NamedTuple):
+class NotedOperation(NamedTuple):
     """An operation that a rank has started.
 
     Attributes:
@@ -128,7 +128,7 @@ class Ring:
         return self._n_texts
 
     def learn(self, frame: FrameType, depth: int, label: str) -> int:
-        """Local. The number of the text with a label and a place in a script, `depth` frames above `Group.place`."""
+        """Local. The number of the text with a label and a place in a script, `depth` frames above `GroupRecord.caller`."""
         code = frame.f_code
         key = id(code), frame.f_lasti, depth, label if self.head[1] < _LABELLED_BYTES else ""
         if key not in self.places:
@@ -158,12 +158,12 @@ class Ring:
         last = [_WORD.unpack_from(self.memory, self.group_at(index))[0] for index in range(MAX_GROUPS)]
         return {self._group(index)["name"]: number - 1 for index, number in enumerate(last) if number}
 
-    def oldest(self, before: int) -> Operation | None:
+    def oldest(self, before: int) -> NotedOperation | None:
         """Local. The first operation that has not ended of those noted before that time."""
         for at, number, _, _, index, code, _, place in sorted(self._noted(), key=lambda record: record[-1]):
             if place and at < before and self.ending(index, number)[1] <= number:
                 group = self._group(index)
-                return Operation(group["name"], group["ranks"], [*KINDS][code], number)
+                return NotedOperation(group["name"], group["ranks"], [*KINDS][code], number)
         return None
 
     def _noted(self) -> Iterator[tuple[int, ...]]:
@@ -234,7 +234,7 @@ def _script(frame: FrameType) -> tuple[FrameType, int]:
     return frame, depth
 
 
-class Group:
+class GroupRecord:
     """The operations of a communicator, which its ranks number alike.
 
     Attributes:
@@ -265,13 +265,13 @@ class Group:
             label: shown beside it.
             number: of the operation, equal on all ranks.
         """
-        ring, text, place = self._ring, self.place(kind, label), self._noted[0]
+        ring, text, place = self._ring, self.caller(kind, label), self._noted[0]
         offset = ring.records + place % ring.n_records * _RECORD_BYTES
         _pack(ring.memory, offset, _now(), number, count, text, self._index, _CODES[kind], dtype, place + 1)
         self._noted[0] = place + 1
         self._last[0] = number + 1
 
-    def place(self, kind: str, label: str) -> int:
+    def caller(self, kind: str, label: str) -> int:
         """Local. The number of the text that says where the script calls an operation, and its label."""
         # An operation of a kind is usually called at the same depth below the script: other frames are not looked at.
         ring, depth = self._ring, self._depths[kind]

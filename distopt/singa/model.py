@@ -17,7 +17,7 @@ class Model(model.Model):  # noqa: D101 - its documentation is that of its base
     def _attach(self) -> None:
         super()._attach()
         if self._compiled and isinstance(self._optimizer, Optimizer):
-            rank, world_size = launch.place()
+            rank, world_size = launch.rank_and_size()
             if rank == 1:  # one line is enough; rank 0 alone may train on purpose
                 tell_once(
                     f"{world_size} ranks train a {type(self).__name__} without DistOpt, each for itself; average their "

@@ -6,7 +6,7 @@ import pytest
 from distopt.comm import create
 from distopt.codecs import Part, Tree
 from distopt.errors import UsageError
-from distopt.shards import Node, block_of
+from distopt.shards import TreeNode, block_of
 from tests.conformance.ranks import run_ranks_ok
 from tests.conformance.thread_ranks import on_ranks
 
@@ -169,7 +169,7 @@ def test_missing_gradients_are_zeros_and_an_abandoned_step_leaves_nothing():
 
 def test_blocks_and_nodes():
     assert [list(block_of(8, rank, 3)) for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert Node(0, 8).within(range(2, 5)) == [Node(2, 4), Node(4, 5)]
-    assert Node(0, 8).within(range(8)) == [Node(0, 8)]
+    assert TreeNode(0, 8).within(range(2, 5)) == [TreeNode(2, 4), TreeNode(4, 5)]
+    assert TreeNode(0, 8).within(range(8)) == [TreeNode(0, 8)]
     with pytest.raises(UsageError, match="3 shards leave nothing to some of 4 ranks"):
         block_of(3, 0, 4)

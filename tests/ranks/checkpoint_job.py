@@ -118,7 +118,7 @@ class Job:
         return losses
 
     def results(self) -> dict[str, np.ndarray]:
-        states = {name: adapter.look() for name, adapter in adapters_of(self.objects).items()}
+        states = {name: adapter.snapshot() for name, adapter in adapters_of(self.objects).items()}
         found = {
             f"{name}/{key}": copy_of(array) for name, state in states.items() for key, array in state.arrays.items()
         }

@@ -205,8 +205,8 @@ class Own(InPlace):
         super().__init__(arrays)
         self._rank = rank
 
-    def look(self) -> State:
-        return State(super().look().arrays, {"rank": self._rank})
+    def snapshot(self) -> State:
+        return State(super().snapshot().arrays, {"rank": self._rank})
 
 
 def states_of(rank: int, step: int) -> dict[str, InPlace]:
@@ -296,9 +296,9 @@ def test_other_ranks_get_all_states(nodes, after):
         numbers = [rank] if len(after) == 3 else range(3)
         assert len(owns) == len(numbers)
         for number, (own, notes) in zip(numbers, owns, strict=True):
-            np.testing.assert_array_equal(own["own/x"], states_of(number, newest)["own"].look().arrays["x"])
+            np.testing.assert_array_equal(own["own/x"], states_of(number, newest)["own"].snapshot().arrays["x"])
             assert notes == {"own": {"rank": number}}
-        for key, array in states_of(0, newest)["all"].look().arrays.items():
+        for key, array in states_of(0, newest)["all"].snapshot().arrays.items():
             np.testing.assert_array_equal(shared[f"all/{key}"], array)
         memory.keep(newest + 1, 0, states_of(rank, newest + 1))
 
@@ -307,7 +307,7 @@ def test_other_ranks_get_all_states(nodes, after):
         label = memory.agree()
         assert label == Label(1, newest + 1, 0, len(after))
         _, [(own, _)] = memory.read(label)
-        np.testing.assert_array_equal(own["own/x"], states_of(rank, newest + 1)["own"].look().arrays["x"])
+        np.testing.assert_array_equal(own["own/x"], states_of(rank, newest + 1)["own"].snapshot().arrays["x"])
 
     on_ranks(nodes, train(newest))
     lost = {"0", "1"} - set(after)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distopt.comm import gpu
-from distopt.comm.gpu import Place, choose_devices, find_nccl
+from distopt.comm.gpu import GpuOfRank, choose_devices, find_nccl
 from distopt.errors import LaunchError, MissingDependencyError
 
 
@@ -52,12 +52,12 @@ def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest
 ALL = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0")
 
 
-def places(*seen: tuple[str, ...], chosen: int | None = None, machine: str = "a") -> list[Place]:
-    return [Place(machine, f"host-{machine}", 100 + rank, gpus, chosen) for rank, gpus in enumerate(seen)]
+def places(*seen: tuple[str, ...], chosen: int | None = None, machine: str = "a") -> list[GpuOfRank]:
+    return [GpuOfRank(machine, f"host-{machine}", 100 + rank, gpus, chosen) for rank, gpus in enumerate(seen)]
 
 
-def mapping(*chosen: int | None) -> list[Place]:
-    return [Place("a", "host-a", 100 + rank, ALL, number) for rank, number in enumerate(chosen)]
+def mapping(*chosen: int | None) -> list[GpuOfRank]:
+    return [GpuOfRank("a", "host-a", 100 + rank, ALL, number) for rank, number in enumerate(chosen)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def mapping(*chosen: int | None) -> list[Place]:
         (mapping(None, 3, None, None), [0, 3, 2, 1]),
     ],
 )
-def test_every_rank_gets_a_gpu_of_its_own(ranks: list[Place], expected: list[int]) -> None:
+def test_every_rank_gets_a_gpu_of_its_own(ranks: list[GpuOfRank], expected: list[int]) -> None:
     assert choose_devices(ranks, 22705, {}) == expected
 
 
@@ -89,7 +89,7 @@ def test_every_rank_gets_a_gpu_of_its_own(ranks: list[Place], expected: list[int
         (places(ALL[:2], ALL[:1]), r"ranks 0 and 1 .* GPU 0000:01:00.0"),  # sets that overlap
     ],
 )
-def test_a_gpu_for_two_ranks_is_refused_by_name(ranks: list[Place], words: str) -> None:
+def test_a_gpu_for_two_ranks_is_refused_by_name(ranks: list[GpuOfRank], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         choose_devices(ranks, 22705, {})
 

@@ -125,7 +125,7 @@ def test_the_time_of_a_healing_after_a_long_time_without_one(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for _ in range(20):
         now += 0.25
-        job.owner.look()
+        job.owner.check_times()
     job.say("failed", [SIGKILL])
     now += 0.25
     job.say("ended", [SIGKILL], steps=[3] * 4)
@@ -227,7 +227,7 @@ class Nodes:
     def wait(self):
         """The last call passes."""
         self.owner._came_at = -1e9
-        self.owner.look()
+        self.owner.check_times()
 
     def last(self, host):
         return self.told[host][-1]

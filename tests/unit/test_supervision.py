@@ -36,7 +36,7 @@ class Node:
         while not done():
             assert time.monotonic() < until
             handle_events(self._selector, 0.1)
-            self.ranks.look()
+            self.ranks.poll()
 
     def close(self) -> None:
         self.ranks.close()

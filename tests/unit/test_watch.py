@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from distopt.recorder.flight import FlightRecord
-from distopt.recorder.ring import STEPS, Operation
+from distopt.recorder.ring import STEPS, NotedOperation
 from distopt.launch.nodes.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from tests.terminal import Terminal
@@ -27,7 +27,7 @@ def running(rank: int, **more) -> Row:
 
 
 def waiting(rank: int, number: int, **more) -> Row:
-    operation = Operation("world", [0, 1, 2, 3, 4, 5, 6, 7], "all_reduce", number)
+    operation = NotedOperation("world", [0, 1, 2, 3, 4, 5, 6, 7], "all_reduce", number)
     return running(rank, waits=True, operation=operation, numbers={"world": number}, **more)
 
 
@@ -167,11 +167,11 @@ def test_the_memory_of_a_rank_tells_its_operations():
             world.end(number)
     pair.note("broadcast", 0, 5, "", 1)
     assert ring.numbers() == {"world": 299, "pair": 1}
-    assert ring.oldest(1 << 62) == Operation("world", [0, 1, 2, 3], "all_reduce", 298)
+    assert ring.oldest(1 << 62) == NotedOperation("world", [0, 1, 2, 3], "all_reduce", 298)
     assert ring.oldest(0) is None
     world.end(298)
     world.end(299)
-    assert ring.oldest(1 << 62) == Operation("pair", [2, 3], "broadcast", 1)
+    assert ring.oldest(1 << 62) == NotedOperation("pair", [2, 3], "broadcast", 1)
     assert record.open_group("one", [2], 2) is None
 
 

@@ -138,7 +138,7 @@ def _process(pid: str) -> tuple[bytes, bytes]:
         return b"", b""
 
 
-def look() -> None:
+def note_running() -> None:
     """Local. Record the siblings that run now as seen."""
     _seen.clear()
     _seen.update(_siblings()[0])
@@ -146,5 +146,5 @@ def look() -> None:
 
 def remember() -> None:
     """Local. From now on, and in forked children from their start on, know the siblings that have run."""
-    look()
-    os.register_at_fork(after_in_child=look)
+    note_running()
+    os.register_at_fork(after_in_child=note_running)

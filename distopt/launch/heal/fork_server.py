@@ -246,7 +246,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
         os.dup2(fd, number)
         os.close(fd)
     _libc.prctl(_PR_SET_NAME, Path(sys.executable).name.encode(), 0, 0, 0)
-    siblings.look()
+    siblings.note_running()
     os.environ.clear()
     os.environ.update(order["env"])
     supervisor.open(fds[3])

@@ -109,7 +109,7 @@ class _Agent:
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
-                self._owner.look()
+                self._owner.check_times()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
             if self._code is None:
@@ -259,7 +259,7 @@ class _Agent:
         ranks = self._ranks
         if ranks is None or self._code is not None or self._ended:
             return
-        ranks.look()
+        ranks.poll()
         if self._warm is not None:
             if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
                 self._say("stepped", step=done["step"])
@@ -282,7 +282,7 @@ class _Agent:
         if self._monitor is not None and self._ranks is not None:
             again = "healing" if self._options.heal else "starting again"
             send = self._owner.say if isinstance(self._owner, RemoteOwner) else None
-            self._monitor.look(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
+            self._monitor.report(self._ranks.ranks, again if self._attempt else "", send, at_the_end=at_the_end)
 
     def _handle_signals(self) -> None:
         while self._caught:
@@ -297,7 +297,7 @@ class _Agent:
             if interrupts > _KILLING:
                 self._code = 128 + signum
             elif interrupts == _KILLING:
-                self._ranks.look()
+                self._ranks.poll()
                 self._ranks.kill()
                 self._say("kill", failures=[], signals=self._signals)
             else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...recorder.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, Operation, Ring
+from ...recorder.ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE, NotedOperation, Ring
 from ..processes import describe_exit
 from ..supervise.output import Output
 from ..supervise.ranks import Rank
@@ -62,7 +62,7 @@ class Row:
     samples_per_s: float | None = None
     wait_share: float | None = None
     waits: bool | None = False
-    operation: Operation | None = None
+    operation: NotedOperation | None = None
     numbers: dict[str, int] = field(default_factory=dict)
     at: float = 0.0
 
@@ -148,7 +148,7 @@ class Monitor:
         self._look_at = self._show_at = 0.0
         self._pause = _PERIOD
 
-    def look(
+    def report(
         self,
         ranks: Iterable[Rank],
         beginning: str = "",
@@ -184,7 +184,7 @@ class Monitor:
     def take(self, row: dict[str, Any]) -> None:
         """Local. A row of another node."""
         operation = row.pop("operation")
-        taken = Row(**row, operation=operation and Operation(*operation))
+        taken = Row(**row, operation=operation and NotedOperation(*operation))
         taken.at = time.monotonic()
         self._rows[taken.rank] = taken
 

@@ -178,7 +178,7 @@ class Owner(Gate):
             if self._phase is not Phase.GATHERING and node.heard.seconds() > SILENT_SECONDS:
                 self._end_link(link)
 
-    def look(self) -> None:
+    def check_times(self) -> None:
         """Local. Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension

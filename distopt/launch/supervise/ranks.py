@@ -79,11 +79,11 @@ def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Fai
     of MPI may be a consequence, too.
     """
 
-    def place(failure: Failure) -> tuple[bool, ...]:
+    def order(failure: Failure) -> tuple[bool, ...]:
         crashed = between_hosts and is_crash_of_a_send(failure.code)
         return failure.is_consequence, not failure.is_final, crashed
 
-    return min(failures, key=place)
+    return min(failures, key=order)
 
 
 class Rank:
@@ -96,7 +96,7 @@ class Rank:
         sink: its other end, for the process.
         said: its last message of each kind; see `distopt.launch.end_together.report`.
         exit_code: once it has ended; -n if signal n has ended it.
-        ended: whether `look` has noticed that.
+        ended: whether `poll` has noticed that.
         failure: once it has failed.
         failed_at: when it did, in ns of the monotonic clock.
         ring: its flight record, once it has one.
@@ -183,7 +183,7 @@ class Rank:
         """Local. Kill the process."""
         self.end(signal.SIGKILL)
 
-    def look(self, now: int) -> None:
+    def poll(self, now: int) -> None:
         """Local. Notice whether the rank has ended or failed."""
         self.ended = not self.running  # before the pipe is read: a rank reports before it ends
         self.read()
@@ -253,12 +253,12 @@ class LocalRanks:
             self._frozen, self._freezer_at = [rank for rank in self.running if rank.frozen], now + _FREEZER_SECONDS
         return [rank for rank in self.running if rank.stopped or rank in self._frozen]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Local. Notice the ranks that have failed or ended."""
         now = time.monotonic_ns()
         before = [rank for rank in self.ranks if rank.failure is not None]
         for rank in self.ranks:
-            rank.look(now)
+            rank.poll(now)
         found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
         # If two ends are noticed together, an end by a signal is more likely to have caused the other.
         found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
@@ -311,7 +311,7 @@ class LocalRanks:
             if clock.seconds() >= seconds:
                 self.kill()
             handle_events(self._selector)
-            self.look()
+            self.poll()
 
     def close(self) -> None:
         """Local. Release the ranks' resources; idempotent."""

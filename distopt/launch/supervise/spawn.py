@@ -125,7 +125,7 @@ def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[
             f"{info.name} has started {info.size} ranks ({info.source}), but the script asks launch.main for "
             f"{world_size!r}; start {world_size!r} ranks, or run the script without a launcher"
         )
-    origin.place = info.rank, info.size
+    origin.rank_and_size = info.rank, info.size
     return (info.rank, info.size, *args)
 
 
@@ -163,7 +163,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
             _start(local, fn, world_size, tuple(args))
             _supervise(local, caught, selector)
         finally:
-            local.look()
+            local.poll()
             failed = bool(local.failures)  # looked at before this process ends any
             returned = not (failed or local.running)
             local.end(_END_SECONDS)
@@ -199,7 +199,7 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     passed_on = 0
     while local.running and not local.failures:
         handle_events(selector)
-        local.look()
+        local.poll()
         while passed_on < len(caught):
             signum = caught[passed_on]
             if signum == signal.SIGINT:
@@ -218,7 +218,7 @@ def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     clock = Stopwatch()
     while local.running and clock.seconds() < SAVING_SECONDS:
         handle_events(selector)
-        local.look()
+        local.poll()
         if caught.count(signal.SIGINT) > 1:
             local.kill()
             return

@@ -25,13 +25,13 @@ class TorchGenerator(Adapter):
         self._generator = generator
         self._loaded: State | None = None
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The generator's state, uint8 [n], and the type of its device."""
         return State({"": array_of(self._generator.get_state())}, {"device": self._generator.device.type})
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the state is of a generator on the same type of device."""
-        own = self.look()
+        own = self.snapshot()
         if state.notes != own.notes or state.arrays.get("", np.empty(0)).shape != own.arrays[""].shape:
             raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")
 
@@ -51,7 +51,7 @@ class CudaGenerator(Adapter):
 
     random = True
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The generator's state, uint8 [n]."""
         return State({"": array_of(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {}, {})
 

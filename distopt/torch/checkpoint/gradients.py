@@ -47,7 +47,7 @@ class Gradients(StateDict):
         waiting = {name: grad for name, grad in found.items() if grad is not None and not _is_used(grad)}
         return {name: _to_save(grad) for name, grad in waiting.items()}
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. See `StateDict.look`."""
         arrays: dict[str, Any] = {}
         return State(arrays, {"tree": encode(self.state_dict(), "", arrays)})

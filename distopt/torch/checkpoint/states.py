@@ -69,7 +69,7 @@ class StateDict(Adapter):
     def __init__(self, thing: Any) -> None:
         self._thing = thing
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. The result of `state_dict`, as arrays and a tree; see `trees`."""
         arrays: Arrays = {}
         tree = encode(self._thing.state_dict(), "", arrays)
@@ -85,7 +85,7 @@ class StateDict(Adapter):
         kind, own = state.notes["class"], type(self._thing).__name__
         if kind != own:
             raise StateError(f"the object is of {own}, the states are of {kind}; they are of another script")
-        given, mine = (set(items_of(notes["tree"])) for notes in (state.notes, self.look().notes))
+        given, mine = (set(items_of(notes["tree"])) for notes in (state.notes, self.snapshot().notes))
         if given != mine:
             names = ", ".join(sorted(given ^ mine))
             raise StateError(f"{names}: in the states or in the object, not in both; they are of another version")
@@ -124,9 +124,9 @@ class ModelState(StateDict):
         self._alike = alike
         self._buckets: list[str] = []  # their order, when it no longer changes
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local; collective if DDP is about to change its buckets. See `StateDict.look`; with the buckets' order."""
-        state = super().look()
+        state = super().snapshot()
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
             state.notes["buckets"] = order = self._buckets or bucket_order(self._ddp)
@@ -139,7 +139,7 @@ class ModelState(StateDict):
         return {name for name, parameter in own if id(parameter) in self._alike} & set(names)
 
     def _check_tree(self, state: State) -> None:
-        mine, given = _described(super().look()), _described(state)
+        mine, given = _described(super().snapshot()), _described(state)
         for name in sorted(mine.keys() | given.keys()):
             if mine.get(name) != given.get(name):
                 there = given.get(name, "not in the states")
@@ -190,12 +190,12 @@ class OptimizerState(StateDict):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._thing.param_groups for parameter in group["params"]]
 
-    def look(self) -> State:
+    def snapshot(self) -> State:
         """Local. See `StateDict.look`; with the share of a `ZeroRedundancyOptimizer`."""
         if self._zero is not None:
             # Schedules change the learning rates of the outer optimizer, and its `step` copies them to the inner one.
             _copy_options(self._zero.param_groups, self._thing.param_groups)
-        state = super().look()
+        state = super().snapshot()
         return State(state.arrays, {**state.notes, "share": self._share})
 
     def put(self, state: State) -> None:
@@ -212,7 +212,7 @@ class OptimizerState(StateDict):
         super()._check_tree(state)
         given, mine = (
             [len(items_of(group)["params"]) for group in items_of(notes["tree"])["param_groups"]]
-            for notes in (state.notes, self.look().notes)
+            for notes in (state.notes, self.snapshot().notes)
         )
         if given != mine:
             raise StateError(f"the optimizer has groups of {mine} parameters, the states of {given}; see the script")

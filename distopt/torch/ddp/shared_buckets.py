@@ -74,7 +74,7 @@ class SharedBuckets:
         self._free: dict[_Kind, list[Array]] = {}
         self._has_warned = False
 
-    def look(self, tensor: torch.Tensor, *, in_backward: bool) -> None:
+    def consider(self, tensor: torch.Tensor, *, in_backward: bool) -> None:
         """Collective, before every all_reduce. Move the storage of `tensor` if the ranks have agreed on that."""
         if tensor.layout != torch.strided or tensor.nbytes < LEAST_BYTES:
             return

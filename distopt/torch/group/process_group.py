@@ -407,7 +407,7 @@ class DistoptProcessGroup(NamedGroup):
         with channel.lock:
             channel.count += 1
             if channel.shared_buckets is not None and action is Collectives.all_reduce:
-                channel.shared_buckets.look(args[0], in_backward=in_backward)
+                channel.shared_buckets.consider(args[0], in_backward=in_backward)
             work = None
             if is_async or not queue.enter():
                 start = STARTS.get(action)

@@ -32,7 +32,7 @@ from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
     from ...comm.work import Work
-    from ...recorder.ring import Group
+    from ...recorder.ring import GroupRecord
 
 # The queue's thread carries out an operation only after this time: a thread that waits for it before does so itself,
 # without a switch of threads.
@@ -78,7 +78,7 @@ class PendingWork(WaitedWork):
         self._number = number
         self._began, self._operation = 0.0, 0  # when it started, and as which operation of the communicator
         self.in_backward = in_backward
-        self.place = -1  # among the operations of its backward pass
+        self.index = -1  # among the operations of its backward pass
         self.ended = False
         self.told = False  # the callbacks of its future have run
 
@@ -118,7 +118,7 @@ class PendingWork(WaitedWork):
             self._error = error
         self._action = self._under_way = None  # frees the tensors that they refer to
         if began:
-            name = f"bucket {self.place}" if self.place >= 0 else f"operation {self._number % _WIRES}"
+            name = f"bucket {self.index}" if self.index >= 0 else f"operation {self._number % _WIRES}"
             flight, now = self._queue.flight, time.perf_counter()
             timeline.add("wait", began, now, bucket=name)
             if self._began:
@@ -204,7 +204,7 @@ class OperationQueue:
             while a thread waits for them need this to overlap with the computation of this process.
     """
 
-    def __init__(self, name: str, flight: Group | None = None, *, by_thread: bool) -> None:
+    def __init__(self, name: str, flight: GroupRecord | None = None, *, by_thread: bool) -> None:
         self.name = name
         self.flight = flight
         self._by_thread = by_thread
@@ -347,7 +347,7 @@ class OperationQueue:
             callback = _AtTheEnd(self, backward_pass)
             self._at_the_end = weakref.ref(callback)
             call_after_backward(callback)
-        work.place = len(callback.works)
+        work.index = len(callback.works)
         callback.works.append(work)
 
     def close(self) -> None:

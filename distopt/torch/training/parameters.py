@@ -282,10 +282,10 @@ def mean_of(communicator: Communicator, tensor: torch.Tensor, label: str, *, cha
 
 def unused_on_all(communicator: Communicator, layout: Layout, unused: set[int]) -> set[int]:
     """Collective. Of parameters that this rank has not used, by id, those that no rank has."""
-    own = bytes(key in unused for key in layout.places)
+    own = bytes(key in unused for key in layout.bucket_of)
     gathered = communicator.all_gather_bytes(own, label="unused parameters")
     everywhere = [all(flags) for flags in zip(*gathered, strict=True)]
-    return {key for key, flag in zip(layout.places, everywhere, strict=True) if flag}
+    return {key for key, flag in zip(layout.bucket_of, everywhere, strict=True) if flag}
 
 
 def is_in_ddp(params: Sequence[TrainedParameter]) -> bool:
