@@ -76,7 +76,7 @@ def kernel_calls(cupy, n: int) -> dict[str, tuple[int, Callable[[], object]]]:
     """Casts, selection, sparse sum, norm and updates, with the bytes that they must move."""
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
-    from distopt.nn.kernels import gpu as ops
+    from distopt.nn.numerics import gpu as ops
 
     x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
     wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)

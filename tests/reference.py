@@ -1,4 +1,4 @@
-"""Slow and simple versions of the kernels of `distopt.nn.kernels.cpu`: the oracle of its tests.
+"""Slow and simple versions of the kernels of `distopt.nn.numerics.cpu`: the oracle of its tests.
 
 Every function is the definition of the operation written with NumPy. Nothing is fused, chunked or reused, and nothing
 is shared with `cpu`, which documents each function.

@@ -1,4 +1,4 @@
-// A cuBLAS for host memory, as far as distopt/nn/kernels/gpu_base.py uses it. Products run when their stream gets
+// A cuBLAS for host memory, as far as distopt/nn/numerics/gpu_base.py uses it. Products run when their stream gets
 // there.
 #include <dlfcn.h>
 

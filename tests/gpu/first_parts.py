@@ -124,7 +124,7 @@ def _codec_kernels(cupy: Any, n: int) -> None:
 
 
 def _element_kernels(cupy: Any, n: int) -> None:
-    from distopt.nn.kernels import gpu
+    from distopt.nn.numerics import gpu
 
     x, slots = cupy.asarray(np.sin(np.arange(n)).astype("float32")), [cupy.ones(n, "float32") for _ in range(2)]
     gpu.update("sgd", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 0.0, 0.0, False)
@@ -135,7 +135,7 @@ def _element_kernels(cupy: Any, n: int) -> None:
 
 
 def _image_kernels(cupy: Any) -> None:
-    from distopt.nn.kernels import gpu
+    from distopt.nn.numerics import gpu
 
     images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype("float32").reshape(3, 2, 13, 11))
     w, b = cupy.ones((5, 2, 3, 3), "float32"), cupy.ones(5, "float32")

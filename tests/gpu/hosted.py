@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from distopt.nn.kernels import gpu
+from distopt.nn.numerics import gpu
 
 
 def to_device(value: Any) -> Any:

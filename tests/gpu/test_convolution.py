@@ -13,7 +13,7 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
-from distopt.nn.kernels import gpu, gpu_images  # noqa: E402
+from distopt.nn.numerics import gpu, gpu_images  # noqa: E402
 from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402

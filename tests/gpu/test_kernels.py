@@ -14,7 +14,7 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt.kernels import cuda, gpu  # noqa: E402
-from distopt.nn.kernels import gpu_base  # noqa: E402
+from distopt.nn.numerics import gpu_base  # noqa: E402
 
 
 def test_every_kernel_of_every_source_is_known():

@@ -13,7 +13,7 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device, tensor  # noqa: E402
 from distopt.errors import UsageError  # noqa: E402
-from distopt.nn.kernels import cpu, gpu, gpu_base, gpu_images, kernels_of  # noqa: E402
+from distopt.nn.numerics import cpu, gpu, gpu_base, gpu_images, numerics_of  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
@@ -111,7 +111,7 @@ def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
 
 
 def test_kernels_of_an_array_of_the_device():
-    assert kernels_of(zeros(3)) is gpu
+    assert numerics_of(zeros(3)) is gpu
     images = {name for name in reference.functions_of(gpu_images) if hasattr(gpu, name)}
     assert reference.functions_of(gpu) | images == reference.functions_of(cpu)
 

@@ -12,7 +12,7 @@ require_gpu()
 import cupy  # noqa: E402
 
 from distopt import device  # noqa: E402
-from distopt.nn.kernels import gpu, kernels_of  # noqa: E402
+from distopt.nn.numerics import gpu, numerics_of  # noqa: E402
 from distopt.nn.staging import Staging  # noqa: E402
 
 
@@ -64,7 +64,7 @@ def test_the_next_batch_may_be_sent_before_this_one_is_used(where):
         x, following = following, load(step + 1)
         y = x.array
         for _ in range(20):
-            y, _ = kernels_of(y).max_pool2d(y, (1, 1), (1, 1))
+            y, _ = numerics_of(y).max_pool2d(y, (1, 1), (1, 1))
         results.append(y)
     assert [float(where.host(y).sum()) for y in results] == [1000.0 * step for step in range(6)]
 

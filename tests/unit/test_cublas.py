@@ -14,7 +14,7 @@ import os
 from tests.emulation import activate
 activate()
 import cupy
-from distopt.nn.kernels.gpu_base import product
+from distopt.nn.numerics.gpu_base import product
 """
 
 
@@ -45,7 +45,7 @@ def test_a_cupy_without_that_cublas_is_an_error_with_a_cure(handle: str, told: s
 def test_errors_of_cublas_are_named() -> None:
     ended = run(
         """
-        from distopt.nn.kernels import gpu_base
+        from distopt.nn.numerics import gpu_base
         gpu_base._WORKSPACE_BYTES = 0
         product(cupy.ones((2, 2), "float32"), cupy.ones((2, 2), "float32"))
         """

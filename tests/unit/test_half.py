@@ -5,7 +5,7 @@ import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.nn.core.mode import mode
-from distopt.nn.kernels import cpu as kernels
+from distopt.nn.numerics import cpu as kernels
 from distopt.tensor import Tensor
 
 SHAPE = (6, 3, 9, 7)

@@ -13,7 +13,7 @@ import pytest
 
 from distopt import _core, autograd, layer, model, opt
 from distopt.nn.core.tensor import Tensor
-from distopt.nn.kernels import cpu
+from distopt.nn.numerics import cpu
 
 ISAS = _core.supported_isas()
 FUSED = [isa for isa in ISAS if isa != "portable"]

@@ -1,4 +1,4 @@
-"""The kernels of `nn.kernels.cpu` against the slow ones of `tests.reference`, on every instruction set here."""
+"""The kernels of `nn.numerics.cpu` against the slow ones of `tests.reference`, on every instruction set here."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 
 from distopt import _core
 from distopt.errors import UsageError
-from distopt.nn.kernels import cpu, kernels_of
+from distopt.nn.numerics import cpu, numerics_of
 from tests import reference
 
 OF_THE_CPU = cpu  # tests of GPUs put their kernels in the place of `cpu`
@@ -395,9 +395,9 @@ def test_large_logits_do_not_overflow_and_a_class_may_be_masked(dtype):
 
 
 def test_kernels_of():
-    assert kernels_of(np.zeros(3)) is cpu
+    assert numerics_of(np.zeros(3)) is cpu
     with pytest.raises(UsageError, match=r"builtins\.list"):
-        kernels_of([1.0])
+        numerics_of([1.0])
 
 
 def test_both_modules_have_the_same_functions():

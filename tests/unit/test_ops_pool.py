@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from distopt.nn.kernels.memory import Pool
+from distopt.nn.numerics.memory import Pool
 
 LARGE = 50_000
 

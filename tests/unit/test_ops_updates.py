@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import _core
-from distopt.nn.kernels import cpu
+from distopt.nn.numerics import cpu
 from tests import reference
 
 SETTINGS = {

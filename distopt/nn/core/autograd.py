@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Generator, Iterator
 from typing import NamedTuple
 
 from ...errors import UsageError
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .array import Array
 from .mode import mode
 from .operation import Operation
@@ -241,7 +241,7 @@ def _visit(visit: _Visit, pending: dict[Operation, Array], retain_graph: bool) -
 def _place(param: Tensor, more: bool) -> Array:
     """Memory for one contribution to the gradient of `param`: its `grad` for the first, a new array for each other."""
     if param.grad is None or more:
-        data = kernels_of(param.array).empty(param.shape, param.dtype)
+        data = numerics_of(param.array).empty(param.shape, param.dtype)
         if more:
             return data
         param.grad = Tensor.of(data, param.device, requires_grad=False)

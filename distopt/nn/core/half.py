@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .array import Array
 
 
@@ -38,7 +38,7 @@ def gradients(op: Any, dy: Array, into: Sequence[Array | None]) -> list[Array | 
 
 def _narrowed(array: Array) -> Array:
     """A float32 array as float16."""
-    return kernels_of(array).to_half(array) if array.dtype == np.float32 else array
+    return numerics_of(array).to_half(array) if array.dtype == np.float32 else array
 
 
 def _stored(array: Array) -> Array:
@@ -48,7 +48,7 @@ def _stored(array: Array) -> Array:
 
 def _widened(array: Array) -> Array:
     """A float16 array as float32."""
-    return kernels_of(array).from_half(array) if array.dtype == np.float16 else array
+    return numerics_of(array).from_half(array) if array.dtype == np.float16 else array
 
 
 def _mapped(value: Any, change: Callable[[Array], Array]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.tensor import Tensor
-from ..kernels.geometry import Pair
+from ..numerics.geometry import Pair
 from ..ops import pooling
 from .windowed import Size, Windowed
 

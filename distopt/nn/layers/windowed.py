@@ -8,7 +8,7 @@ from typing import TypeAlias
 from ...checks import check_integer
 from ...errors import UsageError
 from ..core.tensor import Tensor
-from ..kernels.geometry import Padding, Pair, same_padding
+from ..numerics.geometry import Padding, Pair, same_padding
 from .base import TensorLayer
 
 Size: TypeAlias = "int | Sequence[int]"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..core.array import Array
-from ..kernels import kernels_of
-from ..kernels.geometry import Padding, Pair, out_size, with_border, without_border
+from ..numerics import numerics_of
+from ..numerics.geometry import Padding, Pair, out_size, with_border, without_border
 
 
 def with_even_padding(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
@@ -12,9 +12,9 @@ def with_even_padding(x: Array, kernel: Pair, stride: Pair, padding: Padding, fi
     if len(padding) == 2:
         return x, (padding[0], padding[1])
     out_size(x.shape, kernel, stride, padding)  # its error names the padding that was given
-    return with_border(x, padding, kernels_of(x).empty, fill), (0, 0)
+    return with_border(x, padding, numerics_of(x).empty, fill), (0, 0)
 
 
 def without_uneven_border(dx: Array | None, padding: Padding) -> Array | None:
     """The gradient of the images that `with_even_padding` took."""
-    return dx if dx is None or len(padding) == 2 else without_border(dx, padding, kernels_of(dx).empty)
+    return dx if dx is None or len(padding) == 2 else without_border(dx, padding, numerics_of(dx).empty)

@@ -1,11 +1,11 @@
-"""Convolutions of images [N, C, H, W]. Padding is two numbers or four, see `distopt.nn.kernels.geometry`."""
+"""Convolutions of images [N, C, H, W]. Padding is two numbers or four, see `distopt.nn.numerics.geometry`."""
 
 from __future__ import annotations
 
 from ..core.array import Array
 from ..core.operation import Arrays
-from ..kernels import kernels_of
-from ..kernels.geometry import Padding, Pair
+from ..numerics import numerics_of
+from ..numerics.geometry import Padding, Pair
 from .border import with_even_padding, without_uneven_border
 from .weighted import Weighted
 
@@ -13,7 +13,7 @@ from .weighted import Weighted
 class Conv2d(Weighted):
     """Cross-correlation of x [N, C, H, W] with w [M, C / groups, kh, kw], plus b [M] if given, optionally with ReLU.
 
-    The number of groups follows from the shapes; see `distopt.nn.kernels.cpu.conv2d`.
+    The number of groups follows from the shapes; see `distopt.nn.numerics.cpu.conv2d`.
 
     Args:
         stride: of the convolution.
@@ -30,10 +30,10 @@ class Conv2d(Weighted):
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
         x, padding = with_even_padding(x, w.shape[2:], self.stride, self.padding)
-        y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, padding, self.relu, self.pool)
+        y, self.saved = numerics_of(x).conv2d(x, w, b, self.stride, padding, self.relu, self.pool)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         dw, *db = self.gradient_memory(into)
-        dx = kernels_of(dy).conv2d_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
+        dx = numerics_of(dy).conv2d_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return without_uneven_border(dx, self.padding), dw, *db

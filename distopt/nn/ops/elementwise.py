@@ -15,7 +15,7 @@ from ..core.array import Array, element_type, settled
 from ..core.mode import mode
 from ..core.operation import Arrays, Operation, named
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 
 Formula: TypeAlias = Callable[..., Array]  # value(array module, x, *options) and slope(array module, x, y, *options)
 
@@ -207,11 +207,11 @@ class ReLU(Operation):
     """max(x, 0)."""
 
     def forward(self, x: Array) -> Array:
-        self.saved = kernels_of(x).relu(x)
+        self.saved = numerics_of(x).relu(x)
         return self.saved
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (kernels_of(dy).relu_backward(dy, self.saved),)
+        return (numerics_of(dy).relu_backward(dy, self.saved),)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -223,11 +223,11 @@ class Sigmoid(Operation):
     """1 / (1 + exp(-x))."""
 
     def forward(self, x: Array) -> Array:
-        self.saved = kernels_of(x).sigmoid(x)
+        self.saved = numerics_of(x).sigmoid(x)
         return self.saved
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return (kernels_of(dy).sigmoid_backward(dy, self.saved),)
+        return (numerics_of(dy).sigmoid_backward(dy, self.saved),)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ...kernels import array_module
 from ..core.array import Array, float32, int32
 from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .shape import NoGradient, axes_of
 
 __all__ = [
@@ -44,7 +44,7 @@ def _outside(index: Array, length: int, axis: int) -> Array | None:
     """Where an index is out of range on a GPU, whose host does not wait to know; on a CPU that is an error at once."""
     if index.size and not length:
         raise UsageError(f"axis {axis} has no element that an index could name")
-    return kernels_of(index).check_index(index, length, axis)
+    return numerics_of(index).check_index(index, length, axis)
 
 
 def _spoil(values: Array, outside: Array | None, axis: int = 0) -> None:

@@ -10,7 +10,7 @@ from ...kernels import array_module
 from ..core.array import Array, float32, settled
 from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 
 Formula: TypeAlias = Callable[..., Array]  # of array module, x and t
 
@@ -33,11 +33,11 @@ class SoftMaxCrossEntropy(Operation):
 
     def forward(self, logits: Array, labels: Array) -> Array:
         _check_labels(logits, labels)
-        loss, self.saved = kernels_of(logits).softmax_cross_entropy(logits, labels)
+        loss, self.saved = numerics_of(logits).softmax_cross_entropy(logits, labels)
         return loss.reshape(1)
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        return kernels_of(dy).softmax_cross_entropy_backward(self.saved, dy), None
+        return numerics_of(dy).softmax_cross_entropy_backward(self.saved, dy), None
 
 
 def _check_labels(logits: Array, labels: Array) -> None:

@@ -8,7 +8,7 @@ from ..core.arithmetic import Broadcast, MatMul
 from ..core.array import Array, settled
 from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .weighted import Weighted
 
 __all__ = [
@@ -26,12 +26,12 @@ class Linear(Weighted):
         self.relu = relu
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        y, self.saved = kernels_of(x).linear(x, w, b, self.relu)
+        y, self.saved = numerics_of(x).linear(x, w, b, self.relu)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         dw, *db = self.gradient_memory(into)
-        dx = kernels_of(dy).linear_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
+        dx = numerics_of(dy).linear_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return dx, dw, *db
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from ..core.array import Array
 from ..core.mode import mode
 from ..core.operation import Arrays
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .weighted import Weighted
 
 
@@ -26,14 +26,14 @@ class BatchNorm2d(Weighted):
         self.momentum, self.eps = momentum, eps
 
     def forward(self, x: Array, gamma: Array, beta: Array) -> Array:
-        y, self.saved = kernels_of(x).batch_norm2d(
+        y, self.saved = numerics_of(x).batch_norm2d(
             x, gamma, beta, *self.running, self.momentum, self.eps, mode.training
         )
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         dgamma, dbeta = self.gradient_memory(into, at_once=True)
-        return kernels_of(dy).batch_norm2d_backward(dy, self.saved, dgamma, dbeta), dgamma, dbeta
+        return numerics_of(dy).batch_norm2d_backward(dy, self.saved, dgamma, dbeta), dgamma, dbeta
 
 
 class Reduce(Protocol):
@@ -67,7 +67,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         self.reduce = reduce
 
     def forward(self, x: Array, gamma: Array, beta: Array) -> Array:
-        kernels = kernels_of(x)
+        kernels = numerics_of(x)
         sums = kernels.channel_sums(x)
         self.reduce(sums)
         (running_mean, running_var), channels = self.running, len(gamma)
@@ -82,7 +82,7 @@ class SyncBatchNorm2d(BatchNorm2d):
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
         saved, mean, var, sums = self.saved
-        kernels = kernels_of(dy)
+        kernels = numerics_of(dy)
         dgamma, dbeta = self.gradient_memory(into, at_once=True)
         dx = kernels.batch_norm2d_backward(dy, saved, dgamma, dbeta)  # as if mean and variance were constants
         if not self.needs[0]:

@@ -1,4 +1,4 @@
-"""Pooling of images [N, C, H, W]. Padding is two numbers or four, see `distopt.nn.kernels.geometry`."""
+"""Pooling of images [N, C, H, W]. Padding is two numbers or four, see `distopt.nn.numerics.geometry`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...errors import UsageError
 from ..core.array import Array
 from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
-from ..kernels.geometry import Padding, Pair, pool_out
+from ..numerics import numerics_of
+from ..numerics.geometry import Padding, Pair, pool_out
 from .border import with_even_padding, without_uneven_border
 from .reduction import ReduceMean
 
@@ -29,11 +29,11 @@ class _Pool2d(Operation):
     def forward(self, x: Array) -> Array:
         pool_out(x.shape, self.kernel, self.stride, self.padding)  # its error names the padding that was given
         x, padding = with_even_padding(x, self.kernel, self.stride, self.padding, self.fill)
-        y, self.saved = getattr(kernels_of(x), self.function)(x, self.kernel, self.stride, padding)
+        y, self.saved = getattr(numerics_of(x), self.function)(x, self.kernel, self.stride, padding)
         return y
 
     def gradients(self, dy: Array, into: Arrays) -> Arrays:
-        dx = getattr(kernels_of(dy), f"{self.function}_backward")(dy, self.saved)
+        dx = getattr(numerics_of(dy), f"{self.function}_backward")(dy, self.saved)
         return (without_uneven_border(dx, self.padding),)
 
 

@@ -8,7 +8,7 @@ from ...kernels import array_module
 from ..core.array import Array, settled
 from ..core.operation import Arrays, Operation
 from ..core.tensor import Tensor
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .shape import axes_of, several
 
 __all__ = [
@@ -67,7 +67,7 @@ class SoftMax(Operation):
     def forward(self, x: Array) -> Array:
         dense = array_module(x).ascontiguousarray
         rows = dense(x.swapaxes(self.axis, -1))
-        y = kernels_of(x).softmax(rows.reshape(-1, rows.shape[-1])) if x.size else rows
+        y = numerics_of(x).softmax(rows.reshape(-1, rows.shape[-1])) if x.size else rows
         self.saved = dense(y.reshape(rows.shape).swapaxes(self.axis, -1))
         return self.saved
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.array import Array
 from ..core.operation import Arrays, Operation
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 
 
 class Weighted(Operation):
@@ -16,7 +16,7 @@ class Weighted(Operation):
         With `at_once` there is memory for all, because the kernel writes all or none.
         """
         assert self.inputs is not None
-        empty = kernels_of(self.inputs[0].array).empty
+        empty = numerics_of(self.inputs[0].array).empty
         return [
             empty(w.shape, "float32" if self.half else w.dtype) if place is None and (need or at_once) else place
             for w, place, need in zip(self.inputs[1:], into[1:], self.needs[1:], strict=True)

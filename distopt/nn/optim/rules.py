@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from ...errors import UsageError
 from ..core.array import Array, float32
-from ..kernels import kernels_of
+from ..numerics import numerics_of
 from .views import CurrentValue, SlotView
 from .hyperparameters import Hyperparameter
 from .optimizer import Optimizer
@@ -22,7 +22,7 @@ __all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
 
 
 class _Rule(Optimizer):
-    """A rule that one kernel applies; see `distopt.nn.kernels.cpu.update`."""
+    """A rule that one kernel applies; see `distopt.nn.numerics.cpu.update`."""
 
     _kernel: ClassVar[str]  # its name
     _kernel_slots: ClassVar[tuple[str, ...]]  # the slots that it takes, in its order; a missing one is None
@@ -37,7 +37,7 @@ class _Rule(Optimizer):
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         arrays = [slots.get(name) for name in self._kernel_slots]
-        kernels_of(param).update(self._kernel, param, grad, arrays, *self._numbers(), gate=self._gate)
+        numerics_of(param).update(self._kernel, param, grad, arrays, *self._numbers(), gate=self._gate)
 
     def _numbers(self) -> list[float]:
         """The numbers that the kernel takes."""

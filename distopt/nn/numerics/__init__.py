@@ -23,7 +23,7 @@ from ...errors import UsageError
 from . import cpu
 
 
-def kernels_of(array: object) -> ModuleType:
+def numerics_of(array: object) -> ModuleType:
     """Return the module of kernels for arrays of this kind.
 
     Raises:
