@@ -184,7 +184,9 @@ def run(args: argparse.Namespace) -> None:
     words = {word for word in args.only.split(",") if word}
     tables = [] if args.write else [table for table in TABLES if words <= set(astuple(table))]
     if not (tables or args.write):
-        raise UsageError(f"--only {args.only} names no table; known are {', '.join([*TRANSPORTS, *RATES, *COLLECTIVES])}")
+        raise UsageError(
+            f"--only {args.only} names no table; known are {', '.join([*TRANSPORTS, *RATES, *COLLECTIVES])}"
+        )
     if tables and os.geteuid() != 0:
         raise UsageError("only root can create network namespaces; run it with sudo")
     args.results.parent.mkdir(parents=True, exist_ok=True)

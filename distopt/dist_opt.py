@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from . import comm, codecs, launch
+from . import codecs, comm, launch
 from .checks import absent_name, check_assignment, names_of
+from .codecs import BadGradient, Codec, CommunicationStatistics
+from .codecs.state import States
 from .comm import Communicator
 from .comm.base import Array
 from .comm.gpu import driver_version
 from .comm.world import current, offer
-from .codecs import BadGradient, Codec, CommunicationStatistics
-from .codecs.state import States
+from .engine.by_hand import Fusion
+from .engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
+from .engine.layout import Layout, under
+from .engine.shards import RunningStatistics, Shards
+from .engine.step import GradientCounter
 from .errors import UsageError
 from .launch import Job, Ticket
 from .nn.core import autograd
@@ -35,13 +40,8 @@ from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
 from .nn.optim.rules import SGD
 from .nn.optim.views import CurrentValue
-from .settings import Settings
-from .engine.by_hand import Fusion
-from .engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
-from .engine.layout import Layout, under
-from .engine.shards import RunningStatistics, Shards
-from .engine.step import GradientCounter
 from .recorder.timeline import timeline
+from .settings import Settings
 
 
 class DistOpt:

@@ -25,7 +25,6 @@ from difflib import get_close_matches
 
 from .errors import UsageError
 
-
 OLD_TRANSPORT = "DISTOPT_BACKEND"  # the name of DISTOPT_TRANSPORT before 0.1; for one version
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "Ranks",
-    "State",
     "Snapshot",
+    "State",
     "adapters_of",
     "check_some",
     "copy_of",
     "exchanged",
-    "snapshot_of",
     "of_device",
+    "snapshot_of",
 ]
 
 # Keys of notes on the arrays: on dictionaries of arrays, with their keys, and on NumPy's scalars.

@@ -19,8 +19,8 @@ from ..checks import check_integer
 from ..errors import CheckpointError, UsageError
 from ..files import described, file_lock, type_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
-from ..settings import Settings
 from ..recorder.timeline import timeline
+from ..settings import Settings
 from .adapters import adapters_of, copy_of, exchanged, snapshot_of
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .hashes import LOG, HashLog, cut_log, settings_of

@@ -1,4 +1,4 @@
-"""Checkpoints as files. See docs/guide/checkpoints.md for the format.
+"""Checkpoints as files. See 'Checkpoints and healing' in the documentation for the format.
 
 Every rank writes its own file, atomically, and without waiting for others. A checkpoint is complete when all files
 of its manifest exist and name the same save.

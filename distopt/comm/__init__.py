@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
-from ..recorder.flight import flight_record
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
-from ..settings import Settings
+from ..recorder.flight import flight_record
 from ..recorder.timeline import timeline
+from ..settings import OLD_TRANSPORT, Settings
 from .base import Communicator, Work
 from .environment import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
@@ -41,9 +42,9 @@ def create(job: Job, transport: str | None = None) -> Communicator:
 
     Args:
         job: this rank's membership.
-        transport: a key of `TRANSPORTS`, or "auto" (default: `$DISTOPT_TRANSPORT`): nothing to do for one rank, NCCL where
-            `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it cannot),
-            else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
+        transport: a key of `TRANSPORTS`, or "auto" (default: `$DISTOPT_TRANSPORT`): nothing to do for one rank, NCCL
+            where `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it
+            cannot), else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
 
     Raises:
         UsageError: no transport has that name.
@@ -52,6 +53,8 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         MissingDependencyError: the transport needs something that is absent; the message says what, and the cure.
     """
     settings = Settings.from_env()
+    if OLD_TRANSPORT in os.environ and job.topology.rank == 0:
+        _log.warning("%s is DISTOPT_TRANSPORT now; this version is the last to read the old name", OLD_TRANSPORT)
     wish = choice = transport or settings.transport
     if wish == "auto":
         choice = _choose(job.topology, settings.device)

@@ -37,12 +37,12 @@ import numpy as np
 
 from ..checks import check_integer
 from ..errors import UsageError
-from ..recorder.flight import flight_record
-from ..recorder.ring import GroupRecord
 from ..kernels import check_unmasked
 from ..launch.end_together.report import supervisor
 from ..launch.job.base import Job
 from ..launch.job.topology import Topology
+from ..recorder.flight import flight_record
+from ..recorder.ring import GroupRecord
 from .subgroups import meet
 from .types import DTYPES, NAMES, OPS, ReduceOp, is_defined, storage_of
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work

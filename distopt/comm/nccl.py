@@ -23,7 +23,7 @@ from ..launch.end_together.exit_guard import close_at_exit
 from ..launch.job.base import Job
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
-from .gpu import GpuStack, GpuOfRank, choose_devices, exchange_places, gpu_stack
+from .gpu import GpuOfRank, GpuStack, choose_devices, exchange_places, gpu_stack
 
 _log = logging.getLogger("distopt")
 
@@ -79,7 +79,9 @@ class NcclCommunicator(Communicator):
     overlaps: ClassVar[bool] = True
     ordered_sums: ClassVar[bool] = False
 
-    def __init__(self, job: Job, stack: GpuStack, places: Sequence[GpuOfRank], settings: Settings | None = None) -> None:
+    def __init__(
+        self, job: Job, stack: GpuStack, places: Sequence[GpuOfRank], settings: Settings | None = None
+    ) -> None:
         """Collective. Take this rank's GPU, and connect it with the GPUs of the other ranks."""
         settings = settings or Settings.from_env()
         if settings.sum_order == "rank":

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..codecs import Part
 from ..comm import Communicator
 from ..comm.base import Array, storage_of
-from ..codecs import Part
 from ..kernels import array_module
 
 ALIGNMENT_BYTES = 256  # of every array, and every gradient in its bucket; vector loads of GPUs need it

@@ -10,9 +10,9 @@ from itertools import accumulate
 import numpy as np
 
 from ..checks import check_integer
+from ..codecs import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..comm import Communicator, Work
 from ..comm.base import Array
-from ..codecs import BadGradient, Codec, CodecState, PendingReduction, finish_all
 from ..errors import UsageError
 from ..kernels import array_module
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from ..checks import check_integer, check_number
-from ..comm import Communicator
 from ..codecs import BadGradient, Codec, CommunicationStatistics, Doubt
 from ..codecs.state import States
+from ..comm import Communicator
 from ..errors import DistoptError, StateError, UsageError
 from .agreement import Agreement
 from .bucket import BucketMemory, Parameter

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from ..checks import check_integer
-from ..comm.base import Array
 from ..codecs import Codec, CodecState, CommunicationStatistics
 from ..codecs.state import States
+from ..comm.base import Array
 from ..errors import StateError
 from .bucket import Bucket, BucketMemory, Parameter
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..comm.sparse import dense_wire_bytes
 from ..codecs import BadGradient, CommunicationStatistics
 from ..codecs.state import States
+from ..comm.sparse import dense_wire_bytes
 from ..errors import StateError
 from ..kernels import kernels_of
 from .agreement import Agreement

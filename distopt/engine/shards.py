@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..checks import check_integer
+from ..codecs import Codec, CommunicationStatistics, Fp32, Tree, Verdict
 from ..comm import Communicator
 from ..comm.base import Array
-from ..codecs import Codec, CommunicationStatistics, Fp32, Tree, Verdict
 from ..errors import StateError, UsageError
 from ..launch.job.topology import Topology
 from ..shards import block_of

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..comm import Communicator
 from ..codecs import Codec, ErrorFeedback
+from ..comm import Communicator
 from ..errors import MismatchError, UsageError
 
 _NO_STEP = 0

@@ -34,8 +34,8 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 # JSON object a line. csrc/base/flight.h writes records and endings, too.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
 _HEAD_BYTES, _WORD, _END, _ASKED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
-# Words of the head, which `distopt.recorder.timeline` writes for `distopt run --watch`: steps and samples of training so far; ns
-# of waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
+# Words of the head, which `timeline` writes for `distopt run --watch`: steps and samples of training so far; ns of
+# waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
 _PAIR, _GROUP_HEAD_BYTES = struct.Struct("=qQ"), 16
 _RECORD = struct.Struct("=qQQIHBBQ")  # time, number, count, text of label and place, group, kind, type, number of notes
@@ -128,7 +128,7 @@ class Ring:
         return self._n_texts
 
     def learn(self, frame: FrameType, depth: int, label: str) -> int:
-        """Local. The number of the text with a label and a place in a script, `depth` frames above `GroupRecord.caller`."""
+        """Local. The number of the text with a label and the line of a script, `depth` frames above `caller`."""
         code = frame.f_code
         key = id(code), frame.f_lasti, depth, label if self.head[1] < _LABELLED_BYTES else ""
         if key not in self.places:

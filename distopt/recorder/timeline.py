@@ -21,9 +21,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..settings import Settings
 from .flight import flight_record
 from .ring import COPIES, SAMPLES, SAVES, STEPS, WAITED, WAITS_SINCE
-from ..settings import Settings
 
 if TYPE_CHECKING:
     from io import FileIO

@@ -13,6 +13,8 @@ import numpy as np
 from .. import dist_opt
 from ..checks import explain_absent
 from ..codecs import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from ..engine.by_hand import memory_of
+from ..engine.engine import DEFAULT_BUCKET_ELEMENTS
 from ..errors import UsageError
 from ..nn.core.array import Array
 from ..nn.core.raw import RawTensor
@@ -21,8 +23,6 @@ from ..nn.optim import rules, schedules
 from ..nn.optim.optimizer import Optimizer, check_gradient
 from ..nn.optim.rules import *  # noqa: F403 - a face of these modules
 from ..nn.optim.schedules import *  # noqa: F403
-from ..engine.by_hand import memory_of
-from ..engine.engine import DEFAULT_BUCKET_ELEMENTS
 
 __all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
 __all__ += rules.__all__

@@ -1,7 +1,7 @@
 """PyTorch: the backend "distopt" of `torch.distributed` for CPU tensors, codecs, SyncBatchNorm, and checkpoints.
 
 To import this package registers the backend. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all
-that a script for Gloo has to change; see `docs/guide/pytorch.md`.
+that a script for Gloo has to change; see 'Coming from PyTorch' in the documentation.
 
 `register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
 shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `training` brings gradients to the engine. No
@@ -20,12 +20,12 @@ except ModuleNotFoundError as error:
 
 from .checkpoint.checkpoint import Checkpoint, load
 from .checkpoint.sampler import ResumableSampler
-from .training.diloco import DiLoCo
-from .training.dist_opt import DistOpt
-from .training.hook import hook
 from .ddp.sync_batch_norm import SyncBatchNorm
 from .group.process_group import DistoptProcessGroup
 from .register import register_backend
+from .training.diloco import DiLoCo
+from .training.dist_opt import DistOpt
+from .training.hook import hook
 
 __all__ = [
     "Checkpoint",

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from distopt.comm import Communicator, create
 from distopt.codecs import (
     BFloat16,
     ErrorFeedback,
@@ -15,6 +14,7 @@ from distopt.codecs import (
     TopK,
     finish_all,
 )
+from distopt.comm import Communicator, create
 from distopt.kernels import kernels_of
 from distopt.launch.job.base import Job
 

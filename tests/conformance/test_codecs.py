@@ -8,7 +8,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distopt.comm import Work
 from distopt.codecs import (
     BFloat16,
     ErrorFeedback,
@@ -22,6 +21,7 @@ from distopt.codecs import (
     finish_all,
 )
 from distopt.codecs.statistics import CommunicationStatistics, Statistics
+from distopt.comm import Work
 from distopt.errors import GradientError, PeerLostError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 

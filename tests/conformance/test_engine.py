@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
-from distopt.errors import GradientError, MismatchError, StateError, UsageError
 from distopt.engine.bucket import ALIGNMENT_BYTES, BucketMemory
 from distopt.engine.engine import Engine
 from distopt.engine.layout import FIRST_BUCKET_BYTES, Layout, plan
+from distopt.errors import GradientError, MismatchError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32

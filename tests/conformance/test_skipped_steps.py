@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from distopt.codecs import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
-from distopt.errors import GradientError
 from distopt.engine.by_hand import Fusion
+from distopt.errors import GradientError
 from tests.conformance import nccl_ranks
 from tests.conformance.ranks import LocalJob, run_ranks_ok
 from tests.conformance.test_engine import SHAPES, Parameter, Rank, gradients, same_bits

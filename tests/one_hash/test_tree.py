@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distopt.comm import create
 from distopt.codecs import Part, Tree
+from distopt.comm import create
 from distopt.errors import UsageError
 from distopt.shards import TreeNode, block_of
 from tests.conformance.ranks import run_ranks_ok

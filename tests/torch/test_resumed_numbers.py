@@ -267,7 +267,7 @@ def test_a_mean_is_rounded_once():
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
 @pytest.mark.parametrize(("after", "says"), [("fp32", True), ("top-k", True), ("error feedback", False)])
 def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path, caplog, backend, after, says):
-    codecs = {
+    kinds = {
         "error feedback": codecs.create("top-k", ratio=0.5, error_feedback=True),
         "top-k": codecs.create("top-k", ratio=0.5),
         "fp32": "fp32",
@@ -275,7 +275,7 @@ def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path,
 
     def steps(codec):
         model = nn.Linear(3, 2)
-        optimizer = DistOpt(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), codec=codecs[codec])
+        optimizer = DistOpt(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), codec=kinds[codec])
         with Checkpoint(tmp_path, model=model, optimizer=optimizer) as saver:
             saver.resume()
             for _ in range(4):

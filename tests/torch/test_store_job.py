@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from distopt.torch import store_job
-from distopt.torch.training.parameters import TrainedParameter, device_of
 from distopt.torch.store_job import StoreJob
+from distopt.torch.training.parameters import TrainedParameter, device_of
 
 
 def store_of(job: LocalJob) -> dist.Store:

@@ -6,15 +6,15 @@ import pytest
 from distopt import autograd, initializer, launch, layer, opt, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.checks import check_integer
+from distopt.codecs import PowerSGD, TopK
 from distopt.comm.single import SingleCommunicator
 from distopt.comm.world import World
-from distopt.codecs import PowerSGD, TopK
 from distopt.data import ShardedSampler, data_partition
 from distopt.device import create_cuda_gpus
+from distopt.engine.engine import Engine
 from distopt.errors import UsageError
 from distopt.launch.job.topology import Topology
 from distopt.nn.devices.device import Device
-from distopt.engine.engine import Engine
 from distopt.tensor import Tensor
 
 X = Tensor((2, 3, 4, 4))

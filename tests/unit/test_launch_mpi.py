@@ -256,7 +256,9 @@ EARLY_EXIT = str(ROOT / "tests" / "ranks" / "early_exit_script.py")
 
 def leave(n: int, backend: str, how: str, where: str, seconds: float = 1000.0) -> Ended:
     """`seconds`: how long the others continue, longer than a test waits if they must be ended."""
-    return mpiexec(n, EARLY_EXIT, how, where, str(seconds), env={"DISTOPT_TRANSPORT": backend, "DISTOPT_TIMEOUT": "120"})
+    return mpiexec(
+        n, EARLY_EXIT, how, where, str(seconds), env={"DISTOPT_TRANSPORT": backend, "DISTOPT_TIMEOUT": "120"}
+    )
 
 
 @pytest.mark.slow(kept=1)

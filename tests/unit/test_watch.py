@@ -11,10 +11,10 @@ from dataclasses import asdict
 
 import pytest
 
-from distopt.recorder.flight import FlightRecord
-from distopt.recorder.ring import STEPS, NotedOperation
 from distopt.launch.nodes.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
+from distopt.recorder.flight import FlightRecord
+from distopt.recorder.ring import STEPS, NotedOperation
 from tests.terminal import Terminal
 
 ROWS, COLUMNS = 24, 60

@@ -51,7 +51,9 @@ class MpiCommunicator(NativeCommunicator):
     def create(cls, job: Job) -> MpiCommunicator:
         """Collective. Build the communicator of `job`, which must be one of mpiexec."""
         if not isinstance(job, MpiJob):
-            raise UsageError(f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec")
+            raise UsageError(
+                f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
+            )
         return cls(job)
 
     def __init__(self, job: MpiJob, *, inline_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -19,11 +19,11 @@ from ..core.mode import mode
 from ..core.numbers import number_of
 from ..core.tensor import Tensor
 from ..devices.device import get_default_device
-from .views import CurrentValue
 from .accumulation import GradientAccumulation
 from .hyperparameters import Hyperparameter
 from .schedules import DecayScheduler
 from .slots import SlotStore
+from .views import CurrentValue
 
 
 class Optimizer:

@@ -13,10 +13,10 @@ from numpy.typing import DTypeLike
 from ...errors import UsageError
 from ..core.array import Array, float32
 from ..numerics import numerics_of
-from .views import CurrentValue, SlotView
 from .hyperparameters import Hyperparameter
 from .optimizer import Optimizer
 from .schedules import Constant, DecayScheduler
+from .views import CurrentValue, SlotView
 
 __all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ... import codecs
 from ...checks import check_integer
 from ...codecs import Codec, CommunicationStatistics
-from ...errors import StateError, UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
+from ...errors import StateError, UsageError
 from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream

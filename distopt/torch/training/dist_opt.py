@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ... import codecs
 from ...checks import check_number
 from ...codecs import Codec, CommunicationStatistics
-from ...errors import UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ...engine.layout import Layout
 from ...engine.step import GradientCounter
+from ...errors import UsageError
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward, current_autograd_node, current_backward_pass, is_nested_backward
 from .communicator import communicator_of

@@ -34,7 +34,8 @@ def communicator_on(
 ) -> Communicator:
     """Collective. The communicator over NCCL of ranks whose gradients are on GPUs, one for each rank.
 
-    The same ranks share one, since several need an order of launches on the device, see docs/guide/gpu.md, and memory.
+    The same ranks share one, since several need memory, and an order of launches on the device: see 'GPUs' in the
+    documentation.
     If it has failed or is closed on any rank, a new one takes its place.
 
     Args:

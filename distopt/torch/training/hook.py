@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import codecs
 from ...codecs import Codec, CommunicationStatistics
-from ...errors import UsageError
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
+from ...errors import UsageError
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward
 from .communicator import communicator_of

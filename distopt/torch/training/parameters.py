@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ...codecs import CommunicationStatistics
 from ...comm import Communicator
 from ...comm.base import Array
-from ...codecs import CommunicationStatistics
-from ...errors import StateError, UsageError
 from ...engine.layout import Layout
+from ...errors import StateError, UsageError
 from ..private import current_autograd_node, untraced_function
 from ..tensors import array_of, is_of
 

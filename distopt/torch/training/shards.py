@@ -1,4 +1,4 @@
-"""Steps in shards for PyTorch: gradients, random numbers and running statistics of each; see `distopt.engine.shards`."""
+"""Steps in shards for PyTorch: gradients, random numbers and statistics of each; see `distopt.engine.shards`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from ...comm.base import Array
-from ...errors import UsageError
-from ...launch.job.topology import Topology
 from ...engine.shards import RunningStatistics, Shards
 from ...engine.step import GradientCounter
+from ...errors import UsageError
+from ...launch.job.topology import Topology
 from ..ddp.bucket_order import Idle
 from ..ddp.plain_model import plain_model
 from ..ddp.sync_batch_norm import SyncBatchNorm
