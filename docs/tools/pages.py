@@ -1,8 +1,9 @@
 """The pages of the site that come from sources: README as the first page, settings, and every public name.
 
-A module is public if it is a file or package directly in `distopt` with `__all__`; `distopt.errors` is, too, without
-one. Functions and classes that stand in the sources are shown by mkdocstrings, from their docstrings. What a module
-makes while it is imported, which mkdocstrings cannot see, stands in tables.
+A module is public if it is a file or package directly in `distopt` with `__all__`, or a file of `distopt/singa`, which
+scripts import as a module of `distopt`; `distopt.errors` is, too, without one. Functions and classes that stand in the
+sources are shown by mkdocstrings, from their docstrings. What a module makes while it is imported, which mkdocstrings
+cannot see, stands in tables.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def settings_page() -> str:
 @cache
 def public_modules() -> list[str]:
     """Names below `distopt`; `distopt` for the package itself."""
-    files = [*(ROOT / "distopt").glob("[a-z]*.py"), *(ROOT / "distopt").glob("[a-z]*/__init__.py")]
+    folder = ROOT / "distopt"
+    files = [*folder.glob("[a-z]*.py"), *folder.glob("[a-z]*/__init__.py"), *folder.glob("singa/[a-z]*.py")]
     found = [file for file in files if re.search(r"^__all__\b", file.read_text(), re.M)]
     return ["distopt", "errors", *sorted(file.parent.name if file.stem == "__init__" else file.stem for file in found)]
 
@@ -86,15 +88,20 @@ def _own_names(module: ModuleType) -> list[str]:
 
 
 def path_of(page: str) -> str:
-    """The module of a page."""
+    """The module of a page, by the name that scripts import."""
     return "distopt" if page == "distopt" else f"distopt.{page}"
+
+
+def source_of(page: str) -> str:
+    """The module whose source has the docstrings of a page."""
+    return f"distopt.singa.{page}" if (ROOT / "distopt" / "singa" / f"{page}.py").exists() else path_of(page)
 
 
 def api(page: str) -> str:
     """The page of one public module."""
-    path = path_of(page)
+    path = source_of(page)
     head = "    options: {members: false, show_root_heading: false, show_root_toc_entry: false}"
-    lines = [f"# {path}", "", f"::: {path}", head, ""]
+    lines = [f"# {path_of(page)}", "", f"::: {path}", head, ""]
     rows: dict[str, list[tuple[str, str]]] = {kind: [] for kind in TABLES}
     for name, value in public_names(page).items():
         kind, row = _row(name, value)

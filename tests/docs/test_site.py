@@ -29,7 +29,7 @@ def test_every_public_module_has_a_page_in_the_navigation():
 
 @pytest.mark.parametrize("module", pages.public_modules())
 def test_every_public_name_is_on_the_page_of_its_module(module):
-    text, path = pages.generated()[f"reference/api/{module}.md"], pages.path_of(module)
+    text, path = pages.generated()[f"reference/api/{module}.md"], pages.source_of(module)
     assert pages.public_names(module)
     for name in pages.public_names(module):
         assert re.search(rf"^::: {path}\.{name}$|^\| `{name}\b", text, re.M), name

@@ -2,8 +2,8 @@
 
 The functions, their conventions and errors are those of `distopt.nn.numerics.cpu`; differences are noted here. They
 work on CuPy's current stream, and nothing waits for the device, so an invalid label or index is found late: what is
-computed from it is then NaN, and `Device.check` raises when a value is next read from the device. Sums run in an order that
-shapes alone determine, without atomics, so equal inputs give equal bits on equal devices.
+computed from it is then NaN, and `Device.check` raises when a value is next read from the device. Sums run in an order
+that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices.
 """
 
 from __future__ import annotations
