@@ -32,6 +32,7 @@ SHORT = {
     "slow-link": "--rates 100mbit --ranks 1 --only diloco-sparse --seeds 1 --seconds 1 --data {digits} --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
+    "killed": "--times 1",
     "recorder": "--steps 30 --batch-size 2",
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
