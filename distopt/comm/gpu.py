@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -124,7 +123,7 @@ def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
     current = int(cuda.runtime.getDevice())
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     mine = Place(machine, job.topology.host, os.getpid(), gpus, current)
-    return [Place(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
+    return [Place(**place) for place in job.exchange(asdict(mine))]
 
 
 def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:

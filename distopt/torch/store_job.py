@@ -1,8 +1,7 @@
-"""The ranks of a process group as a job: they find each other through PyTorch's store, and exchange bytes there."""
+"""The ranks of a process group as a job: they find each other and exchange bytes through PyTorch's store."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -16,8 +15,65 @@ from ..errors import LaunchError, Process
 from ..launch.end_together.siblings import Absence
 from ..launch.job.base import Job
 from ..launch.job.topology import host_identity, places_of
+from ..launch.keys import Missing, Wanted
 from ..launch.rendezvous.host_group import HostGroup
+from ..launch.rendezvous.key_value import KeyValueClient
 from ..settings import Settings
+
+
+class StoreClient(KeyValueClient):
+    """The values in a store of PyTorch. It does not notice ranks that end, so waits for the living are not possible.
+
+    Args:
+        store: used for nothing else.
+        rank: see `KeyValueClient`.
+        ranks: see `KeyValueClient`.
+        seconds: see `KeyValueClient`.
+
+    Attributes:
+        known: the processes of ranks, by number, for errors.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
+        super().__init__(rank, ranks, seconds)
+        self._store = store
+        self.known: dict[int, Process] = {}
+
+    def forget(self) -> None:
+        """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""
+        for number in range(max(1, self._round - 1), self._round + 1):
+            self.delete(f"{number}/{self.rank}")
+
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+        if deleted:
+            self._store.delete_key(deleted)
+        if key:
+            self._store.set(key, value.hex())
+        if wanted is None:
+            return []
+        if wanted.living:
+            raise LaunchError("PyTorch's store does not notice ranks that end; wait for given ranks")
+        owners = wanted.owners()
+        try:
+            self._store.wait(list(owners), timedelta(seconds=self.seconds))
+        except RuntimeError as error:
+            if absent := [(each, rank) for each, rank in owners.items() if not self._store.check([each])]:
+                self.forget()
+                _, hosts, pids = zip(*(self.known.get(rank, Process(rank, "", 0)) for _, rank in absent), strict=True)
+                missing = [Missing(*each, False, *process) for each, *process in zip(absent, hosts, pids, strict=True)]
+                raise self._error(missing, wanted) from error
+        return [bytes.fromhex(each.decode()) for each in self._store.multi_get(list(owners))]
+
+    def _error(self, missing: Sequence[Missing], wanted: Wanted) -> LaunchError:
+        if not wanted.ranks:
+            return super()._error(missing, wanted)
+        names = ", ".join(
+            Process(one.rank, one.host, one.pid).name if one.host else f"rank {one.rank}" for one in missing
+        )
+        return LaunchError(
+            f"{names} did not join the group of ranks {list(self.ranks)} within {self.seconds:g} s; every "
+            "rank must make the same groups in the same order"
+        )
 
 
 class StoreJob(Job):
@@ -45,41 +101,23 @@ class StoreJob(Job):
         Raises:
             LaunchError: a rank did not come.
         """
-        self._store, self._rank, self._ranks, self.seconds = store, rank, ranks, seconds
-        self._round = 0
+        self.seconds = seconds
+        self._client = StoreClient(store, ranks[rank], ranks, seconds)
+        self._client.known = self.known
         note = [host_identity(), socket.gethostname(), os.getpid(), token_bytes(16).hex()]
-        notes = [json.loads(each) for each in self.all_gather(json.dumps(note).encode())]
-        identities, hosts, pids, secrets = zip(*notes, strict=True)
+        identities, hosts, pids, secrets = zip(*self.exchange(note), strict=True)
         self.processes = list(map(Process, ranks, hosts, pids))
         self.known.update(zip(ranks, self.processes, strict=True))
         self.topology, self.hosts, self.mine = places_of(rank, identities, hosts)
         self._secret = bytes.fromhex(secrets[self.mine[0]])
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. See `Job.all_gather`."""
-        if len(self._ranks) == 1:
-            return [payload]
-        self._round += 1
-        store = dist.PrefixStore(str(self._round), self._store)
-        store.set(str(self._rank), payload.hex())
-        keys = [str(q) for q in range(len(self._ranks))]
-        try:
-            store.wait(keys, timedelta(seconds=self.seconds))
-        except RuntimeError as error:
-            absent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not store.check([key])]
-            if absent:
-                self.forget()
-                names = ", ".join(self.known[rank].name if rank in self.known else f"rank {rank}" for rank in absent)
-                raise LaunchError(
-                    f"{names} did not join the group of ranks {list(self._ranks)} within {self.seconds:g} s; every "
-                    "rank must make the same groups in the same order"
-                ) from error
-        return [bytes.fromhex(each.decode()) for each in store.multi_get(keys)]
+    def client(self) -> StoreClient:
+        """Local here. See `Job.client`; through the store."""
+        return self._client
 
     def forget(self) -> None:
-        """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""
-        for number in range(1, self._round + 1):
-            dist.PrefixStore(str(number), self._store).delete_key(str(self._rank))
+        """Local, when all ranks have read them. See `StoreClient.forget`."""
+        self._client.forget()
 
     def _make_host_group(self) -> HostGroup:
         local, limit = self.topology, Settings.from_env().stall_warning
