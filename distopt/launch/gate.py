@@ -9,6 +9,7 @@ This module needs little of the standard library, so that a server can start at 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import selectors
@@ -197,6 +198,9 @@ class Gate:
     def _turned_away(self, link: Link) -> None:
         """Act on a peer that does not know the key."""
 
+    def _out_of_files(self) -> None:
+        """Act on a peer that cannot be let in, because this process may open no more files."""
+
     def _drop_slow_strangers(self) -> None:
         for link in list(self._strangers):
             if link.handshake.over:
@@ -207,8 +211,10 @@ class Gate:
             return
         try:
             connection, address = self._listener.accept()
-        except OSError:  # the other end has closed it
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._out_of_files()
+            return  # else the other end has closed it
         of_this_host = connection.family == socket.AF_UNIX
         if of_this_host and peer_of(connection)[1] != os.geteuid():
             connection.close()

@@ -1,9 +1,9 @@
 """Key-value servers: what they keep, and their messages. `distopt.launch.rendezvous.key_value` is the client.
 
-Processes of a job give each other values by name. A client waits for keys; if a rank that is to set one of them has
-ended, or the client does not wait any longer, the answer says who is missing. A message is a frame: kind, length and
-content. A client has one request under way, which sets, deletes and waits at once: so whoever sees its value knows
-that the server has its wait, too.
+Processes of a job give each other values by name. A message is a frame: kind, length and content. A client has one
+request under way, which deletes a key, sets one and waits for others, all at once: whoever sees its value knows that
+the server has its wait, too. If a rank that is to set a key has ended, or the client does not wait any longer, the
+answer says who is missing.
 
 This module needs little of the standard library, so that a server can start at once.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import selectors
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from .gate import FOR_KEYS, Gate, Link
@@ -22,17 +23,12 @@ ASK, GIVE_UP = 0, 1  # kinds of a client's frames
 VALUES, MISSING, FAILED = 0, 1, 2  # kinds of a server's frames
 MAX_BYTES = 16 << 20  # of a value
 
-_MOST_BYTES = MAX_BYTES + (1 << 20)  # of a request
 _NO_VALUE = 0xFFFFFFFF  # the length of a value that its rank has not set before its end
-
-
-def frame(kind: int, content: bytes) -> bytes:
-    """Local. A message."""
-    return FRAME.pack(kind, len(content)) + content
+_MISSING = struct.Struct("!i?I64s")
 
 
 def pack(payloads: Sequence[bytes | None]) -> bytes:
-    """Local. Several values as the content of one message."""
+    """Local. Several values as the content of one frame."""
     lengths = [_NO_VALUE if each is None else len(each) for each in payloads]
     return struct.pack(f"!{1 + len(lengths)}I", len(lengths), *lengths) + b"".join(filter(None, payloads))
 
@@ -90,13 +86,22 @@ class Wanted(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A key that has not been set, and the rank that was to set it; -1 if any was."""
+    """A rank that has not set its key; -1 for a key that any may set. Of one that has come, host and process."""
 
-    key: str
     rank: int
-    has_ended: bool
-    host: str = ""  # of the rank, if it has come
+    has_ended: bool = False
     pid: int = 0
+    host: str = ""
+
+    @classmethod
+    def all_of(cls, content: bytes) -> list[Missing]:
+        """Local. Those in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
+        if len(content) % _MISSING.size:
+            raise ValueError("not a list")
+        found = _MISSING.iter_unpack(content)
+        return [
+            cls(rank, ended, pid, host.rstrip(bytes(1)).decode("utf-8", "replace")) for rank, ended, pid, host in found
+        ]
 
 
 Answer = Callable[[int, bytes], None]  # takes kind and content of a server's frame
@@ -106,45 +111,40 @@ class _Wait:
     """A wait of one or several clients for the same keys."""
 
     def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.wanted = Wanted.from_bytes(content)
+        self.content, self.wanted = content, Wanted.from_bytes(content)
         self.owners = self.wanted.owners()
         self.missing: dict[str, int] = {}
         self.answers: dict[int, Answer] = {}  # by client
 
 
 class Values:
-    """The values of a server and the waits of its clients, each of which is a rank. Without sockets, all is local."""
+    """The values of a server and the waits of its clients, each of which is a rank. All methods are local."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waits: dict[bytes, _Wait] = {}
-        self._missed_by: dict[str, list[_Wait]] = {}  # by key
+        self._waits_of: dict[str, set[_Wait]] = {}  # those that miss a key
         self._wait_of: dict[int, _Wait] = {}  # by client
-        self._processes: dict[int, tuple[str, int]] = {}  # host and process id of each rank that has come
+        self._processes: dict[int, tuple[int, str]] = {}  # process id and host of each rank that has come
         self._ended: set[int] = set()
 
-    def come(self, rank: int, host: str, pid: int) -> None:
+    def come(self, rank: int, pid: int, host: str) -> None:
         """A rank has come, or come back."""
-        self._processes[rank] = host, pid
+        self._processes[rank] = pid, host
         self._ended.discard(rank)
+        for wait in list(self._waits.values()):
+            self._look_for(wait, [key for key, owner in wait.owners.items() if owner == rank])
 
     def end(self, rank: int) -> None:
         """A rank has ended: nobody waits for its values any longer."""
         self._ended.add(rank)
-        self.give_up(rank)
         for wait in list(self._waits.values()):
             owed = [key for key, owner in wait.missing.items() if owner == rank]
             if owed and not wait.wanted.living:
                 self._finish(wait, MISSING)
-            else:
-                for key in owed:
-                    self._not_missed(wait, key)
-                    self._found(wait, key)
-
-    def forget(self) -> None:
-        """Forget all values and ranks."""
-        self.__init__()  # type: ignore[misc]
+            for key in owed if wait.wanted.living else ():
+                self._found(wait, key)
+        self.give_up(rank)
 
     def ask(self, client: int, content: bytes, answer: Answer) -> None:
         """Act on a request of a rank: delete a key, set one, and wait for others; each may be absent.
@@ -152,12 +152,17 @@ class Values:
         Raises:
             ValueError: it is none.
         """
-        deleted, key, value, wanted = unpack(content)
-        if deleted is None or key is None or value is None or wanted is None:
-            raise ValueError("not a request")
-        self._values.pop(deleted.decode(), None)
+        deleted, key, value, wanted = (each or b"" for each in unpack(content))
+        name = deleted.decode()
+        if self._values.pop(name, None) is not None:
+            for wait in list(self._waits.values()):
+                if name in wait.owners:
+                    self._look_for(wait, [name])
         if key:
-            self._set(key.decode(), value)
+            name = key.decode()
+            self._values[name] = value
+            for wait in list(self._waits_of.get(name, ())):
+                self._found(wait, name)
         if wanted:
             self._wait(client, wanted, answer)
 
@@ -170,35 +175,31 @@ class Values:
 
     def cancel(self) -> None:
         """Forget all waits: their clients get another answer."""
-        self._waits.clear()
-        self._missed_by.clear()
+        for wait in list(self._waits.values()):
+            self._remove(wait)
         self._wait_of.clear()
 
-    def _set(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        for wait in self._missed_by.pop(key, ()):
-            self._found(wait, key)
-
     def _wait(self, client: int, content: bytes, answer: Answer) -> None:
-        wait = self._waits.get(content)
-        is_new = wait is None
-        if wait is None:
-            wait = self._waits[content] = _Wait(content)
-        wait.answers[client] = answer
-        self._wait_of[client] = wait
-        if not is_new:
+        if (wait := self._waits.get(content)) is not None:
+            wait.answers[client], self._wait_of[client] = answer, wait
             return
-        for key, owner in wait.owners.items():
+        wait = self._waits[content] = _Wait(content)
+        wait.answers[client], self._wait_of[client] = answer, wait
+        self._look_for(wait, wait.owners)
+
+    def _look_for(self, wait: _Wait, keys: Iterable[str]) -> None:
+        """Note which of these keys are missing, and answer if that ends the wait."""
+        for key in keys:
+            owner = wait.owners[key]
             if key not in self._values and not (wait.wanted.living and owner in self._ended):
                 wait.missing[key] = owner
-                self._missed_by.setdefault(key, []).append(wait)
-        if self._ended.intersection(wait.missing.values()):
-            self._finish(wait, MISSING)
-        elif not wait.missing:
-            self._finish(wait, VALUES)
+                self._waits_of.setdefault(key, set()).add(wait)
+        if not wait.missing or self._ended.intersection(wait.missing.values()):
+            self._finish(wait, MISSING if wait.missing else VALUES)
 
     def _found(self, wait: _Wait, key: str) -> None:
-        wait.missing.pop(key)
+        del wait.missing[key]
+        self._not_missed(wait, key)
         if not wait.missing:
             self._finish(wait, VALUES)
 
@@ -215,26 +216,13 @@ class Values:
             self._not_missed(wait, key)
 
     def _not_missed(self, wait: _Wait, key: str) -> None:
-        waits = self._missed_by[key]
-        waits.remove(wait)
-        if not waits:
-            del self._missed_by[key]
+        self._waits_of[key].remove(wait)
+        if not self._waits_of[key]:
+            del self._waits_of[key]
 
     def _report(self, wait: _Wait) -> bytes:
-        lines = []
-        for key, rank in wait.missing.items():
-            host, pid = self._processes.get(rank, ("", 0))
-            lines.append(f"{rank} {int(rank in self._ended)} {pid} {host or '-'} {key}")
-        return "\n".join(lines).encode()
-
-
-def missing_of(content: bytes) -> list[Missing]:
-    """Local. The keys in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
-    found = []
-    for line in content.decode().splitlines():
-        rank, ended, pid, host, key = line.split(" ", 4)
-        found.append(Missing(key, int(rank), ended == "1", "" if host == "-" else host, int(pid)))
-    return found
+        found = ((rank, rank in self._ended, *self._processes.get(rank, (0, ""))) for rank in wait.missing.values())
+        return b"".join(_MISSING.pack(rank, ended, pid, host.encode()[:64]) for rank, ended, pid, host in found)
 
 
 class KeyGate(Gate):
@@ -259,10 +247,16 @@ class KeyGate(Gate):
         for link in list(self._clients.values()):
             self._send(link, FAILED, text.encode())
 
+    def forget(self) -> None:
+        """Local. Hang up on all clients, and forget all values."""
+        while self._clients:
+            self._drop(self._clients.popitem()[1])
+        self.values = Values()
+
     def _admitted(self, link: Link) -> None:
         self._clients[link.rank] = link
         link.socket.setblocking(False)
-        self.values.come(link.rank, link.host, link.pid)
+        self.values.come(link.rank, link.pid, link.host)
 
     def _lost(self, link: Link) -> None:
         del self._clients[link.rank]
@@ -276,51 +270,38 @@ class KeyGate(Gate):
         while link.socket.fileno() >= 0 and len(received) >= FRAME.size:
             kind, length = FRAME.unpack_from(received)
             end = FRAME.size + length
-            if length > _MOST_BYTES or kind not in (ASK, GIVE_UP):
-                self._end_link(link)
-            elif len(received) < end:
+            if len(received) < end and length < 2 * MAX_BYTES:
                 break
-            else:
-                content = bytes(received[FRAME.size : end])
-                del received[:end]
-                self._act(link, kind, content)
-
-    def _act(self, link: Link, kind: int, content: bytes) -> None:
-        if kind == GIVE_UP:
-            self.values.give_up(link.rank)
-            return
-        try:
-            self.values.ask(link.rank, content, lambda kind, content: self._send(link, kind, content))
-        except ValueError:  # of another version
-            self._end_link(link)
+            content = bytes(received[FRAME.size : end])
+            del received[:end]
+            try:
+                if kind == GIVE_UP:
+                    self.values.give_up(link.rank)
+                else:
+                    self.values.ask(link.rank, content, partial(self._send, link))
+            except ValueError:  # of another version
+                self._end_link(link)
 
     # -- what a client is slow to read -----------------------------------------------------------------------------
     def _send(self, link: Link, kind: int, content: bytes) -> None:
-        if link.socket.fileno() < 0:
-            return
-        parts = self._unsent.setdefault(link, [])
-        parts += [memoryview(FRAME.pack(kind, len(content))), memoryview(content)]
+        parts = [memoryview(FRAME.pack(kind, len(content))), memoryview(content)]
+        self._unsent[link] = self._unsent.get(link, []) + parts
         self._flush(link)
 
     def _flush(self, link: Link) -> None:
-        parts = self._unsent.get(link, [])
-        link.socket.setblocking(False)
+        parts, events = self._unsent.pop(link, []), selectors.EVENT_READ
         try:
+            link.socket.setblocking(False)
             while parts:
-                sent = link.socket.send(parts[0])
-                parts[0] = parts[0][sent:]
+                parts[0] = parts[0][link.socket.send(parts[0]) :]
                 if not parts[0]:
                     del parts[0]
         except BlockingIOError:
-            self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            return
+            self._unsent[link], events = parts, selectors.EVENT_READ | selectors.EVENT_WRITE
         except OSError:  # its end is noticed when it is read
-            pass
-        if self._unsent.pop(link, None) is not None:
-            self._watch(link, selectors.EVENT_READ)
-
-    def _watch(self, link: Link, events: int) -> None:
-        if (registered := self._selector.get_map().get(link.socket)) and registered.events != events:
+            return
+        registered = self._selector.get_map().get(link.socket)
+        if registered is not None and registered.events != events:
             self._selector.modify(link.socket, events, registered.data)
 
     def _read(self, link: Link) -> None:

@@ -57,19 +57,16 @@ class StoreClient(KeyValueClient):
         try:
             self._store.wait(list(owners), timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            if absent := [(each, rank) for each, rank in owners.items() if not self._store.check([each])]:
+            if absent := [rank for each, rank in owners.items() if not self._store.check([each])]:
                 self.forget()
-                _, hosts, pids = zip(*(self.known.get(rank, Process(rank, "", 0)) for _, rank in absent), strict=True)
-                missing = [Missing(*each, False, *process) for each, *process in zip(absent, hosts, pids, strict=True)]
-                raise self._error(missing, wanted) from error
+                raise self._error(list(map(Missing, absent)), wanted) from error
         return [bytes.fromhex(each.decode()) for each in self._store.multi_get(list(owners))]
 
     def _error(self, missing: Sequence[Missing], wanted: Wanted) -> LaunchError:
         if not wanted.ranks:
             return super()._error(missing, wanted)
-        names = ", ".join(
-            Process(one.rank, one.host, one.pid).name if one.host else f"rank {one.rank}" for one in missing
-        )
+        absent = [one.rank for one in missing]
+        names = ", ".join(self.known[rank].name if rank in self.known else f"rank {rank}" for rank in absent)
         return LaunchError(
             f"{names} did not join the group of ranks {list(self.ranks)} within {self.seconds:g} s; every "
             "rank must make the same groups in the same order"

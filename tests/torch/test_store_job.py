@@ -8,6 +8,7 @@ import pytest
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import LaunchError, UsageError
 from tests.conformance.ranks import LocalJob, with_ranks
+from tests.unit.test_key_value import gathers
 
 pytest.importorskip("torch")
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distopt.torch.codecs.parameters import TrainedParameter, device_of
-from distopt.torch.store_job import StoreJob
+from distopt.torch.store_job import StoreClient, StoreJob
 
 
 def store_of(job: LocalJob) -> dist.Store:
@@ -38,6 +39,12 @@ def test_ranks_exchange_bytes_and_share_memory(job: LocalJob) -> None:
         comm.all_reduce(array := np.arange(5.0) * (rank + 1)).wait()
         np.testing.assert_array_equal(array, np.arange(5.0) * 6)
     own.close()
+    client = StoreClient(dist.PrefixStore("client", store), rank, range(3), 120.0)
+    assert gathers(client, 3) == "well"
+    with pytest.raises(LaunchError, match="does not notice ranks that end"):
+        client.gather_living("own/")
+    job.all_gather(b"")  # all have read
+    client.forget()
     job.all_gather(b"")  # rank 0 serves the store until all have ended
 
 

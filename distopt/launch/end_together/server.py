@@ -140,6 +140,10 @@ class Server(KeyGate):
             self._read(other)
         self._gone(link.rank, unreachable=link.unreachable)
 
+    def _out_of_files(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._end(1, f"the server of rank 0 may open {limit} files, too few for {self._size} ranks; raise ulimit -n")
+
     def _gone(self, rank: int, *, unreachable: bool = False) -> None:
         if rank not in self._finalized:
             kind, how = ("lost", _UNREACHABLE) if unreachable else ("end", _ENDED)

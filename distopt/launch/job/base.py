@@ -37,15 +37,13 @@ class Job(ABC):
         Raises:
             LaunchError: a rank has sent something else, too.
         """
-        found = []
-        for rank, payload in enumerate(self.all_gather(json.dumps(value).encode())):
-            try:
-                found.append(json.loads(payload))
-            except (ValueError, RecursionError):
-                raise LaunchError(
-                    f"rank {rank} sent a note that cannot be read; install the same version of distopt everywhere"
-                ) from None
-        return found
+        payloads = self.all_gather(json.dumps(value).encode())
+        try:
+            return [json.loads(payload) for payload in payloads]
+        except (ValueError, RecursionError):
+            raise LaunchError(
+                "a rank sent a note that cannot be read; install the same version of distopt everywhere"
+            ) from None
 
     def client(self) -> KeyValueClient:
         """Collective on first use. Exchanges bytes with the other ranks by key; here through rank 0 of their host."""

@@ -19,12 +19,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from ...errors import LaunchError
 from ..end_together.siblings import Absence
 from ..gate import FOR_HOST_GROUP, Link, RefusedError, StrangerError, introduce
-from ..keys import VALUES, KeyGate, frame
+from ..keys import KeyGate
 from ..sockets import handle_events, in_slices, listener_of, peer_of
 from ..stopwatch import GRACE_SECONDS, Deadline
 from .key_value import KeyValueClient, LocalClient, RemoteClient, client_alone
@@ -87,22 +86,19 @@ class HostGroup:
         Raises:
             LaunchError: rank 0 failed or ended.
         """
-        if isinstance(self.client, RemoteClient):
-            return _receive_fd(self.client)
-        with self._reporting_errors("rank 0 could not make the shared file: "):
-            fd = make()
-        if self._server is not None:
-            with contextlib.ExitStack() as stack, self._reporting_errors():
+        fd = -1
+        if self.rank == 0:
+            with self._reporting_errors("rank 0 could not make the shared file: "):
+                fd = make()
+        with contextlib.ExitStack() as stack, self._reporting_errors():
+            if fd >= 0:
                 stack.callback(os.close, fd)
-                for q, link in sorted(self._server.peers.items()):
-                    with _rank_named(q, self.pids[q]):
-                        deadline = Deadline(self._timeout)
-                        left = memoryview(frame(VALUES, b""))
-                        while left:
-                            left = left[in_slices(link.socket, deadline, partial(link.socket.send, left)) :]
-                        socket.send_fds(link.socket, [b"f"], [fd])
-                stack.pop_all()
-        return fd
+            self.client.barrier()  # rank 0 has made it
+            for q, link in self._server.peers.items() if self._server is not None else ():
+                with _rank_named(q, self.pids[q]):
+                    socket.send_fds(link.socket, [b"f"], [fd])
+            stack.pop_all()
+        return _receive_fd(self.client) if isinstance(self.client, RemoteClient) else fd
 
     def close(self) -> None:
         """Local. Close the connections; idempotent."""
@@ -127,10 +123,6 @@ class HostGroup:
 
 def _receive_fd(client: RemoteClient) -> int:
     link = client.link
-    try:
-        client.receive(client.seconds + GRACE_SECONDS)
-    except TimeoutError:
-        raise LaunchError("rank 0 did not answer in time; see its output") from None
     with _rank_named(0):
         # socket.recv_fds drops the flag, and a child that another thread starts now would inherit the file.
         _, ancillary, _, _ = in_slices(
@@ -300,6 +292,9 @@ class _Server(KeyGate):
         super()._lost(link)
         if self._joining:
             self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
+
+    def _out_of_files(self) -> None:
+        self._failed = "rank 0 may open no more files, and so let no other rank in; raise ulimit -n"
 
     def _absent(self) -> str:
         absent = [str(q) for q in range(1, self._size) if q not in self.peers]
