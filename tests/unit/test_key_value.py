@@ -6,6 +6,7 @@ import random
 import resource
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -278,6 +279,22 @@ def test_a_rank_that_ends_is_noticed(kind, living):
         else:
             with pytest.raises(LaunchError, match=rf"rank 1 {ME} ended while the ranks were setting up"):
                 raise results[rank]
+
+
+def test_a_forked_child_does_not_hide_the_end_of_its_rank():
+    with served(OverTcp, 2) as server:
+        first, second = server.client(0), server.client(1)
+        child = os.fork()
+        if not child:
+            time.sleep(100.0)
+            os._exit(0)
+        try:
+            second.close()
+            with pytest.raises(LaunchError, match=rf"rank 1 {ME} ended"):
+                first.gather("key/", [1])
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("kind", [OverTcp, AtEndpoint])

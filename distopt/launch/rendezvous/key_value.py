@@ -25,6 +25,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -43,6 +44,8 @@ from ..stopwatch import SLICE_SECONDS, Deadline, Stopwatch
 LOOK_SECONDS = 0.3
 _ANSWER_SECONDS = 5.0  # then a server that is asked who is missing does not answer
 _SENDER_SECONDS = 0.5  # then a rank that gives up no longer waits for the sender of the reason to end
+
+_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process
 
 
 class KeyValueClient(ABC):
@@ -238,6 +241,7 @@ class RemoteClient(KeyValueClient):
         super().__init__(rank, ranks, seconds)
         self._server, self._patience, self._absence = server, patience, absence
         self._lock = threading.Lock()
+        _links.add(link)
 
     def within(self, prefix: str, ranks: Sequence[int]) -> KeyValueClient:
         """Local. See `KeyValueClient`."""
@@ -338,6 +342,15 @@ class RemoteClient(KeyValueClient):
             with contextlib.suppress(OSError):
                 in_slices(self.link, Deadline(_SENDER_SECONDS), partial(self.link.recv, 1))
         return error
+
+
+def _close_links() -> None:
+    """In a forked child, which would hold them open after the end of this rank."""
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_links)
 
 
 def _request(deleted: str, key: str, value: bytes, wanted: Wanted | None) -> bytes:
