@@ -387,6 +387,7 @@ class Oracle:
             self.answer(client, sorted(living))
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("seed", range(20))
 def test_values_against_an_oracle(seed):
     draw, values, oracle = random.Random(seed), Values(), Oracle()
