@@ -27,7 +27,13 @@ from distopt.launch.nodes.options import RunOptions
 from distopt.launch.nodes.owner import Owner
 from distopt.launch.nodes.variables import secret_of_ranks
 from distopt.launch.rendezvous.host_group import HostGroup
-from distopt.launch.rendezvous.key_value import RemoteClient, _request, client_alone, client_of_endpoint
+from distopt.launch.rendezvous.key_value import (
+    LocalClient,
+    RemoteClient,
+    _request,
+    client_alone,
+    client_of_endpoint,
+)
 from distopt.launch.sockets import handle_events, listen
 
 HOST = socket.gethostname()
@@ -222,6 +228,19 @@ def test_one_rank_needs_no_server():
 def test_values_that_are_too_long_are_refused():
     with pytest.raises(LaunchError, match="16777217 bytes are too many for the setup of a job"):
         client_alone(1.0).set("key", bytes((16 << 20) + 1))
+
+
+def test_a_server_that_comes_last_does_not_wait():
+    values, waited = Values(), []
+
+    def serve(_, waits):
+        waited.append(waits)
+        return True
+
+    client = LocalClient(0, range(2), 60.0, values, serve, pytest.fail)
+    values.ask(1, _request("", "1/1", b"of 1", None), pytest.fail)
+    assert client.all_gather(b"of 0") == [b"of 0", b"of 1"]
+    assert waited == [False]
 
 
 # -- those who do not come, and those who end --------------------------------------------------------------------------

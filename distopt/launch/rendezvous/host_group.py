@@ -230,13 +230,17 @@ class _Server(KeyGate):
         self._joining = False
         return [link.pid for _, link in sorted(self.peers.items())]
 
-    def serve(self, deadline: Deadline) -> bool:
+    def serve(self, deadline: Deadline, waits: bool) -> bool:
         """Local. Serve for a moment; whether all have been sent their answers.
+
+        Args:
+            deadline: for all of it.
+            waits: whether to wait for something to do.
 
         Raises:
             TimeoutError: the deadline has passed.
         """
-        handle_events(self._selector, min(_LOOK_SECONDS, deadline.left()))
+        handle_events(self._selector, min(_LOOK_SECONDS, deadline.left()) if waits or self._unsent else 0.0)
         return not self._unsent
 
     def close(self) -> None:

@@ -166,7 +166,8 @@ class LocalClient(KeyValueClient):
         ranks: see `KeyValueClient`.
         seconds: see `KeyValueClient`.
         values: the server's.
-        serve: serves for a moment; whether all others have got their answers. Raises a TimeoutError after a deadline.
+        serve: serves for a moment, at once or with a wait for something to do; whether all others have got their
+            answers. Raises a TimeoutError after a deadline.
         fail: gives all others a reason to give up.
     """
 
@@ -176,7 +177,7 @@ class LocalClient(KeyValueClient):
         ranks: Sequence[int],
         seconds: float,
         values: Values,
-        serve: Callable[[Deadline], bool],
+        serve: Callable[[Deadline, bool], bool],
         fail: Callable[[str], None],
     ) -> None:
         super().__init__(rank, ranks, seconds)
@@ -190,7 +191,7 @@ class LocalClient(KeyValueClient):
             return []
         try:
             with contextlib.suppress(TimeoutError):
-                while not self._serve(deadline) or not answers:
+                while not (self._serve(deadline, not answers) and answers):
                     pass
             self._values.give_up(self.rank)
             kind, content = answers[0]
@@ -206,8 +207,8 @@ class LocalClient(KeyValueClient):
 def client_alone(seconds: float) -> LocalClient:
     """Local. The client of a job of one rank, which needs no server, and waits in vain for what it has not set."""
 
-    def serve(deadline: Deadline) -> bool:
-        time.sleep(min(SLICE_SECONDS, deadline.left()))
+    def serve(deadline: Deadline, waits: bool) -> bool:
+        time.sleep(min(SLICE_SECONDS, deadline.left()) if waits else 0.0)
         return True
 
     return LocalClient(0, [0], seconds, Values(), serve, lambda _: None)
