@@ -1,9 +1,9 @@
 """Key-value servers: what they keep, and their messages. `distopt.launch.rendezvous.key_value` is the client.
 
 Processes of a job give each other values by name. A message is a frame: kind, length and content. A client has one
-request under way, which deletes a key, sets one and waits for others, all at once: whoever sees its value knows that
-the server has its wait, too. If a rank that is to set a key has ended, or the client does not wait any longer, the
-answer says who is missing.
+request under way, which deletes a key, sets one and waits for others, all at once: a value that the server has shows
+that it has the wait of its sender, too. If a rank that is to set a key has ended, or the client does not wait any
+longer, the answer says who is missing.
 
 This module needs little of the standard library, so that a server can start at once.
 """
@@ -95,7 +95,7 @@ class Missing(NamedTuple):
 
     @classmethod
     def all_of(cls, content: bytes) -> list[Missing]:
-        """Local. Those in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
+        """Local. The missing ranks in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
         if len(content) % _MISSING.size:
             raise ValueError("not a list")
         found = _MISSING.iter_unpack(content)
@@ -118,7 +118,7 @@ class _Wait:
 
 
 class Values:
-    """The values of a server and the waits of its clients, each of which is a rank. All methods are local."""
+    """The values of a server, and the waits of its clients. A client is a rank. All methods are local."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -136,7 +136,7 @@ class Values:
             self._look_for(wait, [key for key, owner in wait.owners.items() if owner == rank])
 
     def end(self, rank: int) -> None:
-        """A rank has ended: nobody waits for its values any longer."""
+        """A rank has ended: end the waits for its values."""
         self._ended.add(rank)
         for wait in list(self._waits.values()):
             owed = [key for key, owner in wait.missing.items() if owner == rank]

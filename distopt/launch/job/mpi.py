@@ -1,4 +1,4 @@
-"""Jobs of one or several hosts: MPI connects the ranks, and tells them where rank 0's server listens."""
+"""Jobs of one or several hosts: MPI connects the ranks, and carries the address of rank 0's server."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ _log = logging.getLogger("distopt")
 
 @dataclass(frozen=True)
 class Offer:
-    """What ranks need to reach the server.
+    """The key and the addresses of the server.
 
     Attributes:
-        key: of the job.
-        addresses: hosts and ports.
+        key: proves membership.
+        addresses: hosts and ports at which it may be reached.
     """
 
     key: bytes

@@ -277,7 +277,7 @@ class RemoteClient(KeyValueClient):
         return values
 
     def _answer(self, wanted: Wanted) -> tuple[int, bytes]:
-        """Kind and content of the answer to a wait; the wait goes on after a warning."""
+        """Kind and content of the answer to a wait; a warning interrupts and repeats it."""
         deadline = Deadline(self.seconds + self._patience)
         absence = self._absence() if self._absence is not None else None
         answer: tuple[int, bytes] | None = None
@@ -369,7 +369,7 @@ def client_of_endpoint(info: LauncherInfo, seconds: float, env: Mapping[str, str
         env: the environment (default: that of the process).
 
     Raises:
-        LaunchError: there is no endpoint, or its owner cannot be reached or refuses this rank.
+        LaunchError: the variable of the endpoint is missing, or the owner cannot be reached or refuses this rank.
     """
     env = os.environ if env is None else env
     if (endpoint := env.get(ENDPOINT)) is None:
