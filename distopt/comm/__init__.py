@@ -6,7 +6,6 @@ knows what its arrays mean: codecs, gradients and models are above it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
@@ -87,7 +86,7 @@ def begin_recording(
     """
     own, offers = job.topology.rank, []
     if len(ranks) > 1:
-        offers = [json.loads(offer) for offer in job.all_gather(json.dumps(flight_record.offer()).encode())]
+        offers = job.exchange(flight_record.offer())
     communicator.record(name, ranks, ranks[own], offers)
     if ranks[0] == 0:  # whose clock is the reference
         timeline.open(ranks[own], job.topology.hosts, communicator.all_gather_bytes, begin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -142,7 +141,7 @@ def exchange_places(job: Job, stack: GpuStack, device: int | None = None) -> lis
     chosen = (int(cuda.runtime.getDevice()) or None) if device is None else device
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     mine = GpuOfRank(machine, job.topology.host, os.getpid(), gpus, chosen)
-    return [GpuOfRank(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
+    return [GpuOfRank(**place) for place in job.exchange(asdict(mine))]
 
 
 def choose_devices(places: Sequence[GpuOfRank], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:

@@ -99,7 +99,7 @@ class NcclCommunicator(Communicator):
         processes = [Process(of_pid.get(pid, -1), topology.host, pid) for pid in group.pids]
         fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
         board = _core.NcclBoard(fd, group.rank, processes)
-        group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
+        group.client.barrier()  # no peer may be reported missing before it has shown that it lives
         self._timeout = settings.timeout
         self._core = _core.NcclCommunicator(
             stack.nccl_path,

@@ -74,7 +74,7 @@ class ShmCommunicator(NativeCommunicator):
         )
         if wire_of is not None:
             self.core.use_wire_memory_of(wire_of.core)
-        group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
+        group.client.barrier()  # no peer may be reported missing before it has shown that it lives
         self.core.count_cores()
 
     @classmethod

@@ -11,8 +11,9 @@ Every start ends in `join`, which makes a `Job`:
   a server that rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
 - mpiexec connects the ranks by itself (`rendezvous.mpi`, `job.mpi`).
 
-The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). All connections
-begin with one proof of membership (`gate`).
+The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). What ranks give
+each other at set-up goes through one key-value client (`rendezvous.key_value`, `keys`). All connections begin with one
+proof of membership (`gate`).
 
 If a rank fails, the others end (`end_together`). A rank with a supervisor reports to it, and the supervisor ends the
 others (`report`). Other ranks are connected to a server that rank 0 has started (`watch`, `server`), and abort MPI

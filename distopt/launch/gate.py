@@ -9,6 +9,7 @@ This module needs little of the standard library, so that a server can start at 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import selectors
@@ -24,9 +25,9 @@ CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection
 _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
-# The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to end
-# together with other ranks, and to serve MPICH.
-FOR_AGENT, FOR_HOST_GROUP, FOR_WATCH, FOR_PMI = b"a", b"h", b"w", b"m"
+# The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
+# exchange values, to end together with other ranks, and to serve MPICH.
+FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_WATCH, FOR_PMI = b"a", b"h", b"k", b"w", b"m"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -138,13 +139,19 @@ class Gate:
     Args:
         key: the key.
         selector: waits for the connections; each is registered with a function for `handle_events` to call.
+
+    Attributes:
+        most_strangers: how many connections may not have proved anything yet; another one ends the oldest of them.
     """
+
+    most_strangers = _MAX_STRANGERS
 
     def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
         self._key = key
         self._selector = selector
         self._listener: socket.socket | None = None
-        self._links: list[Link] = []
+        self._links: dict[Link, None] = {}
+        self._strangers: dict[Link, None] = {}  # those of them that have not been admitted
 
     def listen(self, listener: socket.socket) -> None:
         """Local. Accept connections from this listening socket, and own it."""
@@ -156,12 +163,22 @@ class Gate:
         """Local. Close the listener and all connections; idempotent."""
         for link in list(self._links):
             self._drop(link)
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """Local. Accept no more connections, and close those that have proved nothing; idempotent."""
+        for link in list(self._strangers):
+            self._drop(link)
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
 
     # For subclasses.
+    def _key_of(self, purpose: bytes) -> bytes:
+        """The key of the peers that come for this purpose."""
+        return self._key
+
     def _refusal(self, link: Link, size: int) -> str:
         """Why a peer that knows the key, and expects `size` ranks or nodes, is not admitted; empty if it is."""
         raise NotImplementedError
@@ -181,29 +198,31 @@ class Gate:
     def _turned_away(self, link: Link) -> None:
         """Act on a peer that does not know the key."""
 
+    def _out_of_files(self) -> None:
+        """Act on a peer that cannot be let in, because this process may open no more files."""
+
     def _drop_slow_strangers(self) -> None:
-        for link in self._strangers():
+        for link in list(self._strangers):
             if link.handshake.over:
                 self._drop(link)
-
-    def _strangers(self) -> list[Link]:
-        return [link for link in self._links if link.rank < 0]
 
     def _accept(self) -> None:
         if self._listener is None:
             return
         try:
             connection, address = self._listener.accept()
-        except OSError:  # the other end has closed it
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._out_of_files()
+            return  # else the other end has closed it
         of_this_host = connection.family == socket.AF_UNIX
         if of_this_host and peer_of(connection)[1] != os.geteuid():
             connection.close()
             return
         link = Link(connection, "" if of_this_host else address[0].removeprefix("::ffff:"))
-        if len(strangers := self._strangers()) >= _MAX_STRANGERS:
-            self._turn_away(strangers[0])
-        self._links.append(link)
+        if len(self._strangers) >= self.most_strangers:
+            self._turn_away(next(iter(self._strangers)))
+        self._links[link] = self._strangers[link] = None
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
         try:
             connection.settimeout(CONNECT_SECONDS)
@@ -217,6 +236,8 @@ class Gate:
         part = b""
         try:
             part = link.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
         except OSError as error:
             link.unreachable = not isinstance(error, ConnectionError)
         link.received += part
@@ -228,11 +249,17 @@ class Gate:
             elif len(link.received) >= _HELLO.size:
                 self._admit(link)
             return
+        self._take(link)
+        if link.socket.fileno() >= 0 and not part:
+            self._end_link(link)
+
+    def _take(self, link: Link) -> None:
+        """Act on the lines that an admitted peer has sent."""
         while link.socket.fileno() >= 0 and (end := link.received.find(b"\n")) >= 0:
             line = link.received[:end].decode("utf-8", "replace")
             del link.received[: end + 1]
             self._serve(link, line)
-        if link.socket.fileno() >= 0 and (not part or len(link.received) > _MAX_LINE_BYTES):
+        if link.socket.fileno() >= 0 and len(link.received) > _MAX_LINE_BYTES:
             self._end_link(link)
 
     def _end_link(self, link: Link) -> None:
@@ -241,8 +268,8 @@ class Gate:
         self._lost(link)
 
     def _drop(self, link: Link) -> None:
-        if link in self._links:
-            self._links.remove(link)
+        self._strangers.pop(link, None)
+        if self._links.pop(link, link) is None:
             self._selector.unregister(link.socket)
         link.socket.close()
 
@@ -253,7 +280,8 @@ class Gate:
     def _admit(self, link: Link) -> None:
         said = bytes(link.received[: _HELLO.size])
         theirs, purpose, rank, size, host, pid, proved = _HELLO.unpack(said)
-        expected = proof(self._key, b"join", link.nonce, said[:-_PROOF_BYTES])
+        key = self._key_of(purpose)
+        expected = proof(key, b"join", link.nonce, said[:-_PROOF_BYTES])
         if not hmac.compare_digest(proved, expected) or len(link.received) != _HELLO.size:
             self._turn_away(link)
             return
@@ -262,10 +290,11 @@ class Gate:
         if link.socket.family == socket.AF_UNIX:
             link.pid, _ = peer_of(link.socket)
         link.rank = rank
+        del self._strangers[link]
         reason = self._refusal(link, size)
         text = reason.encode()
         try:
-            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + _REASON.pack(len(text)) + text)
+            link.socket.sendall(proof(key, b"accept", theirs, link.nonce) + _REASON.pack(len(text)) + text)
         except OSError:
             reason = "it has hung up"
         if reason:

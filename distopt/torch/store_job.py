@@ -1,12 +1,11 @@
-"""The ranks of a process group as a job: they find each other through PyTorch's store, and exchange bytes there."""
+"""The ranks of a process group as a job: they find each other and exchange bytes through PyTorch's store."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from secrets import token_bytes
 from typing import ClassVar
@@ -17,10 +16,80 @@ from ..errors import LaunchError, Process
 from ..launch.end_together.siblings import Absence
 from ..launch.job.base import Job
 from ..launch.job.topology import host_identity, places_of
+from ..launch.keys import Missing, Wanted
 from ..launch.rendezvous.host_group import HostGroup
+from ..launch.rendezvous.key_value import KeyValueClient
 from ..settings import Settings
 
 _log = logging.getLogger("distopt")
+
+
+class StoreClient(KeyValueClient):
+    """The values in a store of PyTorch. It does not notice ranks that end, so waits for the living are not possible.
+
+    Args:
+        store: used for nothing else.
+        rank: see `KeyValueClient`.
+        ranks: see `KeyValueClient`.
+        seconds: see `KeyValueClient`.
+
+    Attributes:
+        known: the processes of ranks, by number, for errors.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
+        super().__init__(rank, ranks, seconds)
+        self._store = store
+        self.known: dict[int, Process] = {}
+
+    def forget(self) -> None:
+        """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""
+        for number in range(max(1, self._round - 1), self._round + 1):
+            self.delete(f"{number}/{self.rank}")
+
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+        if deleted:
+            self._store.delete_key(deleted)
+        if key:
+            self._store.set(key, value.hex())
+        if wanted is None:
+            return []
+        if wanted.living:
+            raise LaunchError("PyTorch's store does not notice ranks that end; wait for given ranks")
+        owners = wanted.owners()
+        warn_after = min(self.seconds, Settings.from_env().stall_warning)
+        if not self._came(owners, warn_after):
+            _log.warning(
+                "rank %d waits for %s to join the group of ranks %s, for %g s at most",
+                self.rank, self._known(self._absent(owners)), list(self.ranks), self.seconds,
+            )  # fmt: skip
+            if not self._came(owners, self.seconds - warn_after) and (absent := self._absent(owners)):
+                self.forget()
+                raise self._error(list(map(Missing, absent)), wanted)
+        return [bytes.fromhex(each.decode()) for each in self._store.multi_get(list(owners))]
+
+    def _came(self, keys: Iterable[str], seconds: float) -> bool:
+        """Whether all keys are there within so many seconds."""
+        try:
+            self._store.wait(list(keys), timedelta(seconds=max(seconds, 0.001)))  # 0: PyTorch would wait for ever
+        except RuntimeError:
+            return bool(self._store.check(list(keys)))
+        return True
+
+    def _absent(self, owners: Mapping[str, int]) -> list[int]:
+        return [rank for key, rank in owners.items() if not self._store.check([key])]
+
+    def _known(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self.known[rank].name if rank in self.known else f"rank {rank}" for rank in ranks)
+
+    def _error(self, missing: Sequence[Missing], wanted: Wanted) -> LaunchError:
+        if not wanted.ranks:
+            return super()._error(missing, wanted)
+        names = self._known([one.rank for one in missing])
+        return LaunchError(
+            f"{names} did not join the group of ranks {list(self.ranks)} within {self.seconds:g} s; every rank must "
+            "make the same groups in the same order"
+        )
 
 
 class StoreJob(Job):
@@ -48,57 +117,23 @@ class StoreJob(Job):
         Raises:
             LaunchError: a rank did not come.
         """
-        self._store, self._rank, self._ranks, self.seconds = store, rank, ranks, seconds
-        self._round = 0
+        self.seconds = seconds
+        self._client = StoreClient(store, ranks[rank], ranks, seconds)
+        self._client.known = self.known
         note = [host_identity(), socket.gethostname(), os.getpid(), token_bytes(16).hex()]
-        notes = [json.loads(each) for each in self.all_gather(json.dumps(note).encode())]
-        identities, hosts, pids, secrets = zip(*notes, strict=True)
+        identities, hosts, pids, secrets = zip(*self.exchange(note), strict=True)
         self.processes = list(map(Process, ranks, hosts, pids))
         self.known.update(zip(ranks, self.processes, strict=True))
         self.topology, self.hosts, self.mine = places_of(rank, identities, hosts)
         self._secret = bytes.fromhex(secrets[self.mine[0]])
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. See `Job.all_gather`."""
-        if len(self._ranks) == 1:
-            return [payload]
-        self._round += 1
-        store = dist.PrefixStore(str(self._round), self._store)
-        store.set(str(self._rank), payload.hex())
-        keys = [str(q) for q in range(len(self._ranks))]
-        warn_after = min(self.seconds, Settings.from_env().stall_warning)
-        if not self._came(store, keys, warn_after):
-            absent = ", ".join(self._absent(store, keys))
-            _log.warning(
-                "rank %d of %d waits for %s to join the group of ranks %s, for %g s at most",
-                self._rank, len(self._ranks), absent, list(self._ranks), self.seconds,
-            )  # fmt: skip
-            if not self._came(store, keys, self.seconds - warn_after) and (names := self._absent(store, keys)):
-                self.forget()
-                raise LaunchError(
-                    f"{', '.join(names)} did not join the group of ranks {list(self._ranks)} within {self.seconds:g} "
-                    "s; every rank must make the same groups in the same order"
-                )
-        return [bytes.fromhex(each.decode()) for each in store.multi_get(keys)]
-
-    @staticmethod
-    def _came(store: dist.Store, keys: list[str], seconds: float) -> bool:
-        """Whether all keys are there within so many seconds."""
-        try:
-            store.wait(keys, timedelta(seconds=max(seconds, 0.001)))  # without any, PyTorch would wait for ever
-        except RuntimeError:
-            return bool(store.check(keys))
-        return True
-
-    def _absent(self, store: dist.Store, keys: list[str]) -> list[str]:
-        """The names of the ranks whose keys are not there."""
-        absent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not store.check([key])]
-        return [self.known[rank].name if rank in self.known else f"rank {rank}" for rank in absent]
+    def client(self) -> StoreClient:
+        """Local here. See `Job.client`; through the store."""
+        return self._client
 
     def forget(self) -> None:
-        """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""
-        for number in range(1, self._round + 1):
-            dist.PrefixStore(str(number), self._store).delete_key(str(self._rank))
+        """Local, when all ranks have read them. See `StoreClient.forget`."""
+        self._client.forget()
 
     def _make_host_group(self) -> HostGroup:
         local, limit = self.topology, Settings.from_env().stall_warning

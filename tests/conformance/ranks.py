@@ -37,9 +37,6 @@ class LocalJob(Job):
         self.topology = Topology.of_one_host(rank, world_size, socket.gethostname())
         self._group = HostGroup(ticket, rank, world_size, PATIENT.timeout)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        return self._group.all_gather(payload)
-
     def _make_host_group(self) -> HostGroup:
         raise AssertionError
 

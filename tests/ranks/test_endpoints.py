@@ -55,6 +55,33 @@ def test_nodes_meet_at_an_ipv6_address_in_brackets(port):
     assert [one.code for one in ended] == [0, 0], ended
 
 
+VALUES = """
+import os
+from distopt.launch import launcher
+from distopt.launch.rendezvous.key_value import client_of_endpoint
+info = launcher()
+client = client_of_endpoint(info, 60.0)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("all", *client.all_gather(b"%d" % (10 * info.rank)), attempt)
+if attempt == "0":
+    raise SystemExit(3 if info.rank == 2 else client.get("none sets it"))
+client.set(f"own/{info.rank}", attempt.encode())
+print("living", client.gather_living("own/"))
+"""
+
+
+def test_ranks_of_two_nodes_exchange_values_at_the_endpoint_and_anew_when_they_start_again(port, tmp_path):
+    script = tmp_path / "values.py"
+    script.write_text(VALUES)
+    meet = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-endpoint", f"localhost:{port}"]
+    ended = [program.end() for program in [Program([*RUN, *meet, str(script)]) for _ in range(2)]]
+    assert [one.code for one in ended] == [0, 0], ended
+    said = re.sub(r"^\[rank \d\] ", "", "".join(one.stdout for one in ended), flags=re.M).splitlines()
+    living = "living {0: b'1', 1: b'1', 2: b'1', 3: b'1'}"
+    everyone = "all b'0' b'10' b'20' b'30'"
+    assert sorted(said) == sorted([f"{everyone} 0", f"{everyone} 1", living] * 4), ended
+
+
 # -- slow ways ---------------------------------------------------------------------------------------------------------
 class SlowWay:
     """Passes on what is sent to a port of its own, in both directions, after some seconds: as a long line does."""

@@ -65,7 +65,7 @@ def test_hosts_are_told_apart_and_each_has_a_group(job):
     group = fake.host_group()
     assert fake.host_group() is group
     assert (group.rank, group.size) == (topology.local_rank, topology.local_size)
-    assert group.all_gather(b"%d" % rank) == [b"%d" % r for r in members]
+    assert group.client.all_gather(b"%d" % rank) == [b"%d" % r for r in members]
     fake.close()
     fake.close()
     with pytest.raises(LaunchError, match="closed"):

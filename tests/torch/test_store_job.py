@@ -8,6 +8,7 @@ import pytest
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import LaunchError, UsageError
 from tests.conformance.ranks import LocalJob, with_ranks
+from tests.unit.test_key_value import gathers
 
 pytest.importorskip("torch")
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distopt.torch import store_job
-from distopt.torch.store_job import StoreJob
+from distopt.torch.store_job import StoreClient, StoreJob
 from distopt.torch.training.parameters import TrainedParameter, device_of
 
 
@@ -39,6 +40,12 @@ def test_ranks_exchange_bytes_and_share_memory(job: LocalJob) -> None:
         comm.all_reduce(array := np.arange(5.0) * (rank + 1)).wait()
         np.testing.assert_array_equal(array, np.arange(5.0) * 6)
     own.close()
+    client = StoreClient(dist.PrefixStore("client", store), rank, range(3), 120.0)
+    assert gathers(client, 3) == "well"
+    with pytest.raises(LaunchError, match="does not notice ranks that end"):
+        client.gather_living("own/")
+    job.all_gather(b"")  # all have read
+    client.forget()
     job.all_gather(b"")  # rank 0 serves the store until all have ended
 
 
@@ -52,7 +59,7 @@ def test_a_rank_that_does_not_come_is_named(job: LocalJob) -> None:
             patch.setattr(store_job._log, "warning", lambda text, *args: said.append(text % args))
             with pytest.raises(LaunchError, match="rank 5 did not join"):
                 StoreJob(store, 0, [4, 5], 0.5)
-        assert said == ["rank 0 of 2 waits for rank 5 to join the group of ranks [4, 5], for 0.5 s at most"]
+        assert said == ["rank 4 waits for rank 5 to join the group of ranks [4, 5], for 0.5 s at most"]
     job.all_gather(b"")
 
 

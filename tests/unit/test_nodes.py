@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from distopt.launch.gate import FOR_AGENT
 from distopt.launch.nodes.node import NO_RANK, Node
 from distopt.launch.nodes.options import RunOptions
 from distopt.launch.nodes.owner import Owner
@@ -191,7 +192,7 @@ def test_ranks_that_were_left_out_start_again_at_the_next_healing_after_a_step()
 
 
 class Connection:
-    rank, address = NO_RANK, "10.0.0.1"
+    rank, address, purpose = NO_RANK, "10.0.0.1", FOR_AGENT
 
     def __init__(self, host, pid):
         self.host, self.pid = host, pid

@@ -68,10 +68,10 @@ def exchange(job: LocalJob) -> tuple[Any, ...]:
     group = job.host_group()
     for round_ in range(2):
         payloads = [bytes([q, round_]) * (q * 70_000) for q in range(size)]
-        assert group.all_gather(payloads[rank]) == payloads
+        assert group.client.all_gather(payloads[rank]) == payloads
     fd = group.share_fd(lambda: os.memfd_create("test"))
     os.pwrite(fd, bytes([rank + 1]), rank)
-    group.all_gather(b"")
+    group.client.all_gather(b"")
     contents = os.pread(fd, 100, 0)
     inheritable = os.get_inheritable(fd)
     os.close(fd)
@@ -283,13 +283,13 @@ def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPat
 
 # -- processes that end ----------------------------------------------------------------------------
 def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    admitted, admit = threading.Event(), rendezvous._Listener._admitted
+    admitted, admit = threading.Event(), rendezvous._Server._admitted
 
-    def admit_and_tell(listener: rendezvous._Listener, link: gate.Link) -> None:
+    def admit_and_tell(listener: rendezvous._Server, link: gate.Link) -> None:
         admit(listener, link)
         admitted.set()
 
-    monkeypatch.setattr(rendezvous._Listener, "_admitted", admit_and_tell)
+    monkeypatch.setattr(rendezvous._Server, "_admitted", admit_and_tell)
     code = "from distopt.launch.rendezvous.host_group import HostGroup; "
     code += f"HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 200)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
@@ -314,7 +314,7 @@ def test_a_rank_that_ends_before_an_exchange_is_named() -> None:
     assert lost.exit_code == -signal.SIGKILL
     for outcome in (first, third):
         assert outcome.error == "LaunchError"
-        assert "rank 1 (pid" in outcome.text
+        assert f"rank 1 (host {socket.gethostname()}, pid {lost.pid}) ended" in outcome.text
 
 
 def rank_0_fails_to_share(job: LocalJob) -> None:

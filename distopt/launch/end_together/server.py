@@ -1,4 +1,4 @@
-"""The server of a job on several hosts: it notifies ranks of others that end too early, and connects MPICH's ranks.
+"""The server of a job: it keeps values, notifies ranks of others that end too early, and connects MPICH's ranks.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
 of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
@@ -11,6 +11,8 @@ Every rank opens a connection that stays with Python. Each message is a line; th
 
 Messages of a rank are `left`: its end is not a failure; and `end CODE`: it has failed, and has reported it.
 
+Every rank may open another for the job's values (`distopt.launch.keys`). A server may serve values only.
+
 Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
 `name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
 EuroMPI 2010).
@@ -22,13 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import selectors
 import signal
 import socket
 import sys
 
-from ..gate import FOR_PMI, Gate, Link, proof
+from ..gate import FOR_KEYS, FOR_PMI, Link, proof
+from ..keys import KeyGate
 from ..sockets import handle_events, say
 from ..stopwatch import Stopwatch
 
@@ -46,7 +50,7 @@ _ANSWERS = {
 }
 
 
-class Server(Gate):
+class Server(KeyGate):
     """Serves one job of `size` ranks until all have left or finalized MPI, or one has ended before.
 
     Args:
@@ -55,11 +59,16 @@ class Server(Gate):
         size: number of ranks.
         timeout: seconds that the ranks have to join.
         parent: process id of rank 0, the parent of this process.
+        watches: whether the ranks end together; else only values are served, and a rank leaves by its end.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int) -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int, *, watches: bool = True
+    ) -> None:
         super().__init__(key, selectors.DefaultSelector())
+        self.most_strangers = max(self.most_strangers, 2 * size)
         self.listen(listener)
+        self._watches = watches
         self._job = proof(key, b"name")[:8].hex()
         self._size = size
         self._timeout = timeout
@@ -86,7 +95,7 @@ class Server(Gate):
         while not self._ended and len(self._finalized) < self._size:
             handle_events(self._selector)
             self._drop_slow_strangers()
-            if clock.seconds() > self._timeout and len(self._watchers) < self._size:
+            if self._watches and clock.seconds() > self._timeout and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
                 noun = "ranks" if len(absent) > 1 else "rank"
                 self._end(
@@ -98,7 +107,7 @@ class Server(Gate):
                 self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
-        links = self._mpi if link.purpose == FOR_PMI else self._watchers
+        links = {FOR_PMI: self._mpi, FOR_KEYS: self._clients}.get(link.purpose, self._watchers)
         name = f"rank {link.rank} on {link.host} (pid {link.pid})"
         if size != self._size:
             return f"{name} expects {size} ranks, rank 0 expects {self._size}"
@@ -109,6 +118,9 @@ class Server(Gate):
         return ""
 
     def _admitted(self, link: Link) -> None:
+        if link.purpose == FOR_KEYS:
+            super()._admitted(link)
+            return
         links = self._mpi if link.purpose == FOR_PMI else self._watchers
         links[link.rank] = link
         if links is self._watchers and len(self._watchers) == self._size:
@@ -117,11 +129,20 @@ class Server(Gate):
                 say(watcher.socket, "go")
 
     def _lost(self, link: Link) -> None:
+        if link.purpose == FOR_KEYS:
+            super()._lost(link)
+            if not self._watches:
+                self._finalized.add(link.rank)
+            return
         # The last messages of the rank may still be unread on its other connection.
         other = self._watchers.get(link.rank, link)
         if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
             self._read(other)
         self._gone(link.rank, unreachable=link.unreachable)
+
+    def _out_of_files(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._end(1, f"the server of rank 0 may open {limit} files, too few for {self._size} ranks; raise ulimit -n")
 
     def _gone(self, rank: int, *, unreachable: bool = False) -> None:
         if rank not in self._finalized:
@@ -135,6 +156,8 @@ class Server(Gate):
         """
         if not self._ended:
             self._ended = True
+            if text:
+                self.fail(text)
             others = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
                 with contextlib.suppress(OSError):  # its reader has ended
@@ -184,9 +207,11 @@ def _exit_code(digits: str) -> int:
 
 def main() -> None:
     """Serve with the arguments that `distopt.launch.end_together.watch.start_server` has passed to this program."""
-    fd, size, timeout, parent = sys.argv[1:]
+    fd, size, timeout, parent, watches = sys.argv[1:]
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # up to three connections for each rank
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     key = sys.stdin.buffer.read()
-    Server(socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent)).run()
+    Server(socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent), watches=watches == "1").run()

@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -42,11 +42,13 @@ class Absence:
         self._all_started = all_started
         self._too_few_since: float | None = None
 
-    def check(self, who: str, absent: float, *, present: Container[int] = (), patience: float = 0.5) -> None:
+    def check(
+        self, who: str | Callable[[], str], absent: float, *, present: Container[int] = (), patience: float = 0.5
+    ) -> None:
         """Local. Call this repeatedly while waiting for ranks.
 
         Args:
-            who: clause that names the missing ranks.
+            who: clause that names the missing ranks, or gives it.
             absent: number of missing ranks.
             present: process ids of the ranks that have joined.
             patience: ranks count as lost after this number of seconds with too few processes.
@@ -57,7 +59,7 @@ class Absence:
         now = self._clock.seconds()
         if now > self._warn_after:
             self._warn_after = float("inf")
-            _log.warning("%s for %.1f s now", who, now)
+            _log.warning("%s for %.1f s now", who if isinstance(who, str) else who(), now)
         running, ended = _survey()
         lost = sorted(pid for pid in ended if pid not in present)
         left = len([pid for pid in running if pid not in present])
@@ -67,6 +69,7 @@ class Absence:
             self._too_few_since = now
         elif now - self._too_few_since > patience:
             pids = f" (pid {', '.join(map(str, lost))})" if lost else ""
+            who = who if isinstance(who, str) else who()
             raise LaunchError(f"{who}, and a process of this job{pids} has ended; see the output")
 
 

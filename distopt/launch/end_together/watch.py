@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...recorder.flight import flight_record
-from ..gate import FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import FOR_KEYS, FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say
 from ..stopwatch import Stopwatch
@@ -32,6 +32,8 @@ _FINALIZED_SECONDS = 0.3
 # notice it through MPI: that may crash them at once.
 _HIGH = 512
 
+_servers: list[subprocess.Popen[bytes]] = []  # that may run; Python warns of one that is dropped before its end
+
 # The server needs a few modules of this room, and neither the rest of the package nor its imports.
 _PROGRAM = """
 import sys, types
@@ -43,9 +45,9 @@ main()
 
 
 def start_server(
-    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, watches: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Local. Start the server of a job of `size` ranks, as rank 0. The caller keeps the result while the server serves.
+    """Local. Start the server of a job of `size` ranks, as rank 0.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -53,12 +55,13 @@ def start_server(
         size: number of ranks.
         timeout: seconds that the ranks have to join.
         speaks: whether it says on stderr why the job has failed.
+        watches: whether the ranks end together; else it serves their values only.
 
     Raises:
         OSError: no process can be started.
     """
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
-    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
+    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid(), int(watches))]
     server = subprocess.Popen(
         [*program, *numbers],
         stdin=subprocess.PIPE,
@@ -67,10 +70,60 @@ def start_server(
         pass_fds=(listener.fileno(),),
         start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
     )
+    _servers[:] = [*(other for other in _servers if other.poll() is None), server]
     if server.stdin is not None:
         server.stdin.write(key)
         server.stdin.close()
     return server
+
+
+def reach(
+    addresses: Sequence[tuple[str, int]],
+    key: bytes,
+    purpose: bytes,
+    rank: int,
+    size: int,
+    timeout: float,
+    source: str,
+) -> socket.socket:
+    """Local. A connection to the server of a job, which may listen at one of several addresses.
+
+    Args:
+        addresses: hosts and ports.
+        key: the job's key.
+        purpose: of the connection.
+        rank: of this process.
+        size: number of ranks.
+        timeout: seconds to try.
+        source: where the addresses come from, for messages.
+
+    Raises:
+        LaunchError: the server cannot be reached, or refused this rank.
+    """
+    clock, who = Stopwatch(LONGEST_CALL_SECONDS), f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
+    while True:
+        for address in addresses:
+            try:
+                return call(address, key, purpose, rank, size, clock)
+            except RefusedError as error:  # noqa: PERF203
+                raise LaunchError(
+                    f"rank 0 refused this rank: {error}; check the variables that the launcher set"
+                ) from None
+            except socket.gaierror as error:
+                raise LaunchError(
+                    f"{who} cannot find the host of rank 0 ({source}): {error.strerror}; give an "
+                    "address that all hosts can reach"
+                ) from None
+            except OSError:  # no process listens yet, or another program does
+                pass
+        if clock.seconds() > timeout:
+            hosts = ", ".join(dict.fromkeys(host for host, _ in addresses))
+            tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in addresses))
+            raise LaunchError(
+                f"{who} found no rank 0 at {hosts} ({source}), TCP ports {tried}; see "
+                "rank 0's output, and whether a firewall separates the hosts"
+            )
+        time.sleep(_RETRY_SECONDS)
 
 
 class Watch:
@@ -86,13 +139,11 @@ class Watch:
         speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
 
     Attributes:
-        server: the process of the server, on rank 0.
+        speaks: the argument.
 
     Raises:
         LaunchError: rank 0 cannot be reached, or refused this rank.
     """
-
-    server: subprocess.Popen[bytes] | None = None
 
     def __init__(
         self,
@@ -110,7 +161,7 @@ class Watch:
         self._key = key
         self._addresses = addresses
         self._source = source
-        self._speaks = speaks
+        self.speaks = speaks
         self._left = False
         self._patience = 0.0  # seconds from the failure of another rank to the end of this process
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
@@ -119,11 +170,21 @@ class Watch:
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
             self._link = socket.socket(fileno=descriptor)
+        self._has_client = False
         os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
 
     def fileno(self) -> int:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
+
+    def client_link(self, timeout: float) -> socket.socket | None:
+        """Local. A connection of this rank for the server's values; None if it has had one before.
+
+        Raises:
+            LaunchError: the server cannot be reached.
+        """
+        before, self._has_client = self._has_client, True
+        return None if before else self._connect(FOR_KEYS, timeout)
 
     def end_with_others(self, abort: Callable[[int], object] = os._exit) -> None:
         """Local. From now on, end this process as soon as another rank fails or ends before it has left.
@@ -150,30 +211,7 @@ class Watch:
 
     # -- connection ------------------------------------------------------------------------------------------------
     def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
-        clock = Stopwatch(LONGEST_CALL_SECONDS)
-        while True:
-            for address in self._addresses:
-                try:
-                    return call(address, self._key, purpose, self._rank, self._size, clock)
-                except RefusedError as error:  # noqa: PERF203
-                    raise LaunchError(
-                        f"rank 0 refused this rank: {error}; check the variables that the launcher set"
-                    ) from None
-                except socket.gaierror as error:
-                    raise LaunchError(
-                        f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
-                        "address that all hosts can reach"
-                    ) from None
-                except OSError:  # no process listens yet, or another program does
-                    pass
-            if clock.seconds() > timeout:
-                hosts = ", ".join(dict.fromkeys(host for host, _ in self._addresses))
-                tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._addresses))
-                raise LaunchError(
-                    f"{self._who} found no rank 0 at {hosts} ({self._source}), TCP ports {tried}; see "
-                    "rank 0's output, and whether a firewall separates the hosts"
-                )
-            time.sleep(_RETRY_SECONDS)
+        return reach(self._addresses, self._key, purpose, self._rank, self._size, timeout, self._source)
 
     def _read_line(self) -> str:
         """The server's next message.
@@ -201,7 +239,7 @@ class Watch:
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
             lost = "rank 0, which" if self._rank else "the helper process that watches the ranks, which"
-            line = f"{kind} 1 {self._rank if self._speaks else -1} {self._who} has lost {lost} {how}"
+            line = f"{kind} 1 {self._rank if self.speaks else -1} {self._who} has lost {lost} {how}"
         if self._left:
             return
         kind, code, speaker, text = line.split(" ", 3)
@@ -214,7 +252,7 @@ class Watch:
             sys.stderr.flush()
         time.sleep(self._patience)
         if kind == "lost":
-            if self._speaks:
+            if self.speaks:
                 end_waiting_daemon()
             self._abort(int(code))
         os._exit(int(code))  # not by MPI_Abort, which other ranks call at this moment: see `mpi_quirks`

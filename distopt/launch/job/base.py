@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
+from typing import Any
 
 from ...errors import LaunchError
 from ..rendezvous.host_group import HostGroup
+from ..rendezvous.key_value import KeyValueClient
 from .topology import Topology
 
 
@@ -19,9 +22,32 @@ class Job(ABC):
     _group: HostGroup | None = None
     _closed = False
 
-    @abstractmethod
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. Give every rank the payload of every rank, in rank order; payloads may differ in length."""
+        """Collective. Give every rank the payload of every rank, in rank order; payloads may differ in length.
+
+        Raises:
+            LaunchError: a rank ended or did not take part in time; the message names it.
+        """
+        self._check_open()
+        return self.client().all_gather(payload)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Collective. The value of JSON of every rank, in rank order; see `all_gather`.
+
+        Raises:
+            LaunchError: a rank has sent something else, too.
+        """
+        payloads = self.all_gather(json.dumps(value).encode())
+        try:
+            return [json.loads(payload) for payload in payloads]
+        except (ValueError, RecursionError):
+            raise LaunchError(
+                "a rank sent a note that cannot be read; install the same version of distopt everywhere"
+            ) from None
+
+    def client(self) -> KeyValueClient:
+        """Collective on first use. Exchanges bytes with the other ranks by key; here through rank 0 of their host."""
+        return self.host_group().client
 
     def host_group(self) -> HostGroup:
         """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 
 from ...settings import Settings
@@ -36,8 +35,7 @@ class LaunchedJob(MultiprocessJob):
 
     def _settle(self) -> None:
         end_with_parent(launched=True)
-        usable = self.all_gather(json.dumps(sorted(cores())).encode())
-        cap_threads(self.topology.world_size, map(json.loads, usable))
+        cap_threads(self.topology.world_size, self.exchange(sorted(cores())))
         if self.topology.world_size > 1 and not self._has_agents:
             self._watch = watch_ranks(self, Settings.from_env().timeout)
         if self._watch is not None:

@@ -1,4 +1,4 @@
-"""Jobs of one or several hosts: MPI connects the ranks."""
+"""Jobs of one or several hosts: MPI connects the ranks, and carries the address of rank 0's server."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import json
 import socket
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.exit_guard import guard
 from ..end_together.siblings import Absence
+from ..end_together.watch import Watch, reach
+from ..gate import FOR_KEYS
 from ..rendezvous.host_group import HostGroup
+from ..rendezvous.key_value import KeyValueClient, RemoteClient, client_alone
 from ..rendezvous.mpi import check_launcher, import_mpi, start_mpi
-from ..rendezvous.mpi_gather import all_gather
+from ..rendezvous.mpi_address import share_address
+from ..stopwatch import GRACE_SECONDS
 from ..threads import cap_threads, cores
 from .base import Job
 from .multiprocess import Ticket
 from .topology import host_identity, places_of
-from .watched import watch_ranks
+from .watched import Offer, start
+
+_SOURCE = "the address that MPI has carried"
 
 
 class MpiJob(Job):
@@ -50,8 +57,11 @@ class MpiJob(Job):
         self._settings = Settings.from_env()
         ticket = Ticket()
         mine = [host or host_identity(), host or socket.gethostname(), sorted(cores()), ticket.secret.hex()]
-        packed = all_gather(MPI, parent, json.dumps(mine).encode(), self._settings)
-        identities, hosts, usable, secrets = zip(*map(_introduction, range(len(packed)), packed), strict=True)
+        self._client, watch = self._meet(MPI, parent, is_world=comm is None)
+        try:
+            identities, hosts, usable, secrets = zip(*self.exchange(mine), strict=True)
+        except (ValueError, TypeError):
+            raise LaunchError("a rank has introduced itself differently; use one version of distopt") from None
         self.comm: Any = parent.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         rank, size = self.comm.rank, self.comm.size
@@ -62,10 +72,41 @@ class MpiJob(Job):
         cap_threads(len(local), [usable[peer] for peer in local])
         if size > 1:
             guard.joined(self)
-        if comm is None and size > 1 and guard.others is None:
-            guard.others = watch_ranks(self, self._settings.timeout)
-            if guard.others is not None:
-                guard.others.end_with_others(guard.abort)
+        if watch is not None:
+            watch.speaks = self.topology.local_rank == 0
+            watch.end_with_others(guard.abort)
+
+    def _meet(self, mpi: Any, comm: Any, *, is_world: bool) -> tuple[KeyValueClient, Watch | None]:
+        """Collective over `comm`. The client of this rank, and its watch if it is a new one."""
+        rank, size, seconds = comm.rank, comm.size, self._settings.timeout
+        if size == 1:
+            return client_alone(seconds), None
+        watch, link = None, None
+        if is_world and guard.others is None:
+            offer = self._share_offer(mpi, comm, watches=True)
+            watch = guard.others = Watch(rank, size, offer.key, offer.addresses, seconds, source=_SOURCE)
+        if is_world and guard.others is not None:
+            link = guard.others.client_link(seconds)
+        if link is None:
+            offer = self._share_offer(mpi, comm, watches=False)
+            link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, _SOURCE)
+        limit = min(self._settings.stall_warning, seconds / 2)
+        return RemoteClient(
+            link, rank, range(size), seconds, "the server of rank 0", absence=partial(Absence, limit)
+        ), watch
+
+    def _share_offer(self, mpi: Any, comm: Any, *, watches: bool) -> Offer:
+        content = b""
+        if comm.rank == 0:
+            try:
+                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, watches=watches)
+            except OSError as error:
+                content = json.dumps(str(error)).encode()
+        content = share_address(mpi, comm, content, self._settings)
+        try:
+            return Offer.of(content)
+        except ValueError:
+            raise LaunchError(f"rank 0 cannot start the server of the job: {content.decode()}") from None
 
     def _take_places(self, rank: int, identities: Sequence[str], hosts: Sequence[str]) -> None:
         self._identities = identities
@@ -86,13 +127,14 @@ class MpiJob(Job):
         identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))
         made._take_places(made.comm.rank, identities, hosts)
         made._ticket = Ticket(hashlib.sha256(secret + b"%d" % made.local_ranks[0]).digest()[:16])
+        name = hashlib.sha256(b"distopt keys " + secret).hexdigest()[:16]
+        made._client = self._client.within(name, [self._client.ranks[rank] for rank in ranks])
         made._group = None
         return made
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. See `Job.all_gather`."""
-        self._check_open()
-        return all_gather(start_mpi(), self.comm, payload, self._settings)
+    def client(self) -> KeyValueClient:
+        """Local here. See `Job.client`; through the server of rank 0."""
+        return self._client
 
     def _make_host_group(self) -> HostGroup:
         topology, settings = self.topology, self._settings
@@ -103,17 +145,7 @@ class MpiJob(Job):
         """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         guard.closed(self)
         super().close()
+        self._client.close()
         if self.comm is not None and not import_mpi().Is_finalized():
             self.comm.Free()
         self.comm = None
-
-
-def _introduction(rank: int, data: bytes) -> tuple[str, str, list[int], str]:
-    """Identity and name of the host of a rank, its cores, and a secret for the ranks of that host."""
-    try:
-        identity, host, usable, secret = json.loads(data)
-    except (ValueError, TypeError):
-        raise LaunchError(
-            f"rank {rank} sent an introduction that cannot be read; install the same version of distopt everywhere"
-        ) from None
-    return identity, host, usable, secret

@@ -173,10 +173,6 @@ class MultiprocessJob(Job):
         cap_threads(self.topology.world_size)
         end_with_parent()
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. See `Job.all_gather`."""
-        return self.host_group().all_gather(payload)
-
     def _make_host_group(self) -> HostGroup:
         rank, size = self.topology.rank, self.topology.world_size
         settings = Settings.from_env()

@@ -1,4 +1,4 @@
-"""How the ranks of a job come to watch each other, once they can exchange bytes."""
+"""How ranks that can already exchange a message come to the server of their job, which rank 0 starts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,84 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
+from dataclasses import dataclass
 
 from ...errors import LaunchError
 from ..addresses import own_addresses
 from ..end_together.watch import Watch, start_server
 from ..sockets import listen
 from .base import Job
+from .topology import host_identity, network_of
 
 _JOIN_SECONDS = 5.0  # then a rank gives up joining the watch, which the job can do without
+_MOST_ADDRESSES = 32  # the message has a limit under mpiexec
 _log = logging.getLogger("distopt")
 
 
+@dataclass(frozen=True)
+class Offer:
+    """The key and the addresses of the server.
+
+    Attributes:
+        key: proves membership.
+        addresses: hosts and ports at which it may be reached.
+    """
+
+    key: bytes
+    addresses: list[tuple[str, int]]
+
+    @classmethod
+    def of(cls, content: bytes) -> Offer:
+        """Local. The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
+        secret, port, identity, hosts = json.loads(content)
+        if network_of(identity) == network_of(host_identity()):
+            hosts = ["localhost"]
+        return cls(bytes.fromhex(secret), [(host, port) for host in hosts])
+
+
+def start(size: int, timeout: float, *, watches: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
+    """Local. Start the server, on rank 0, and describe it in a message for the others.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that they may be late.
+        watches: see `start_server`.
+
+    Raises:
+        OSError: a limit is reached.
+    """
+    with listen(0, 2 * size + 16) as listener:
+        key = os.urandom(32)
+        server = start_server(listener, key, size, timeout, watches=watches)
+        offer = [key.hex(), listener.getsockname()[1], host_identity(), own_addresses()[:_MOST_ADDRESSES]]
+        return server, json.dumps(offer).encode()
+
+
 def watch_ranks(job: Job, timeout: float) -> Watch | None:
-    """Collective. A watch for each rank of a job; None if TCP does not connect them all.
+    """Collective. A watch for each rank of a job of one host; None if TCP does not connect them all.
 
     Args:
         job: the job.
         timeout: seconds that ranks may be late.
     """
-    topology, offer, server = job.topology, b"", None
+    topology, offer, server, watch = job.topology, b"", None, None
     if topology.rank == 0:
-        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:  # a limit is reached
-            key = os.urandom(32)
-            server = start_server(listener, key, topology.world_size, timeout)
-            offer = json.dumps([key.hex(), listener.getsockname()[1], own_addresses()]).encode()
+        with contextlib.suppress(OSError):  # a limit is reached
+            server, offer = start(topology.world_size, timeout)
     offer = job.all_gather(offer)[0]
-    watch = None
     with contextlib.suppress(LaunchError, ValueError):  # rank 0 cannot be reached; it has offered nothing
-        secret, port, addresses = json.loads(offer)
-        local = topology.single_host or topology.rank == 0
-        hosts = ["localhost"] if local else addresses
+        found = Offer.of(offer)
         watch = Watch(
             topology.rank,
             topology.world_size,
-            bytes.fromhex(secret),
-            [(host, port) for host in hosts],
+            found.key,
+            found.addresses,
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
-    unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]
+    unwatched = [str(rank) for rank, connected in enumerate(job.exchange(watch is not None)) if not connected]
     if not unwatched and watch is not None:
-        watch.server = server
         return watch
     if watch is not None:
         watch.close()

@@ -11,6 +11,7 @@ from .base import LauncherInfo
 from .torchrun import Torchrun
 
 _RUN_ID = "DISTOPT_RUN_ID"
+ENDPOINT = "DISTOPT_RUN_ENDPOINT"  # "HOST:PORT" of the owner, on several nodes
 
 
 class DistoptRun(Torchrun):
@@ -18,6 +19,7 @@ class DistoptRun(Torchrun):
 
     name = "distopt run"
     has_agents = True
+    prefixes = (ENDPOINT,)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
         """Local. See `Launcher.read`; None if a torchrun within has named the job anew."""
@@ -36,6 +38,7 @@ class DistoptRun(Torchrun):
         port: int,
         attempt: int,
         restarts: int,
+        endpoint: str,
     ) -> dict[str, str]:
         """Local. The variables that all ranks of a node have in common.
 
@@ -49,6 +52,7 @@ class DistoptRun(Torchrun):
             port: the TCP port there.
             attempt: how many times the ranks have been started before.
             restarts: how many times they may be started again.
+            endpoint: host and port of the owner, on several nodes.
         """
         return {
             self.size: str(size),
@@ -61,6 +65,7 @@ class DistoptRun(Torchrun):
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
             _RUN_ID: job,
+            **({ENDPOINT: endpoint} if nodes > 1 else {}),
         }
 
 

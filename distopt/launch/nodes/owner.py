@@ -3,7 +3,7 @@
 An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
 all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
 its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.nodes`
-describes their messages.
+describes their messages. Ranks may connect, too: the owner serves their values (`distopt.launch.keys`).
 
 A job goes through the phases of `Phase`. Where all nodes have reported the end of their ranks, `_decide` finishes the
 job or starts all ranks again.
@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import Gate, Link
+from ..gate import FOR_KEYS, Link
+from ..keys import KeyGate
 from ..processes import SAVING_SECONDS
 from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
 from .healing import Healing
 from .node import NO_RANK, Node, Nodes
+from .variables import secret_of_ranks
 
 if TYPE_CHECKING:
     from .monitor import Monitor
@@ -49,7 +51,7 @@ class Phase(Enum):
     FINISHED = auto()  # the agents have been told to leave
 
 
-class Owner(Gate):
+class Owner(KeyGate):
     """The decisions for all nodes; part of one of the agents.
 
     Args:
@@ -209,7 +211,13 @@ class Owner(Gate):
             self._warn(f"waiting for the other nodes: {came}")
 
     # -- the gate --------------------------------------------------------------------------------------------------
+    def _key_of(self, purpose: bytes) -> bytes:
+        return secret_of_ranks(self._key, self._salt) if purpose == FOR_KEYS else self._key
+
     def _refusal(self, link: Link, size: int) -> str:
+        if link.purpose == FOR_KEYS:
+            is_rank = self._phase is Phase.RUNNING and link.rank < size == self._nodes.n_ranks
+            return "" if is_rank and link.rank not in self._clients else "it is not, or not the only, such rank"
         if self._options.heal and self._attempt >= 0 and self._has_room(link, size):
             return ""
         who, reason = f"{link.host} (pid {link.pid})", ""
@@ -234,6 +242,10 @@ class Owner(Gate):
         return self._place_of(link) is not None or size == self._nodes.most > max(self._nodes.least, len(self._nodes))
 
     def _admitted(self, link: Link) -> None:
+        if link.purpose == FOR_KEYS:
+            super()._admitted(link)
+            return
+
         def send(message: dict[str, Any]) -> None:
             say(link.socket, json.dumps(message))
 
@@ -261,6 +273,9 @@ class Owner(Gate):
             self._end_link(link)
 
     def _lost(self, link: Link) -> None:
+        if link.purpose == FOR_KEYS:
+            super()._lost(link)
+            return
         node = self._by_link.pop(link)
         if self._phase is Phase.GATHERING:  # it may come again
             self._nodes.remove(node)
@@ -281,6 +296,7 @@ class Owner(Gate):
         # Kept states of a later attempt are newer, even if another owner has counted it.
         self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
+        self.forget()
         self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")
         self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them

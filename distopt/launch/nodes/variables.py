@@ -35,7 +35,17 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             port=order["port"],
             attempt=order["attempt"],
             restarts=options.restarts,
+            endpoint=options.endpoint,
         ),
-        # Never sent. As secret as the key that the nodes share; on one node, no other process knows it.
-        "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
+        "DISTOPT_JOB_SECRET": secret_of_ranks(key, order["salt"]).hex(),
     }
+
+
+def secret_of_ranks(key: bytes, salt: str) -> bytes:
+    """Local. The secret of the ranks of a job. Never sent; as secret as the nodes' key, and on one node nobody else's.
+
+    Args:
+        key: of the nodes.
+        salt: hexadecimal digits that the owner has chosen.
+    """
+    return proof(key, b"ranks", bytes.fromhex(salt))

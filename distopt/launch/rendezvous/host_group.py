@@ -1,9 +1,9 @@
-"""The ranks of one host find each other and exchange a few bytes.
+"""The ranks of one host find each other, and pass file descriptors.
 
 Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
 names vanish with their process, so nothing is left behind. They are public: the name must not reveal the ticket, and
 another user may have taken it, so that rank 0 has a choice of several. Both sides prove that they know the ticket
-(`distopt.launch.gate`).
+(`distopt.launch.gate`). The connections then serve a key-value client (`distopt.launch.rendezvous.key_value`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 
 from ...errors import LaunchError
 from ..end_together.siblings import Absence
-from ..gate import FOR_HOST_GROUP, Gate, Link, RefusedError, StrangerError, introduce
-from ..sockets import handle_events, in_slices, listener_of, peer_of, receive_exactly
+from ..gate import FOR_HOST_GROUP, Link, RefusedError, StrangerError, introduce
+from ..keys import KeyGate
+from ..sockets import handle_events, in_slices, listener_of, peer_of
 from ..stopwatch import GRACE_SECONDS, Deadline
+from .key_value import KeyValueClient, LocalClient, RemoteClient, client_alone
 
 _log = logging.getLogger("distopt")
 
 _N_ADDRESSES = 8
 _FD = struct.Struct("i")
-_HEADER = struct.Struct("!BI")  # kind and length of a message
-_DATA, _ERROR = 0, 1
-MAX_BYTES = 16 << 20
-_SENDER_SECONDS = 0.5  # then a rank that gives up no longer waits for the sender of the reason to end
 _LOOK_SECONDS = 0.1  # between two looks of rank 0 for absent ranks
 
 
@@ -48,52 +45,40 @@ class HostGroup:
         timeout: seconds to wait for the others to join, and in each later exchange.
         absence: handles ranks that do not join.
 
+    Attributes:
+        client: exchanges bytes with the others. Rank 0 is its server, and serves while it waits itself.
+        pids: the process of each rank.
+
     Raises:
         LaunchError: a rank is missing or duplicated, has another world size, or does not know the ticket.
     """
 
+    client: KeyValueClient
+
     def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
-        self._links: dict[int, socket.socket] = {}  # rank 0 has every other rank, the others have rank 0
         self.rank = rank
         self.size = size
         self.pids: tuple[int, ...] = (os.getpid(),)
         self._timeout = timeout
+        self._server: _Server | None = None
         if size == 1:
+            self.client = client_alone(timeout)
             return
         absence = absence or Absence()
-        if rank == 0:
-            peers = sorted(_Listener(ticket, size, timeout, absence).gather().items())
-            self._links = {q: link.socket for q, link in peers}
-            self.pids = (os.getpid(), *(link.pid for _, link in peers))
-            with self._reporting_errors():
-                self._send_all(struct.pack(f"!{size}i", *self.pids))
-        else:
-            link, answer = _find_rank_0(ticket, rank, size, timeout, absence)
-            self._links = {0: link}
-            self.pids = struct.unpack(f"!{size}i", answer)
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. The payload of every rank, in rank order; lengths may differ.
-
-        Raises:
-            LaunchError: a rank ended or did not take part in time.
-        """
-        if self.size == 1:
-            return [payload]
-        deadline = Deadline(self._timeout)
-        if self.rank != 0:
-            link = self._links[0]
-            with _rank_named(0):
-                with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason can still be read
-                    _send(link, payload, deadline)
-                return unpack(_receive(link, Deadline(self._timeout + GRACE_SECONDS)), self.size)
-        payloads = [payload]
-        with self._reporting_errors():
-            for q, link in sorted(self._links.items()):
-                with _rank_named(q, self.pids[q]):
-                    payloads.append(_receive(link, deadline))
-            self._send_all(pack(payloads))
-        return payloads
+        try:
+            if rank == 0:
+                self._server = server = _Server(ticket, size, timeout, absence)
+                self.client = LocalClient(0, range(size), timeout, server.values, server.serve, server.fail)
+                self.pids = (os.getpid(), *server.gather())
+            else:
+                link = _find_rank_0(ticket, rank, size, timeout, absence)
+                self.client = RemoteClient(link, rank, range(size), timeout, "rank 0", patience=GRACE_SECONDS)
+            self.pids = struct.unpack(
+                f"!{size}i", self.client.all_gather(struct.pack(f"!{len(self.pids)}i", *self.pids))[0]
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def share_fd(self, make: Callable[[], int]) -> int:
         """Collective. Rank 0 makes a file descriptor; each rank returns its own descriptor of the same file.
@@ -101,43 +86,29 @@ class HostGroup:
         Raises:
             LaunchError: rank 0 failed or ended.
         """
+        fd = -1
         if self.rank == 0:
             with self._reporting_errors("rank 0 could not make the shared file: "):
                 fd = make()
-            with contextlib.ExitStack() as stack, self._reporting_errors():
+        with contextlib.ExitStack() as stack, self._reporting_errors():
+            if fd >= 0:
                 stack.callback(os.close, fd)
-                self._send_all(b"a descriptor follows")
-                for q, link in self._links.items():
-                    with _rank_named(q, self.pids[q]):
-                        socket.send_fds(link, [b"f"], [fd])
-                stack.pop_all()
-            return fd
-        link = self._links[0]
-        with _rank_named(0):
-            deadline = Deadline(self._timeout + GRACE_SECONDS)
-            _receive(link, deadline)
-            # socket.recv_fds drops the flag, and a child that another thread starts now would inherit the file.
-            _, ancillary, _, _ = in_slices(
-                link, deadline, lambda: link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
-            )
-        if not ancillary or len(ancillary[0][2]) != _FD.size:
-            raise LaunchError("no file descriptor came from rank 0; this process may be out of them (ulimit -n)")
-        (received,) = _FD.unpack(ancillary[0][2])
-        return int(received)
+            self.client.barrier()  # rank 0 has made it
+            for q, link in self._server.peers.items() if self._server is not None else ():
+                with _rank_named(q, self.pids[q]):
+                    socket.send_fds(link.socket, [b"f"], [fd])
+            stack.pop_all()
+        return _receive_fd(self.client) if isinstance(self.client, RemoteClient) else fd
 
     def close(self) -> None:
         """Local. Close the connections; idempotent."""
-        for link in self._links.values():
-            link.close()
-        self._links = {}
+        if self._server is not None:
+            self._server.close()
+        if hasattr(self, "client"):
+            self.client.close()
 
     def __del__(self) -> None:  # the script may never close its job
         self.close()
-
-    def _send_all(self, payload: bytes) -> None:
-        for q, link in self._links.items():
-            with _rank_named(q, self.pids[q]):
-                _send(link, payload, Deadline(self._timeout))
 
     @contextlib.contextmanager
     def _reporting_errors(self, prefix: str = "") -> Iterator[None]:
@@ -145,12 +116,26 @@ class HostGroup:
         try:
             yield
         except BaseException as error:
-            for link in self._links.values():
-                _try_to_send(link, f"{prefix}{error}")
+            if self._server is not None:
+                self._server.fail(f"{prefix}{error}")
             raise
 
 
-# -- messages: bytes, or the reason why there are none ----------------------------------------------------------------
+def _receive_fd(client: RemoteClient) -> int:
+    link = client.link
+    with _rank_named(0):
+        # socket.recv_fds drops the flag, and a child that another thread starts now would inherit the file.
+        _, ancillary, _, _ = in_slices(
+            link,
+            Deadline(client.seconds),
+            lambda: link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC),
+        )
+    if not ancillary or len(ancillary[0][2]) != _FD.size:
+        raise LaunchError("no file descriptor came from rank 0; this process may be out of them (ulimit -n)")
+    (received,) = _FD.unpack(ancillary[0][2])
+    return int(received)
+
+
 @contextlib.contextmanager
 def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
     """Turn errors of a socket in the block into a LaunchError that names the rank at its other end."""
@@ -163,81 +148,13 @@ def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
         raise LaunchError(f"{name} ended while the ranks were setting up; see its output") from error
 
 
-def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _DATA) -> None:
-    """Local. Send a message.
-
-    Raises:
-        LaunchError: it is too long.
-        OSError: the other end has closed the link, or did not read it in time.
-    """
-    check_length(payload)
-    left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
-    while left:
-        left = left[in_slices(link, deadline, partial(link.send, left)) :]
-
-
-def _try_to_send(link: socket.socket, text: str) -> None:
-    """Local. Send the reason why the other end must give up, if it is still there."""
-    with contextlib.suppress(OSError):  # it may also have ended
-        _send(link, text.encode(), Deadline(1.0), _ERROR)
-
-
-def _receive(link: socket.socket, deadline: Deadline) -> bytes:
-    """Local. The next message.
-
-    Raises:
-        LaunchError: it is a reason to give up, or no message.
-        OSError: the other end has closed the link, or sent nothing in time.
-    """
-    kind, length = _HEADER.unpack(receive_exactly(link, _HEADER.size, deadline))
-    if length > 2 * MAX_BYTES or kind not in (_DATA, _ERROR):
-        raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
-    payload = receive_exactly(link, length, deadline)
-    if kind == _ERROR:
-        received = LaunchError(payload.decode(errors="replace"))
-        received.is_consequence = True
-        with contextlib.suppress(OSError):  # the sender, which fails for this reason, should report it first
-            in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
-        raise received
-    return payload
-
-
-def check_length(payload: bytes) -> None:
-    """Local. Raises a LaunchError if it is too long for the set-up of a job."""
-    if len(payload) > MAX_BYTES:
-        raise LaunchError(
-            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
-        )
-
-
-def pack(payloads: Sequence[bytes]) -> bytes:
-    """Local. Combine the payloads of all ranks into one message."""
-    return struct.pack(f"!{len(payloads)}I", *map(len, payloads)) + b"".join(payloads)
-
-
-def unpack(message: bytes, count: int) -> list[bytes]:
-    """Local. The inverse of `pack` for `count` payloads.
-
-    Raises:
-        LaunchError: the lengths do not add up.
-    """
-    at = 4 * count
-    if len(message) < at or at + sum(lengths := struct.unpack_from(f"!{count}I", message)) != len(message):
-        raise LaunchError("rank 0 sent a message of the wrong length; use the same version everywhere")
-    payloads = []
-    for length in lengths:
-        payloads.append(message[at : at + length])
-        at += length
-    return payloads
-
-
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
 def _address(ticket: bytes, choice: int = 0) -> str:
     return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + ticket).hexdigest()[:32]
 
 
-def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> tuple[socket.socket, bytes]:
-    """The connection to rank 0, and its answer after all ranks have joined."""
+def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> socket.socket:
+    """The connection to rank 0, which has admitted this rank."""
     deadline = Deadline(timeout)
     foreign = ""
     for choice in itertools.cycle(range(_N_ADDRESSES)):
@@ -250,10 +167,8 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
                     foreign = "; a process of another user listens in its place, so use a fresh ticket"
                     raise ConnectionRefusedError
                 introduce(link, ticket, FOR_HOST_GROUP, rank, size, deadline)
-                with _rank_named(0):
-                    answer = _receive(link, Deadline(deadline.left() + GRACE_SECONDS))
                 stack.pop_all()
-                return link, answer
+                return link
             except TimeoutError:
                 raise LaunchError(
                     f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
@@ -274,44 +189,64 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
     raise AssertionError
 
 
-class _Listener(Gate):
-    """Rank 0 while the others join."""
+class _Server(KeyGate):
+    """Rank 0: lets the others join, and then serves their values.
+
+    Attributes:
+        peers: the connections of the others that have joined.
+    """
+
+    purpose_of_clients = FOR_HOST_GROUP
 
     def __init__(self, ticket: bytes, size: int, timeout: float, absence: Absence) -> None:
-        super().__init__(ticket, selectors.DefaultSelector())
+        # Not epoll: a forked child that closes its copy would take the connections out of this process's, too.
+        super().__init__(ticket, selectors.PollSelector())
         self._ticket = ticket
         self._size = size
         self._deadline = Deadline(timeout)
         self._absence = absence
-        self._peers: dict[int, Link] = {}
+        self._joining = True
         self._failed = ""
+        self.peers = self._clients
 
-    def gather(self) -> dict[int, Link]:
-        """Local. The connections of all other ranks.
+    def gather(self) -> list[int]:
+        """Local. The processes of all other ranks, in their order, once they have joined.
 
         Raises:
             LaunchError: a rank is missing or has ended, or two have one number or expect different sizes.
         """
         try:
             self.listen(self._bound())
-            while len(self._peers) < self._size - 1 and not self._failed:
+            while len(self.peers) < self._size - 1 and not self._failed:
                 self._wait()
             if self._failed:
                 raise LaunchError(self._failed)
-            for link in self._peers.values():
-                self._selector.unregister(link.socket)
-                self._links.remove(link)
         except BaseException as error:
-            text = (
+            self.fail(
                 str(error) if isinstance(error, LaunchError) else "rank 0 was interrupted while the ranks were joining"
             )
-            for link in self._peers.values():
-                _try_to_send(link.socket, text)
             raise
-        finally:
-            self.close()
-            self._selector.close()
-        return self._peers
+        self.stop_listening()
+        self._joining = False
+        return [link.pid for _, link in sorted(self.peers.items())]
+
+    def serve(self, deadline: Deadline, waits: bool) -> bool:
+        """Local. Serve for a moment; whether all have been sent their answers.
+
+        Args:
+            deadline: for all of it.
+            waits: whether to wait for something to do.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
+        handle_events(self._selector, min(_LOOK_SECONDS, deadline.left()) if waits or self._unsent else 0.0)
+        return not self._unsent
+
+    def close(self) -> None:
+        """Local. Close all connections; idempotent."""
+        super().close()
+        self._selector.close()
 
     def _wait(self) -> None:
         try:
@@ -322,7 +257,7 @@ class _Listener(Gate):
                 "DistOpt; see the output of those processes"
             ) from None
         self._drop_slow_strangers()
-        present = {link.pid for link in self._peers.values()}
+        present = {link.pid for link in self.peers.values()}
         self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
 
     def _bound(self) -> socket.socket:
@@ -351,23 +286,21 @@ class _Listener(Gate):
             fact = f"rank {rank} (pid {pid}) expects {size} ranks on this host, rank 0 expects {self._size}"
         elif not 0 < rank < size:
             fact = f"a process (pid {pid}) joined as rank {rank} of {size}"
-        elif rank in self._peers:
-            fact = f"two processes (pids {self._peers[rank].pid} and {pid}) are rank {rank}"
+        elif rank in self.peers:
+            fact = f"two processes (pids {self.peers[rank].pid} and {pid}) are rank {rank}"
         if fact:
             self._failed = f"{fact}; number the processes 0, 1, ... and give all of them the same world size"
         return self._failed
 
-    def _admitted(self, link: Link) -> None:
-        self._peers[link.rank] = link
-
     def _lost(self, link: Link) -> None:
-        del self._peers[link.rank]
-        self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
+        super()._lost(link)
+        if self._joining:
+            self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
 
-    def _serve(self, link: Link, line: str) -> None:
-        """Nothing: a rank that has joined sends no lines until all have."""
+    def _out_of_files(self) -> None:
+        self._failed = "rank 0 may open no more files, and so let no other rank in; raise ulimit -n"
 
     def _absent(self) -> str:
-        absent = [str(q) for q in range(1, self._size) if q not in self._peers]
+        absent = [str(q) for q in range(1, self._size) if q not in self.peers]
         noun = "ranks" if len(absent) > 1 else "rank"
         return f"{noun} {', '.join(absent)} of {self._size} did not join rank 0 on this host"

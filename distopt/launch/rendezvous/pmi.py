@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import socket
 import struct
+import subprocess
 from functools import partial
 
 from ... import _core
@@ -37,6 +38,8 @@ class Member(Watch):
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
     """
+
+    server: subprocess.Popen[bytes] | None = None  # its process, on rank 0
 
     def __init__(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         self._has_agents = launcher_of(info).has_agents
