@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 
-from ...comm import Communicator
 from ...compress import BadGradient, Codec, CommunicationStatistics
 from ...errors import UsageError
 from ...sync.engine import Engine, NonFinite
 from ...sync.step import GradientCounter
+from .communicator import communicator_of
 from .gpu import on_current_stream
-from .parameters import Rule, TrainedParameter, arrays_in, tensors_of, views_of
+from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, views_of
 from .shards import ModelShards
 
 
 class Averaging:
-    """Averages the gradients of parameters over the ranks. Subclasses bring gradients, and take the means.
+    """Averages gradients of `params`, which are on one device, by an engine, maybe one with shards.
 
-    Args:
-        params: the parameters, on one device.
-        communicator: of the ranks.
-        codec: how gradients are encoded.
-        bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
-        non_finite: see `Engine`.
-        check_every: see `Engine`.
-        shards: see `Engine`.
-        optimizer: the one that applies the means, if it is known.
-        unused: what the turns of `shards` do about a parameter without gradient, see `GradientCounter.finish`.
+    Subclasses bring the gradients, and take the means. `optimizer` is the one that applies these, if it is known.
     """
 
     def __init__(
         self,
         params: list[TrainedParameter],
-        communicator: Communicator,
+        engine: Engine,
         codec: Codec,
         bucket_elements: int,
-        non_finite: NonFinite,
-        *,
-        check_every: int = 0,
-        shards: ModelShards | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        unused: Literal["raise", "zero"] = "raise",
     ) -> None:
         """Local."""
         self.codec, self.bucket_elements, self.device = codec, bucket_elements, params[0].tensor.device
-        self._params, self._shards, self._unused = params, shards, unused
-        self._engine = Engine(communicator, non_finite, check_every, shards)
-        self._rule = Rule(self._engine.statistics, optimizer)
+        self._params, self._engine, self._rule = params, engine, Rule(engine.statistics, optimizer)
         self._step: GradientCounter | None = None  # the step that is open
+        self._shards = cut = cast("ModelShards | None", engine.shards)
+        # The action in a shard if a parameter has no gradient; see `GradientCounter.finish`.
+        self._unused: Literal["raise", "zero"] = "raise" if cut is None else cut.unused
 
     def _begun(self) -> GradientCounter:
         """Collective. Open a step, or return the one that awaits the next shard; see `Engine.begin`."""
@@ -116,3 +104,29 @@ class Averaging:
             StateError: the states do not fit; nothing was changed.
         """
         self._engine.set_states(arrays_in(state_dict, self._params))
+
+
+def engine_of(
+    params: list[TrainedParameter],
+    group: dist.ProcessGroup | None,
+    non_finite: NonFinite,
+    check_every: int = 0,
+    *,
+    shards: int | None,
+    seed: int,
+    model: torch.nn.Module | None,
+) -> Engine:
+    """Collective. An engine for parameters of `model`, which only `shards` need; see `Engine` and `ModelShards`.
+
+    Raises:
+        UsageError: parameters are on several devices; or there are `shards`, and these are no CPUs.
+    """
+    device = device_of(params)
+    if shards is not None and device.type != "cpu":
+        raise UsageError(
+            f"shards={shards}: steps in shards run on CPUs, and the parameters are on {device}; leave shards= out, or "
+            "train on the CPU"
+        )
+    communicator = communicator_of(group, device)
+    cut = None if shards is None or model is None else ModelShards(shards, seed, communicator.topology, model)
+    return Engine(communicator, non_finite, check_every, cut)

@@ -9,7 +9,7 @@ not sent decay; none of these is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class DiLoCo:
             others = [pair for pair in named if id(pair[1]) not in self._averaged]
             send_first(communicator, [*others, *plain.named_buffers()])
         self._fragments = [
-            _Fragment(part, outer_optimizer, communicator, codec, bucket_elements, non_finite)
+            _Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
             for part in _parts_of(params, fragments)
         ]
         self._handle = inner_optimizer.register_step_post_hook(self._count)
@@ -215,7 +215,7 @@ class DiLoCo:
         fragments = state_dict.get("fragments", ())
         if len(fragments) != (count := len(self._fragments)):
             raise StateError(f"the states are of {len(fragments)} fragments, not {count}; resume with as many")
-        if any(fragment.is_under_way for fragment in self._fragments):
+        if any(fragment._step is not None for fragment in self._fragments):
             raise UsageError(f"an average is under way in step {self.steps}; load states into a new DiLoCo")
         for fragment, states in zip(self._fragments, fragments, strict=True):
             fragment.load_state_dict(states)
@@ -226,24 +226,19 @@ class DiLoCo:
 class _Fragment(Averaging):
     """Some parameters of the model. The engine compares their last averages, which are equal on all ranks."""
 
-    def __init__(self, params: list[TrainedParameter], outer: torch.optim.Optimizer, *args: Any) -> None:
-        """Local. See `Averaging`."""
-        averages = [
-            TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)) for param in params
+    def __init__(
+        self, params: list[TrainedParameter], outer: torch.optim.Optimizer, engine: Engine, sent_by: tuple[Codec, int]
+    ) -> None:
+        """Local. `sent_by`: a codec, and the elements of a bucket."""
+        # Each parameter with its last average.
+        self._pairs = [
+            (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
+            for param in params
         ]
-        super().__init__(averages, *args, optimizer=outer)
-        self._outer, self._tensors = outer, [param.tensor for param in params]
+        super().__init__([average for _, average in self._pairs], engine, *sent_by, optimizer=outer)
+        self._outer = outer
         self._sent: list[torch.Tensor] = []  # the changes under way, and the states before they were sent
         self._before: dict[str, Any] = {}
-
-    @property
-    def is_under_way(self) -> bool:
-        """Local. Whether changes are under way."""
-        return self._step is not None
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, TrainedParameter]]:
-        """Each parameter with its last average."""
-        return zip(self._tensors, self._params, strict=True)
 
     def _order(self) -> list[TrainedParameter]:
         return self._params
@@ -251,14 +246,14 @@ class _Fragment(Averaging):
     @on_current_stream
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
-        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs()]
+        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
         self._before = super().state_dict()
         self.send_again()
 
     @on_current_stream
     def send_again(self) -> None:
         """Collective. Send the changes that were under way when the states were saved."""
-        if not self._sent or self.is_under_way:
+        if not self._sent or self._step is not None:
             return
         step = self._step = self._begun()
         views = views_of(step.layout)
@@ -277,7 +272,7 @@ class _Fragment(Averaging):
         if verdict is not None:
             self._engine.refuse(verdict)
         with torch.no_grad():
-            for tensor, average in self._pairs():
+            for tensor, average in self._pairs:
                 tensor.copy_(average.tensor)
             if verdict is not None:
                 return
@@ -285,12 +280,12 @@ class _Fragment(Averaging):
             views, grads = views_of(step.layout), [tensor.grad for tensor in tensors]
             for tensor in tensors:  # the step changes only those with a gradient
                 tensor.grad = None
-            for tensor, average in self._pairs():
+            for tensor, average in self._pairs:
                 tensor.grad = views[id(average)]
             self._outer.step()
             for tensor, grad in zip(tensors, grads, strict=True):
                 tensor.grad = grad
-            for tensor, average in self._pairs():
+            for tensor, average in self._pairs:
                 average.tensor.copy_(tensor)
 
     @on_current_stream

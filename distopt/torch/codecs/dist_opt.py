@@ -20,8 +20,7 @@ from ...sync.layout import Layout
 from ...sync.step import GradientCounter
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward, current_autograd_node, current_backward_pass, is_nested_backward
-from .averaging import Averaging
-from .communicator import communicator_of
+from .averaging import Averaging, engine_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
     GradientHook,
@@ -29,13 +28,11 @@ from .parameters import (
     TrainedParameter,
     arrays_in,
     check_plain,
-    device_of,
     is_in_ddp,
     send_first,
     unused_on_all,
     views_of,
 )
-from .shards import ModelShards, check_on_cpu
 
 
 class DistOpt(Averaging, torch.optim.Optimizer):
@@ -114,28 +111,16 @@ class DistOpt(Averaging, torch.optim.Optimizer):
         params = [TrainedParameter(name, tensor) for name, tensor in trained]
         if ddp is not None or all(name.startswith("module.") for name, _ in trained):
             _check_no_ddp(params)
-        device = device_of(params)
-        check_on_cpu(shards, device)
-        communicator, cut = communicator_of(group, device), None
-        if shards is not None:
-            if model is None:
-                raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
-            cut = ModelShards(shards, seed, communicator.topology, model)
-        super().__init__(
-            params,
-            communicator,
-            codec,
-            bucket_elements,
-            non_finite,
-            check_every=0 if partition_elements else check_every,
-            shards=cut,
-            optimizer=optimizer,
-            unused="zero" if find_unused_parameters else "raise",
-        )
-        self._engine.partial.keeps_gradients = True  # in `.grad`
-        with current_stream(device):
-            self._engine.agreement.attach(params)
-            send_first(communicator, [*others, *plain.named_buffers()])
+        if shards is not None and model is None:
+            raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
+        check_every = 0 if partition_elements else check_every
+        engine = engine_of(params, group, non_finite, check_every, shards=shards, seed=seed, model=model)
+        engine.partial.keeps_gradients = True  # in `.grad`
+        super().__init__(params, engine, codec, bucket_elements, optimizer)
+        self._unused = "zero" if find_unused_parameters else "raise"
+        with current_stream(self.device):
+            engine.agreement.attach(params)
+            send_first(engine.communicator, [*others, *plain.named_buffers()])
         self._held = HeldParameters(plain, params)
         self._layout: Layout | None = None  # of the last step
         self._pass = -1  # number of the backward pass of this step

@@ -16,11 +16,9 @@ from ...sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...sync.step import GradientCounter
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward
-from .averaging import Averaging
-from .communicator import communicator_of
+from .averaging import Averaging, engine_of
 from .gpu import on_current_stream
-from .parameters import TrainedParameter, device_of, trained_parameters, views_of
-from .shards import ModelShards, check_on_cpu
+from .parameters import TrainedParameter, trained_parameters, views_of
 
 
 class CodecHook(Averaging):
@@ -31,9 +29,9 @@ class CodecHook(Averaging):
     depend on the layout of DDP's buckets, which changes after the first step.
     """
 
-    def __init__(self, params: list[TrainedParameter], *args: Any, **options: Any) -> None:
+    def __init__(self, params: list[TrainedParameter], *args: Any) -> None:
         """Local. See `Averaging`."""
-        super().__init__(params, *args, **options)
+        super().__init__(params, *args)
         self._param_of = {id(param.tensor): param for param in params}
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
@@ -141,13 +139,8 @@ def hook(
     if shards is not None and ddp is None:
         raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
-    device = device_of(params)
-    check_on_cpu(shards, device)
-    communicator = communicator_of(_group_of(ddp, group), device)
-    cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)
-    unused = "raise" if cut is None else cut.unused
-    state = CodecHook(params, communicator, codec, bucket_elements, non_finite, shards=cut, unused=unused)
-    return state, CodecHook.take
+    engine = engine_of(params, _group_of(ddp, group), non_finite, shards=shards, seed=seed, model=model)
+    return CodecHook(params, engine, codec, bucket_elements), CodecHook.take
 
 
 def _group_of(ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -23,15 +23,6 @@ from ..tensors import array_of
 from .parameters import TrainedParameter
 
 
-def check_on_cpu(shards: int | None, device: torch.device) -> None:
-    """Local. Raises a UsageError if steps of parameters on a GPU are to be cut into shards."""
-    if shards is not None and device.type != "cpu":
-        raise UsageError(
-            f"shards={shards}: steps in shards run on CPUs, and the parameters are on {device}; leave shards= out, or "
-            "train on the CPU"
-        )
-
-
 class ModelShards(Shards):
     """The shards of the steps of a model.
 
