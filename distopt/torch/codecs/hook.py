@@ -26,7 +26,8 @@ class CodecHook(Averaging):
 
     DDP's buckets only bring gradients. They are copied to buckets of the engine in wire memory, which are encoded and
     sent as soon as they are full, and the means are copied back when the last gradient is final. So residuals do not
-    depend on the layout of DDP's buckets, which changes after the first step.
+    depend on the layout of DDP's buckets, which changes after the first step. Neither copy can be saved by one memory
+    for both: DDP's buckets end elsewhere, have no gaps, and often another order.
     """
 
     def __init__(self, params: list[TrainedParameter], *args: Any) -> None:
