@@ -423,6 +423,6 @@ def give_backend(group: dist.ProcessGroup) -> object:
     return None
 
 
-def is_changed(tensor: torch.Tensor) -> bool:
-    """Local. Whether a tensor has been changed in place since it was made."""
-    return bool(tensor._version)
+def version_of(tensor: torch.Tensor) -> int:
+    """Local. How often a tensor has been changed in place since it was made."""
+    return int(tensor._version)

@@ -18,7 +18,7 @@ from ...sync.step import GradientCounter
 from ..ddp.bucket_order import Idle
 from ..ddp.plain_model import plain_model
 from ..ddp.sync_batch_norm import SyncBatchNorm
-from ..private import is_changed
+from ..private import version_of
 from ..tensors import array_of
 from .parameters import TrainedParameter
 
@@ -92,7 +92,7 @@ class ModelShards(Shards):
 
     def _has_grad(self, param: TrainedParameter) -> bool:
         grad = param.tensor.grad
-        return grad is not None and (self.unused == "raise" or is_changed(grad))
+        return grad is not None and (self.unused == "raise" or version_of(grad) > 0)
 
     def _without_ddp(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
