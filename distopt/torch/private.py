@@ -7,11 +7,11 @@ one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -102,16 +102,21 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def runs_backward(frame: FrameType | None) -> bool:
-    """Local. Whether torch.autograd runs a backward pass in this frame."""
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+# The function that runs a backward pass. C++ that it calls has no frame of its own.
+BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
+
+
+def called_by(code: CodeType) -> bool:
+    """Local. Whether the function that calls this one was itself called by `code`."""
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_code is code
 
 
 def is_nested_backward() -> bool:
     """Local. Whether this thread runs a backward pass inside of another one, as reentrant checkpointing does."""
-    frame, count = inspect.currentframe(), 0
+    frame, count = sys._getframe().f_back, 0
     while frame is not None and count < 2:
-        count += runs_backward(frame)
+        count += frame.f_code is BACKWARD
         frame = frame.f_back
     return count > 1
 
@@ -418,6 +423,6 @@ def give_backend(group: dist.ProcessGroup) -> object:
     return None
 
 
-def is_changed(tensor: torch.Tensor) -> bool:
-    """Local. Whether a tensor has been changed in place since it was made."""
-    return bool(tensor._version)
+def version_of(tensor: torch.Tensor) -> int:
+    """Local. How often a tensor has been changed in place since it was made."""
+    return int(tensor._version)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...checkpoint.adapters import State
 from ...errors import StateError
 from ..ddp.plain_model import plain_model
+from ..private import version_of
 from ..tensors import is_of
 from .states import StateDict
 from .trees import decode, encode, tensor_nodes
@@ -106,8 +107,8 @@ def _mark(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (grad := parameter.grad) is not None:
-                setattr(grad, _USED, grad._version)
+                setattr(grad, _USED, version_of(grad))
 
 
 def _is_used(grad: torch.Tensor) -> bool:
-    return bool(getattr(grad, _USED, None) == grad._version)
+    return bool(getattr(grad, _USED, None) == version_of(grad))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from ...checks import check_integer
 from ...data import ShardedSampler
 from ...errors import UsageError
+from ..private import called_by
 
 
 class ResumableSampler(ShardedSampler):
@@ -85,7 +85,7 @@ class ResumableSampler(ShardedSampler):
         Raises:
             UsageError: a loader has it as `sampler`, and would make a batch of each `batch_size` batches.
         """
-        if sys._getframe(1).f_code is BatchSampler.__iter__.__code__:
+        if called_by(BatchSampler.__iter__.__code__):
             raise UsageError(
                 "a ResumableSampler gives whole batches; pass it as DataLoader(data, batch_sampler=sampler), without "
                 "batch_size"

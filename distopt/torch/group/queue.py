@@ -10,7 +10,6 @@ Callbacks of futures run one after the other, in the order of their operations, 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import weakref
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from ...errors import DistoptError
 from ...recorder.timeline import timeline
 from ..errors import as_torch
-from ..private import call_after_backward, current_backward_pass, runs_backward, untraced
+from ..private import BACKWARD, call_after_backward, called_by, current_backward_pass, untraced
 from .arguments import seconds_of
 from .futures import CallbackFuture, CallbackOwner
 from .work import WaitedWork, of_a_hook, typed
@@ -174,7 +173,7 @@ class PendingWork(WaitedWork):
         # C++ in a backward pass, that is DDP, asks from the frame that runs the pass, and waits at the end of the pass,
         # after the queue's callback. A hook in Python has a frame of its own, and may wait at once in C++, so the
         # queue's thread must carry out the operation.
-        by_ddp = runs_backward(sys._getframe(1))
+        by_ddp = called_by(BACKWARD)
         if by_ddp and of_a_hook(self._tensors):
             self.wait()
             return typed(self._tensors)

@@ -20,20 +20,17 @@ from ... import codecs
 from ...checks import check_integer
 from ...codecs import Codec, CommunicationStatistics
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
-from ...engine.step import GradientCounter
 from ...errors import StateError, UsageError
 from ..ddp.plain_model import plain_model
+from .averaging import Averaging
 from .communicator import communicator_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
     HeldParameters,
-    Rule,
     TrainedParameter,
-    arrays_in,
     device_of,
     mean_of,
     send_first,
-    tensors_of,
     trained_parameters,
     views_of,
 )
@@ -128,7 +125,7 @@ class DiLoCo:
 
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
-        first, *others = (fragment.engine.stats() for fragment in self._fragments)
+        first, *others = (fragment.stats() for fragment in self._fragments)
         for other in others:
             first.steps += other.steps
             first.skipped += other.skipped
@@ -218,7 +215,7 @@ class DiLoCo:
         fragments = state_dict.get("fragments", ())
         if len(fragments) != (count := len(self._fragments)):
             raise StateError(f"the states are of {len(fragments)} fragments, not {count}; resume with as many")
-        if any(fragment.step is not None for fragment in self._fragments):
+        if any(fragment._step is not None for fragment in self._fragments):
             raise UsageError(f"an average is under way in step {self.steps}; load states into a new DiLoCo")
         for fragment, states in zip(self._fragments, fragments, strict=True):
             fragment.load_state_dict(states)
@@ -226,58 +223,54 @@ class DiLoCo:
         self.steps = int(state_dict["steps"])
 
 
-class _Fragment:
-    """Some parameters of the model.
-
-    Attributes:
-        engine: averages their changes.
-        step: the average that is under way.
-    """
+class _Fragment(Averaging):
+    """Some parameters of the model. The engine compares their last averages, which are equal on all ranks."""
 
     def __init__(
         self, params: list[TrainedParameter], outer: torch.optim.Optimizer, engine: Engine, sent_by: tuple[Codec, int]
     ) -> None:
-        self.engine, self._sent_by = engine, sent_by  # a codec, and the elements of a bucket
-        self.step: GradientCounter | None = None
-        self.device = params[0].tensor.device
-        self._outer, self._rule = outer, Rule(engine.statistics, outer)
-        # Each parameter with its last average. The engine compares averages, which are equal on all ranks.
+        """Local. `sent_by`: a codec, and the elements of a bucket."""
+        # Each parameter with its last average.
         self._pairs = [
             (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
             for param in params
         ]
-        self._averages = [average for _, average in self._pairs]
-        self._sent: list[torch.Tensor] = []  # the changes under way, and the engine's states before they were sent
-        self._before: dict[str, torch.Tensor] = {}
+        super().__init__([average for _, average in self._pairs], engine, *sent_by, optimizer=outer)
+        self._outer = outer
+        self._sent: list[torch.Tensor] = []  # the changes under way, and the states before they were sent
+        self._before: dict[str, Any] = {}
+
+    def _order(self) -> list[TrainedParameter]:
+        return self._params
 
     @on_current_stream
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
         self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
-        self._before = self._states()
+        self._before = super().state_dict()
         self.send_again()
 
     @on_current_stream
     def send_again(self) -> None:
         """Collective. Send the changes that were under way when the states were saved."""
-        if not self._sent or self.step is not None:
+        if not self._sent or self._step is not None:
             return
-        step = self.step = self.engine.begin(*self._sent_by, lambda: self._averages, self._rule)
+        step = self._step = self._begun()
         views = views_of(step.layout)
         with step:
-            for average, change in zip(self._averages, self._sent, strict=True):
+            for average, change in zip(self._params, self._sent, strict=True):
                 views[id(average)].copy_(change)
                 step.final(average)
 
     @on_current_stream
     def apply(self) -> None:
         """Collective. Wait for the mean of the changes, and take an outer step from the last average."""
-        step, self.step, self._sent, self._before = self.step, None, [], {}
+        step, self._step, self._sent, self._before = self._step, None, [], {}
         assert step is not None
         with step:
-            verdict = step.finish()
+            verdict = self._verdict(step)
         if verdict is not None:
-            self.engine.refuse(verdict)
+            self._engine.refuse(verdict)
         with torch.no_grad():
             for tensor, average in self._pairs:
                 tensor.copy_(average.tensor)
@@ -295,26 +288,23 @@ class _Fragment:
             for tensor, average in self._pairs:
                 average.tensor.copy_(tensor)
 
-    def _states(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self.engine.get_states(), self._averages)
-
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         """Local. See `DiLoCo.state_dict`; while an average is under way, the changes that were sent, too."""
-        engine = self._before if self._sent else self._states()
-        averages = {average.name: average.tensor.detach().clone() for average in self._averages}
-        return {"engine": engine, "averages": averages, "sent": list(self._sent)}
+        engine = self._before if self._sent else super().state_dict()
+        averages = {average.name: average.tensor.detach().clone() for average in self._params}
+        return {**engine, "averages": averages, "sent": list(self._sent)}
 
     @on_current_stream
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. See `DiLoCo.load_state_dict`; the next step sends changes that were under way again."""
-        engine, averages = arrays_in(states, self._averages), states["averages"]
-        if averages.keys() != {average.name for average in self._averages}:
+        averages = state_dict.get("averages", {})
+        if averages.keys() != {average.name for average in self._params}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")
-        self.engine.set_states(engine)
-        for average in self._averages:
+        super().load_state_dict(state_dict)
+        for average in self._params:
             average.tensor.detach().copy_(averages[average.name])
-        self._sent, self._before = [change.clone() for change in states["sent"]], self._states()
+        self._sent, self._before = [change.clone() for change in state_dict["sent"]], super().state_dict()
 
 
 def _parts_of(params: list[TrainedParameter], count: int) -> list[list[TrainedParameter]]:

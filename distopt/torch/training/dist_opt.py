@@ -13,33 +13,29 @@ import torch.distributed as dist
 
 from ... import codecs
 from ...checks import check_number
-from ...codecs import Codec, CommunicationStatistics
+from ...codecs import Codec
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, Engine, NonFinite
 from ...engine.layout import Layout
 from ...engine.step import GradientCounter
 from ...errors import UsageError
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward, current_autograd_node, current_backward_pass, is_nested_backward
-from .communicator import communicator_of
+from .averaging import Averaging, engine_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
     GradientHook,
     HeldParameters,
-    Rule,
     TrainedParameter,
     arrays_in,
     check_plain,
-    device_of,
     is_in_ddp,
     send_first,
-    tensors_of,
     unused_on_all,
     views_of,
 )
-from .shards import ModelShards, check_on_cpu
 
 
-class DistOpt(torch.optim.Optimizer):
+class DistOpt(Averaging, torch.optim.Optimizer):
     """Wraps an optimizer, for a model without DDP: after `backward`, gradients are the means over the ranks.
 
     Gradients are sent during the backward pass. When `backward` returns, `.grad` of each parameter is its mean,
@@ -106,39 +102,33 @@ class DistOpt(torch.optim.Optimizer):
             check_number("clip_grad_norm", clip_grad_norm, "(0, inf]")
         Engine.check_options(non_finite, check_every)
         self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self.codec, self.clip, self.clip_grad_norm = codecs.codec_of(codec), clip, clip_grad_norm
-        self.bucket_elements, self.partition_elements = bucket_elements, partition_elements
+        self.partition_elements, self.clip, self.clip_grad_norm = partition_elements, clip, clip_grad_norm
+        codec = codecs.codec_of(codec)
         plain, ddp = plain_model(torch.nn.Module() if model is None else model)
         if named_parameters is None and model is not None:
             named_parameters = plain.named_parameters()
         trained, others = _named(optimizer, named_parameters)
-        self._params = [TrainedParameter(name, tensor) for name, tensor in trained]
+        params = [TrainedParameter(name, tensor) for name, tensor in trained]
         if ddp is not None or all(name.startswith("module.") for name, _ in trained):
-            self._check_no_ddp()
-        self.device = device_of(self._params)
-        check_on_cpu(shards, self.device)
-        self._held = HeldParameters(plain, self._params)
-        communicator = communicator_of(group, self.device)
-        self._shards = None
-        if shards is not None:
-            if model is None:
-                raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
-            self._shards = ModelShards(shards, seed, communicator.topology, model)
-        self._engine = Engine(communicator, non_finite, 0 if partition_elements else check_every, self._shards)
-        self._engine.partial.keeps_gradients = True  # in `.grad`
-        self._rule = Rule(self._engine.statistics, optimizer)
+            _check_no_ddp(params)
+        if shards is not None and model is None:
+            raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
+        check_every = 0 if partition_elements else check_every
+        engine = engine_of(params, group, non_finite, check_every, shards=shards, seed=seed, model=model)
+        engine.partial.keeps_gradients = True  # in `.grad`
+        super().__init__(params, engine, codec, bucket_elements, optimizer)
+        self._unused = "zero" if find_unused_parameters else "raise"
         with current_stream(self.device):
-            self._engine.agreement.attach(self._params)
-            send_first(communicator, [*others, *plain.named_buffers()])
-        self._unused: Literal["zero", "raise"] = "zero" if find_unused_parameters else "raise"
+            engine.agreement.attach(params)
+            send_first(engine.communicator, [*others, *plain.named_buffers()])
+        self._held = HeldParameters(plain, params)
         self._layout: Layout | None = None  # of the last step
-        self._step: GradientCounter | None = None
         self._pass = -1  # number of the backward pass of this step
         self._collects = False  # inside `no_sync`
         self._averaged: Literal["yes", "no", "partly"] = "no"  # whether gradients are means since the last `step`
         self._warned = False  # of a step without gradients
         self._skips = False  # whether the next `step` leaves the parameters alone
-        self._hooks = [GradientHook(param, weakref.WeakMethod(self.take)) for param in self._params]
+        self._hooks = [GradientHook(param, weakref.WeakMethod(self.take)) for param in params]
         _open.add(self)
         super().__setstate__({})  # hooks of the base class; states and groups are those of the wrapped optimizer
 
@@ -214,7 +204,7 @@ class DistOpt(torch.optim.Optimizer):
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
-        return {**self.optimizer.state_dict(), "engine": tensors_of(self._engine.get_states(), self._params)}
+        return {**self.optimizer.state_dict(), **super().state_dict()}
 
     @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -223,10 +213,9 @@ class DistOpt(torch.optim.Optimizer):
         Raises:
             StateError: the states do not fit.
         """
-        engine = arrays_in(state_dict, self._params)
-        self._engine.check_states(engine)
+        self._engine.check_states(arrays_in(state_dict, self._params))
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "engine"})
-        self._engine.set_states(engine)
+        super().load_state_dict(state_dict)
 
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -242,30 +231,6 @@ class DistOpt(torch.optim.Optimizer):
             yield
         finally:
             self._collects = False
-
-    def shards(self, *batch: Any) -> Iterator[Any]:
-        """Collective with the backward passes in it. The parts of this rank's batch, one for each of its shards.
-
-            for x, y in loader:  # batch_sampler=ResumableSampler(..., shards=8)
-                for x_part, y_part in optimizer.shards(x, y):
-                    loss_of(model(x_part), y_part).backward()
-                optimizer.step()
-
-        Each turn computes the gradients of one loss, the mean over its part; the last turn on each rank averages those
-        of all shards. `.grad` begins empty. In a turn, PyTorch's generator of the CPU begins with seed, step and shard,
-        whatever was drawn before; afterwards it is as it was before the loop. Running statistics take in the batches at
-        the end of the step.
-
-        Args:
-            batch: tensors, arrays or lists, cut along their first axis into equal parts; of one, the parts come alone,
-                of several as tuples.
-
-        Raises:
-            UsageError: the optimizer has no shards, the batch cannot be cut equally, or a turn has no backward pass.
-        """
-        if (cut := self._shards) is None:
-            raise UsageError("shards() cuts steps for DistOpt(..., shards=8), and this one has no shards")
-        return cut.parts(batch, self._engine.statistics, self._params, self._begun, self._unused)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -298,10 +263,6 @@ class DistOpt(torch.optim.Optimizer):
             hook.remove()
         if self._shards is not None:
             self._shards.close()
-
-    def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
-        return self._engine.stats()
 
     @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
@@ -342,10 +303,9 @@ class DistOpt(torch.optim.Optimizer):
             self._step.final(param)
 
     def _begun(self) -> GradientCounter:
-        """Collective. See `Engine.begin`."""
         self._check_parameters()
         if self._layout is None:
-            self._check_no_ddp()
+            _check_no_ddp(self._params)
             self._check_alone()
         engine, rule = self._engine, self._rule
         version = int.from_bytes(bytes(param.tensor.requires_grad for param in self._params), "big")
@@ -363,10 +323,6 @@ class DistOpt(torch.optim.Optimizer):
         for param in self._params:
             param.check_unconverted()
 
-    def _check_no_ddp(self) -> None:
-        if is_in_ddp(self._params):
-            raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or del ddp first")
-
     def _check_alone(self) -> None:
         names = {id(param.tensor): param.name for param in self._params}
         for other in _open - {self}:
@@ -375,8 +331,7 @@ class DistOpt(torch.optim.Optimizer):
                     raise UsageError(f"parameter {name} is averaged by another DistOpt, too; call close() of that one")
 
     def _order(self) -> list[TrainedParameter]:
-        """Local. The parameters that train, in the order in which their gradients usually become final."""
-        return [param for param in reversed(self._params) if param.tensor.requires_grad]
+        return [param for param in super()._order() if param.tensor.requires_grad]
 
     def _leave(self, but: TrainedParameter) -> None:
         """Collective. An exception has ended the backward pass of the step: drop its gradients; `but` has a new one."""
@@ -400,13 +355,11 @@ class DistOpt(torch.optim.Optimizer):
         try:
             with step:
                 unused = self._take_unused(step)
-                verdict = step.finish(self._unused)
+                verdict = self._verdict(step, self._unused)
         except UsageError as error:
             raise UsageError(f"{error}, or pass find_unused_parameters=True") from None
         if verdict is not None:
             self._skips = True
-            for view in views_of(step.layout).values():
-                view.fill_(torch.nan)  # so that a GradScaler finds the same on all ranks
             self._engine.refuse(verdict)
             return
         self._give(step.layout, unused)
@@ -449,6 +402,11 @@ class DistOpt(torch.optim.Optimizer):
 
 _log = logging.getLogger("distopt")
 _open: weakref.WeakSet[DistOpt] = weakref.WeakSet()
+
+
+def _check_no_ddp(params: list[TrainedParameter]) -> None:
+    if is_in_ddp(params):
+        raise UsageError("DDP averages the gradients of this model itself; use hook(ddp, codec), or del ddp first")
 
 
 def _named(

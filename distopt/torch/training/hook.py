@@ -2,7 +2,6 @@
 
 # Without `from __future__ import annotations`, since DDP compares the annotations of a hook with classes.
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,41 +10,30 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import codecs
-from ...codecs import Codec, CommunicationStatistics
+from ...codecs import Codec
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
 from ...errors import UsageError
 from ..ddp.plain_model import plain_model
 from ..private import call_after_backward
-from .communicator import communicator_of
+from .averaging import Averaging, engine_of
 from .gpu import on_current_stream
-from .parameters import Rule, TrainedParameter, arrays_in, device_of, tensors_of, trained_parameters, views_of
-from .shards import ModelShards, check_on_cpu
+from .parameters import TrainedParameter, trained_parameters, views_of
 
 
-class CodecHook:
+class CodecHook(Averaging):
     """The state of a hook: the engine that averages gradients, with its residuals and statistics.
 
     DDP's buckets only bring gradients. They are copied to buckets of the engine in wire memory, which are encoded and
     sent as soon as they are full, and the means are copied back when the last gradient is final. So residuals do not
-    depend on the layout of DDP's buckets, which changes after the first step.
+    depend on the layout of DDP's buckets, which changes after the first step. Neither copy can be saved by one memory
+    for both: DDP's buckets end elsewhere, have no gaps, and often another order.
     """
 
-    def __init__(
-        self,
-        params: list[TrainedParameter],
-        engine: Engine,
-        codec: Codec,
-        bucket_elements: int,
-        shards: ModelShards | None = None,
-    ) -> None:
-        """Local. See `hook`."""
-        self._shards = shards
-        self.codec, self.bucket_elements = codec, bucket_elements
-        self.device = device_of(params)
-        self._params = {id(param.tensor): param for param in params}
-        self._engine, self._rule = engine, Rule(engine.statistics)
-        self._step: GradientCounter | None = None
+    def __init__(self, params: list[TrainedParameter], *args: Any) -> None:
+        """Local. See `Averaging`."""
+        super().__init__(params, *args)
+        self._param_of = {id(param.tensor): param for param in params}
         self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
 
     def __deepcopy__(self, _: object) -> Any:
@@ -70,74 +58,44 @@ class CodecHook:
         assert step is not None
         views = views_of(step.layout)
         with step:
-            params = [self._param_of(tensor) for tensor in bucket.parameters()]
-            if bucket.buffer().is_sparse:
-                raise UsageError(
-                    f"the gradient of {params[0].name} is sparse, and codecs send dense ones; make its layer with "
-                    "sparse=False, or wrap the optimizer in distopt.torch.DistOpt, which makes gradients dense"
-                )
-            for param, grad in zip(params, bucket.gradients(), strict=True):
-                views[id(param)].copy_(param.from_memory(grad))
+            for param, grad in self._gradients(bucket):
+                views[id(param)].copy_(grad)
                 step.final(param)
             self._taken.append((bucket, future))
             if bucket.is_last():
                 self._finish(step)
         return future
 
-    def _param_of(self, tensor: torch.Tensor) -> TrainedParameter:
-        if (param := self._params.get(id(tensor))) is None:
-            raise UsageError("DDP trains parameters of another model; make the hook of the model inside of DDP")
-        return param
+    def _gradients(self, bucket: dist.GradBucket) -> list[tuple[TrainedParameter, torch.Tensor]]:
+        """The parameters of a bucket, with views of their gradients in it."""
+        if others := sum(id(tensor) not in self._param_of for tensor in bucket.parameters()):
+            raise UsageError(
+                f"DDP trains {others} parameters of another model; make the hook of the model inside of DDP"
+            )
+        params = [self._param_of[id(tensor)] for tensor in bucket.parameters()]
+        if bucket.buffer().is_sparse:
+            raise UsageError(
+                f"the gradient of {params[0].name} is sparse, and codecs send dense ones; make its layer with "
+                "sparse=False, or wrap the optimizer in distopt.torch.DistOpt, which makes gradients dense"
+            )
+        return [(param, param.from_memory(grad)) for param, grad in zip(params, bucket.gradients(), strict=True)]
 
     def _begun(self) -> GradientCounter:
-        """Collective. See `Engine.begin`."""
-        params = [*self._params.values()][::-1]
-        for param in params:
+        for param in self._params:
             param.check_order()
-        return self._engine.begin(self.codec, self.bucket_elements, lambda: params, self._rule)
+        return super()._begun()
 
     def _finish(self, step: GradientCounter) -> None:
+        """Collective. Hand the means to DDP."""
         taken, self._taken = self._taken, []
-        verdict = step.finish()
+        verdict, views = self._verdict(step), views_of(step.layout)
         if verdict is not None:
             # After DDP's own callback, which it queues behind the last bucket: else it takes no further backward pass.
             call_after_backward(lambda: call_after_backward(lambda: self._engine.refuse(verdict)))
-        views = views_of(step.layout)
         for bucket, future in taken:
-            for tensor, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if verdict is not None:
-                    grad.fill_(torch.nan)
-                else:
-                    param = self._params[id(tensor)]
-                    param.from_memory(grad).copy_(views[id(param)])
+            for param, grad in self._gradients(bucket):
+                grad.copy_(views[id(param)])
             future.set_result(bucket.buffer())
-
-    def shards(self, *batch: Any) -> Iterator[Any]:
-        """Collective with the backward passes in it. See `distopt.torch.DistOpt.shards`; for the model in DDP.
-
-        Passes of all shards but the last run inside DDP's `no_sync`.
-        """
-        if (cut := self._shards) is None:
-            raise UsageError("shards() cuts steps for hook(ddp, shards=8), and this hook has no shards")
-        return cut.parts(batch, self._engine.statistics, [*self._params.values()], self._begun, cut.unused)
-
-    def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
-        return self._engine.stats()
-
-    @on_current_stream
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Local. Copies of all that a later run needs, with residuals, which differ between ranks."""
-        return {"engine": tensors_of(self._engine.get_states(), self._params.values())}
-
-    @on_current_stream
-    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
-
-        Raises:
-            StateError: the states do not fit; nothing was changed.
-        """
-        self._engine.set_states(arrays_in(state_dict, self._params.values()))
 
 
 def hook(
@@ -182,12 +140,8 @@ def hook(
     if shards is not None and ddp is None:
         raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
-    device = device_of(params)
-    check_on_cpu(shards, device)
-    communicator = communicator_of(_group_of(ddp, group), device)
-    cut = None if shards is None else ModelShards(shards, seed, communicator.topology, model)
-    engine = Engine(communicator, non_finite, shards=cut)
-    return CodecHook(params, engine, codec, bucket_elements, cut), CodecHook.take
+    engine = engine_of(params, _group_of(ddp, group), non_finite, shards=shards, seed=seed, model=model)
+    return CodecHook(params, engine, codec, bucket_elements), CodecHook.take
 
 
 def _group_of(ddp: DistributedDataParallel | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -18,18 +18,9 @@ from ...launch.job.topology import Topology
 from ..ddp.bucket_order import Idle
 from ..ddp.plain_model import plain_model
 from ..ddp.sync_batch_norm import SyncBatchNorm
-from ..private import is_changed
+from ..private import version_of
 from ..tensors import array_of
 from .parameters import TrainedParameter
-
-
-def check_on_cpu(shards: int | None, device: torch.device) -> None:
-    """Local. Raises a UsageError if steps of parameters on a GPU are to be cut into shards."""
-    if shards is not None and device.type != "cpu":
-        raise UsageError(
-            f"shards={shards}: steps in shards run on CPUs, and the parameters are on {device}; leave shards= out, or "
-            "train on the CPU"
-        )
 
 
 class ModelShards(Shards):
@@ -101,7 +92,7 @@ class ModelShards(Shards):
 
     def _has_grad(self, param: TrainedParameter) -> bool:
         grad = param.tensor.grad
-        return grad is not None and (self.unused == "raise" or is_changed(grad))
+        return grad is not None and (self.unused == "raise" or version_of(grad) > 0)
 
     def _without_ddp(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
