@@ -18,7 +18,7 @@ from ..settings import Settings
 from .values import at_least, positive
 
 if TYPE_CHECKING:
-    from ..launch.nodes.options import RunOptions
+    from ..launch.agents.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
 
@@ -113,7 +113,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.nodes.options import RunOptions
+    from ..launch.agents.options import RunOptions
 
     (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
     if args.node_rank is not None and args.node_rank >= nodes:
@@ -219,7 +219,7 @@ def _run(args: argparse.Namespace) -> int:
             os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
         if args.watch:
             os.environ["DISTOPT_WATCH"] = "1"
-        from ..launch.nodes.agent import run
+        from ..launch.agents.agent import run
         from ..launch.supervise.ranks import LIMITS
 
         try:

@@ -73,7 +73,7 @@ def test_a_rank_that_ends_by_ctrl_c_lets_others_save(launcher: str, tmp_path: Pa
 
 
 IMPATIENT = """
-from distopt.launch.nodes import agent, owner
+from distopt.launch.agents import agent, owner
 from distopt.launch.supervise import spawn
 agent.SAVING_SECONDS = owner.SAVING_SECONDS = spawn.SAVING_SECONDS = 3.0
 """

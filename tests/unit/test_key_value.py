@@ -15,6 +15,10 @@ from functools import partial
 import pytest
 
 from distopt.errors import LaunchError
+from distopt.launch.agents.node import NO_RANK, Node
+from distopt.launch.agents.options import RunOptions
+from distopt.launch.agents.owner import Owner
+from distopt.launch.agents.variables import secret_of_ranks
 from distopt.launch.end_together import siblings
 from distopt.launch.end_together.server import Server
 from distopt.launch.end_together.watch import reach, start_server
@@ -22,10 +26,6 @@ from distopt.launch.gate import FOR_KEYS
 from distopt.launch.keys import MISSING, VALUES, Missing, Values, Wanted, pack, unpack
 from distopt.launch.launchers import LauncherInfo
 from distopt.launch.launchers.distopt_run import ENDPOINT
-from distopt.launch.nodes.node import NO_RANK, Node
-from distopt.launch.nodes.options import RunOptions
-from distopt.launch.nodes.owner import Owner
-from distopt.launch.nodes.variables import secret_of_ranks
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.launch.rendezvous.key_value import (
     LocalClient,

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from distopt.launch.agents.node import NO_RANK, Node
+from distopt.launch.agents.options import RunOptions
+from distopt.launch.agents.owner import Owner
 from distopt.launch.gate import FOR_AGENT
-from distopt.launch.nodes.node import NO_RANK, Node
-from distopt.launch.nodes.options import RunOptions
-from distopt.launch.nodes.owner import Owner
 from distopt.launch.supervise.ranks import Failure
 
 SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")

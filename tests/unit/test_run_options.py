@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distopt import cli
-from distopt.launch.nodes.options import RunOptions
+from distopt.launch.agents.options import RunOptions
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def parse(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
         monkeypatch.delenv(name)
     seen = []
-    monkeypatch.setattr("distopt.launch.nodes.agent.run", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("distopt.launch.agents.agent.run", lambda options: seen.append(options) or 0)
 
     def parse(line):
         assert cli.main(["run", *line.split()]) == 0

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 
-from distopt.launch.nodes.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.agents.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
 from distopt.launch.supervise.screen import Screen
 from distopt.recorder.flight import FlightRecord
 from distopt.recorder.ring import STEPS, NotedOperation

@@ -5,7 +5,7 @@ each rank and a wait for all of them, in one request. There are four servers:
 
 - rank 0 of a host, through the Unix socket of a `HostGroup`: it serves while it waits itself;
 - the process that rank 0 of a job has started, by TCP: `distopt.launch.end_together.server`;
-- the owner of the endpoint of `distopt run` on several nodes, by TCP: `distopt.launch.nodes.owner`;
+- the owner of the endpoint of `distopt run` on several nodes, by TCP: `distopt.launch.agents.owner`;
 - PyTorch's store, as trusted as PyTorch's own use of it: `distopt.torch.store_job`.
 
 The first three are a `distopt.launch.keys.KeyGate`, which admits only processes that know the job's key. A wait ends

@@ -14,7 +14,7 @@ NO_RANK = 0xFFFFFFFF  # the number of a node that leaves it to the owner
 
 @dataclass(eq=False)
 class Node:
-    """An agent, as the owner sees it.
+    """A node of the job: its agent and its ranks, as the owner of the endpoint sees them.
 
     Attributes:
         host: name of its host.

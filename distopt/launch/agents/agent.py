@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts the ranks of this node, and ends them together with the ranks of other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
-(`distopt.launch.nodes.owner`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+(`distopt.launch.agents.owner`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the agents of several nodes act as one: they meet at an endpoint, and its owner decides for all.
 
-An agent (`distopt.launch.nodes.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
+An agent (`distopt.launch.agents.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
 all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
-its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.nodes`
+its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.agents`
 describes their messages. Ranks may connect, too: the owner serves their values (`distopt.launch.keys`).
 
 A job goes through the phases of `Phase`. Where all nodes have reported the end of their ranks, `_decide` finishes the

@@ -102,7 +102,7 @@ class RemoteOwner:
         self._selector.register(link, selectors.EVENT_READ, self._read)
 
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Send the owner a report of this agent; see `distopt.launch.nodes.owner`."""
+        """Local. Send the owner a report of this agent; see `distopt.launch.agents.owner`."""
         say(self._link, json.dumps(message))
 
     def close(self) -> None:
