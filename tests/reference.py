@@ -29,6 +29,11 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
     return np.empty(shape, dtype)
 
 
+def check_index(index: Array, length: int, axis: int) -> list[tuple[int, int]]:
+    """The values out of range, with their positions."""
+    return [(int(i), at) for at, i in enumerate(index.reshape(-1)) if not -length <= i < length]
+
+
 def _padded(x: Array, padding: Pair, value: float = 0.0) -> Array:
     (ph, pw) = padding
     return np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)), constant_values=value)

@@ -30,7 +30,7 @@ def environment(transport: str) -> dict[str, str]:
         MissingDependencyError: the communicator needs something that is missing here.
     """
     found = {
-        "transport": transport,
+        "communicator": transport,
         "DISTOPT_SUM_ORDER": Settings.from_env().sum_order,
         "distopt": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),

@@ -44,7 +44,7 @@ class StoreClient(KeyValueClient):
 
     def forget(self) -> None:
         """Local, when all ranks have read them. Delete this rank's payloads: a later group may use store and name."""
-        for number in range(max(1, self._round - 1), self._round + 1):
+        for number in range(max(1, self.rounds - 1), self.rounds + 1):
             self.delete(f"{number}/{self.rank}")
 
     def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:

@@ -253,7 +253,7 @@ def test_parts_of_job_scripts_are_scripts_of_bash():
 def test_no_block_is_hidden_from_these_tests(page):
     """By another language, a fence in a list, or indentation."""
     text = (ROOT / page).read_text()
-    assert {block.language for block in blocks_of(page)} <= {"python", "sh", "bash", "text"}
+    assert {block.language for block in blocks_of(page)} <= {"python", "sh", "bash", "text", "diff"}
     assert len(re.findall(r"^\s*```", text, re.M)) == 2 * len(blocks_of(page))
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     assert not re.search(r"^[^ -].*\n\n    \S", prose, re.M)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt.codecs import Part, Tree
+from distopt.codecs import Part, PendingReduction, Tree
 from distopt.comm import create
 from distopt.errors import UsageError
 from distopt.shards import TreeNode, block_of
@@ -44,7 +44,7 @@ def step_of(state, codec, leaves) -> object:
         whole = leaves(shard)
         codec.fold(state, shard, [whole[p.offset : p.offset + p.size].reshape(p.shape) for p in PARTS])
     state.bucket[...] = leaves(last)
-    reduction = codec.start(state)
+    reduction = PendingReduction(codec, state)
     while not reduction.finished:
         reduction.resume()
     return reduction.verdict
@@ -94,7 +94,7 @@ def test_fewer_elements_than_ranks():
         codec = Tree(4)
         state = codec.attach(bucket, comm)
         bucket[...] = [1 + comm.topology.rank, 10.0]
-        reduction = codec.start(state)
+        reduction = PendingReduction(codec, state)
         while not reduction.finished:
             reduction.resume()
         return bucket.tolist()
@@ -159,7 +159,7 @@ def test_missing_gradients_are_zeros_and_an_abandoned_step_leaves_nothing():
         for shard in (0, 1, 2):
             codec.fold(state, shard, [None, np.full(3, shard, np.float32)])
         bucket.fill(0)
-        reduction = codec.start(state)
+        reduction = PendingReduction(codec, state)
         while not reduction.finished:
             reduction.resume()
         return bucket.sum(), bucket[64:].tolist()

@@ -173,9 +173,9 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
     events: list[str] = []
 
     class Sends(Fp32):
-        def start(self, reducer):
+        def reduce(self, state):
             events.append("send")
-            return super().start(reducer)
+            return super().reduce(state)
 
     launch = kind.step.capture.launch
     kind.step.capture.launch = lambda work: events.append("launch") or launch(work)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distopt.cli import main
-from distopt.cli.timeline import Rank, load, summarize
+from distopt.cli.timeline import RankTimeline, load, summarize
 from tests.processes import ROOT, Program
 from tests.ranks.timeline_script import SLOW_SECONDS, STEPS
 
@@ -19,7 +19,7 @@ LEAD_SECONDS = 5000  # of the second host's clock
 BY_CODEC = ("encode", "wire", "wait", "decode")
 
 
-def check_spans(ranks: dict[int, Rank], parts: tuple[str, ...]) -> None:
+def check_spans(ranks: dict[int, RankTimeline], parts: tuple[str, ...]) -> None:
     """Every bucket's spans on every rank, in order, and no bucket arrives anywhere before all ranks have sent it."""
     buckets = {event["args"]["bucket"] for event in ranks[0].named("wire")}
     assert len(buckets) > 1
@@ -40,7 +40,7 @@ def check_spans(ranks: dict[int, Rank], parts: tuple[str, ...]) -> None:
             assert began <= min(e["ts"] + e["dur"] for e in wires) + error
 
 
-def _of_bucket(rank: Rank, part: str, bucket: str) -> list[dict]:
+def _of_bucket(rank: RankTimeline, part: str, bucket: str) -> list[dict]:
     """One span for each step but the first, after which DDP changes its buckets; the last wait of each."""
     found = [e for e in rank.named(part) if e["args"].get("bucket") == bucket]
     each, rest = divmod(len(found), STEPS)
@@ -51,13 +51,13 @@ def _of_bucket(rank: Rank, part: str, bucket: str) -> list[dict]:
     return found[-(STEPS - 1) :]
 
 
-def check_phases(ranks: dict[int, Rank], phases: tuple[str, ...] = ("forward", "backward", "update")) -> None:
+def check_phases(ranks: dict[int, RankTimeline], phases: tuple[str, ...] = ("forward", "backward", "update")) -> None:
     for rank in ranks.values():
         names = [event["name"] for event in rank.events if event["name"] in phases]
         assert names[-3 * len(phases) :] == [*phases] * 3
 
 
-def run(front: str, slow: int, folder: Path, n: int = 2) -> dict[int, Rank]:
+def run(front: str, slow: int, folder: Path, n: int = 2) -> dict[int, RankTimeline]:
     if front in TORCH:
         pytest.importorskip("torch")
     ended = Program([*RUN, str(n), SCRIPT, front, str(slow)], {"DISTOPT_TIMELINE": str(folder)}).end()

@@ -91,7 +91,7 @@ def test_two_files_look_at_frames() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"_getframe", "currentframe", "f_back"}
     }
-    assert looks == {"flight/ring.py", "torch/private.py"}
+    assert looks == {"recorder/ring.py", "torch/private.py"}
 
 
 @pytest.mark.parametrize("kind", [DistoptProcessGroup, SyncBatchNorm, PendingMessage, PendingWork])

@@ -223,7 +223,7 @@ def test_each_library_has_an_adapter_for_its_global_generator():
         return torch.rand(2).tolist(), random.random(), np.random.rand(), np.random.randn()  # noqa: NPY002
 
     random.gauss(0, 1), np.random.randn()  # noqa: NPY002 - each keeps a second number
-    states = {name: adapter.look() for name, adapter in adapters.items()}
+    states = {name: adapter.snapshot() for name, adapter in adapters.items()}
     want = draw()
     draw()
     for name, adapter in adapters.items():

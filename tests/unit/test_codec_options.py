@@ -95,7 +95,7 @@ def test_an_option_that_is_missing_is_named(name):
             create(name, **options)
     with pytest.raises(UsageError, match=rf"needs {needed}, .* codec=distopt.codecs.(.*)$") as e:
         codecs.codec_of(name)
-    call = str(e.value).rpartition("compress.")[2]
+    call = str(e.value).rpartition("codecs.")[2]
     assert eval(call, {"create": create}) == create(name, **{option: 0.01})
 
 

@@ -394,10 +394,24 @@ def test_large_logits_do_not_overflow_and_a_class_may_be_masked(dtype):
         assert cpu.softmax_cross_entropy_backward(saved, scale).tolist() == [[scale, -scale, 0, 0]]
 
 
-def test_kernels_of():
+def test_numerics_of():
     assert numerics_of(np.zeros(3)) is cpu
     with pytest.raises(UsageError, match=r"builtins\.list"):
         numerics_of([1.0])
+
+
+@pytest.mark.parametrize("index", [[0, -3, 2], [3], [2, -4, 5], [[0, 1], [7, -9]], []], ids=str)
+def test_an_index_out_of_range_is_named(index):
+    index = np.array(index, np.int64)
+    outside = reference.check_index(index, 3, 1)
+    if not outside:
+        assert cpu.check_index(index, 3, 1) is None
+        return
+    value, position = outside[0]
+    with pytest.raises(
+        UsageError, match=rf"index {value}, number {position}, is not in \[-3, 3\), the range of axis 1"
+    ):
+        cpu.check_index(index, 3, 1)
 
 
 def test_both_modules_have_the_same_functions():

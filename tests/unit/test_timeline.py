@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distopt import timeline as recorder
 from distopt.cli import main
 from distopt.cli.timeline import findings, load, report, summarize
 from distopt.errors import DataError
+from distopt.recorder import timeline as recorder
 from distopt.recorder.flight import FlightRecord
 from distopt.recorder.ring import Ring
 from distopt.recorder.timeline import TRACKS, Timeline

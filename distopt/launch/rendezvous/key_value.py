@@ -67,7 +67,7 @@ class KeyValueClient(ABC):
 
     def __init__(self, rank: int, ranks: Sequence[int], seconds: float) -> None:
         self.rank, self.ranks, self.seconds = rank, ranks, seconds
-        self._size, self._prefix, self._round = len(ranks), "", 0
+        self._size, self._prefix, self.rounds = len(ranks), "", 0
 
     def set(self, key: str, value: bytes) -> None:
         """Local. Set a key, perhaps again."""
@@ -96,10 +96,10 @@ class KeyValueClient(ABC):
         """Collective among `ranks`. The payload of every rank, in the order of `ranks`; lengths may differ."""
         if len(self.ranks) == 1:
             return [payload]
-        self._round += 1
+        self.rounds += 1
         # All ranks have begun the round before, and so have read what belongs to the one before that.
-        deleted = f"{self._round - 2}/{self.rank}" if self._round > 2 else ""
-        prefix = f"{self._round}/"
+        deleted = f"{self.rounds - 2}/{self.rank}" if self.rounds > 2 else ""
+        prefix = f"{self.rounds}/"
         values = self._request(deleted, f"{prefix}{self.rank}", payload, self._wanted(prefix))
         return [value or b"" for value in values]
 
@@ -115,7 +115,7 @@ class KeyValueClient(ABC):
             ranks: as the server knows them, in the order of the new client's `all_gather`.
         """
         made = copy(self)
-        made._prefix, made.ranks, made._round = f"{self._prefix}{prefix}/", ranks, 0
+        made._prefix, made.ranks, made.rounds = f"{self._prefix}{prefix}/", ranks, 0
         return made
 
     def close(self) -> None:  # noqa: B027
