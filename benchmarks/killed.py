@@ -56,8 +56,12 @@ class Job:
             commands = [[*command, "--standalone", "--nproc-per-node", "2", *script]]
         else:
             meet = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
-            meet += ["--rdzv-backend", "c10d"]
-            commands = [host.inside([*command, *meet, *script]) for host in net.hosts]
+            commands = []
+            for number, host in enumerate(net.hosts):
+                # torchrun looks addresses up by the host's name, which both hosts have in common here.
+                own = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
+                own = [*own, "--rdzv-backend", "c10d", "--rdzv-id", "killed"] if way == "torchrun" else []
+                commands.append(host.inside([*command, *meet, *own, *script]))
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"GLOO_SOCKET_IFNAME": LINK} if net is not None else {}
         self.agents = []
