@@ -33,6 +33,7 @@ PORT = 29_411
 ROWS = {
     "DDP over Gloo, fp32": ("ddp", "gloo"),
     "DDP over Gloo, PyTorch's fp16 hook": ("ddp-fp16", "gloo"),
+    "DDP over Gloo, PyTorch's PowerSGD hook": ("ddp-power-sgd", "gloo"),
     "DDP over distopt, PyTorch's PowerSGD hook": ("ddp-power-sgd", "distopt"),
     "DDP over distopt, fp32": ("ddp", "distopt"),
     "hook fp16": ("hook-fp16", "distopt"),
