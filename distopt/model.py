@@ -1,8 +1,11 @@
 """SINGA's `model` module, under the name that scripts import: `distopt.singa.model`."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from .singa import model
-from .singa.model import *  # noqa: F403 - for type checkers
+
+if TYPE_CHECKING:
+    from .singa.model import *  # noqa: F403
 
 sys.modules[__name__] = model

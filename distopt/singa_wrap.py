@@ -1,8 +1,11 @@
 """SINGA's `singa_wrap` module, under the name that scripts import: `distopt.singa.singa_wrap`."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from .singa import singa_wrap
-from .singa.singa_wrap import *  # noqa: F403 - for type checkers
+
+if TYPE_CHECKING:
+    from .singa.singa_wrap import *  # noqa: F403
 
 sys.modules[__name__] = singa_wrap
