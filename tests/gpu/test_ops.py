@@ -213,6 +213,13 @@ def test_an_index_that_the_host_has_is_refused_at_once():
         autograd.gather(tensor.Tensor((4, 2), device.create_cuda_gpu()), 0, [0, 4])
 
 
+def test_labels_of_two_classes_may_be_bool():
+    logits, labels = array((4, 2), "float32"), np.array([True, False, False, True])
+    on_device, _ = gpu.softmax_cross_entropy(to_device(logits), to_device(labels))
+    on_host, _ = cpu.softmax_cross_entropy(logits, labels)
+    np.testing.assert_allclose(float(on_device), float(on_host), rtol=1e-6)
+
+
 def test_a_loss_that_diverged_is_no_wrong_label():
     loss, _ = gpu.softmax_cross_entropy(cupy.full((2, 3), np.nan, "float32"), zeros(2, kind="int64"))
     assert np.isnan(loss.item())

@@ -119,7 +119,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     index = target = None
     if labels.ndim == 2:
         target = checked(cupy.ascontiguousarray(labels, np.float32), logits.shape)
-    elif labels.dtype.kind in "iu":
+    elif labels.dtype.kind in "biu":
         index = checked(cupy.ascontiguousarray(labels, np.int64), (rows,), np.int64)
     else:
         raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
