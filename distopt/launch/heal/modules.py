@@ -89,7 +89,7 @@ class Installed(MetaPathFinder):
 def imports_of(script: Path, folder: Path) -> list[str]:
     """Local. Names of the modules that a script, and its own modules in a folder, import at their top level.
 
-    Those that a condition or a function imports are left out: they may never be used.
+    A module that a condition or a function imports is left out: it may never be used.
     """
     names: dict[str, None] = {}
     files, seen = [script], set[Path]()

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _index(x: Tensor, indices: Tensor | ArrayLike, axis: int) -> Array:
-    """Indices along an axis of x as an array of int64 on its device. Those that the host has are checked here."""
+    """Indices along an axis of x as an array of int64 on its device. Indices in memory of the host are checked here."""
     given = _whole(indices.array if isinstance(indices, Tensor) else np.asarray(indices))
     if isinstance(given, np.ndarray):
         _outside(given, x.shape[axis], axis)

@@ -119,7 +119,7 @@ def engine_of(
     """Collective. An engine for parameters of `model`, which only `shards` need; see `Engine` and `ModelShards`.
 
     Raises:
-        UsageError: parameters are on several devices; or there are `shards`, and these are no CPUs.
+        UsageError: parameters are on several devices; or there are `shards`, and the device is not a CPU.
     """
     device = device_of(params)
     if shards is not None and device.type != "cpu":
