@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distopt.errors import LaunchError
+from distopt.errors import LaunchError, UsageError
 from distopt.launch.launchers import launcher
 from distopt.launch.launchers.srun import unstarted_tasks
 from distopt.launch.rendezvous.meeting import meeting
@@ -140,3 +140,16 @@ def test_any_environment_gives_an_answer_or_a_launch_error(env):
         assert info is None or 0 <= info.rank < info.size
         return
     assert any(name in str(error) for name in env)
+
+
+def test_the_former_names_work_in_this_version(monkeypatch, caplog):
+    from distopt import codecs, comm, compress, launch
+
+    assert compress.TopK is codecs.TopK
+    monkeypatch.delenv("DISTOPT_TRANSPORT", raising=False)
+    monkeypatch.setenv("DISTOPT_BACKEND", "single")
+    assert comm.create(launch.join()).name == "single"
+    assert caplog.text.count("DISTOPT_BACKEND is DISTOPT_TRANSPORT now") == 1
+    monkeypatch.setenv("DISTOPT_TRANSPORT", "none of these")
+    with pytest.raises(UsageError, match="unknown transport 'none of these'"):
+        comm.create(launch.join())
