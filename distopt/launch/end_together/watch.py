@@ -5,6 +5,7 @@ The launcher may be slow to notice that a rank has ended or a host cannot be rea
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -32,7 +33,7 @@ _FINALIZED_SECONDS = 0.3
 # notice it through MPI: that may crash them at once.
 _HIGH = 512
 
-_servers: list[subprocess.Popen[bytes]] = []  # that may run; Python warns of one that is dropped before its end
+_servers: list[subprocess.Popen[bytes]] = []  # that may run
 
 # The server needs a few modules of this room, and neither the rest of the package nor its imports.
 _PROGRAM = """
@@ -42,6 +43,12 @@ package.__path__ = [sys.argv.pop(1)]
 from launch.end_together.server import main
 main()
 """
+
+
+@atexit.register
+def _leave_servers() -> None:
+    for server in _servers:
+        server.returncode = 0  # they may outlive this process; Python would warn of that
 
 
 def start_server(
