@@ -43,7 +43,7 @@ NB_MODULE(_core, m) {
            "`signs`: descriptors, each with the text that is true once it can be read.")
       .def("stop", &distopt::Watchdog::stop);
   distopt::bind_shm(m);
-  distopt::bind_mpi(m);
+  distopt::bind_net(m);
   distopt::bind_nccl(m);
   distopt::bind_cpu_elementwise(m);
   distopt::bind_cpu_images(m);

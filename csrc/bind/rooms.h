@@ -6,7 +6,7 @@
 namespace distopt {
 
 void bind_shm(nanobind::module_& m);
-void bind_mpi(nanobind::module_& m);  // after shm, whose classes it takes
+void bind_net(nanobind::module_& m);  // after shm, whose classes it takes
 void bind_nccl(nanobind::module_& m);
 void bind_cpu_elementwise(nanobind::module_& m);
 void bind_cpu_images(nanobind::module_& m);

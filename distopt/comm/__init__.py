@@ -1,4 +1,4 @@
-"""How bytes move: one `Communicator` interface over shared memory, MPI, both together, and NCCL.
+"""How bytes move: one `Communicator` interface over shared memory, MPI, UCX, and NCCL, and over two levels.
 
 `create` selects the communicator of a job from the registry below. The room imports `launch` and `kernels`. It never
 knows what its arrays mean: codecs, gradients and models are above it.
@@ -30,9 +30,10 @@ _log = logging.getLogger("distopt")
 TRANSPORTS = {
     "single": "distopt.comm.single:SingleCommunicator",
     "shm": "distopt.comm.shm:ShmCommunicator",
-    "mpi": "distopt.comm.mpi.communicator:MpiCommunicator",
+    "mpi": "distopt.comm.net.mpi:MpiCommunicator",
     "nccl": "distopt.comm.nccl:NcclCommunicator",
-    "hierarchical": "distopt.comm.hierarchical:HierarchicalCommunicator",
+    "ucx": "distopt.comm.net.ucx:UcxCommunicator",
+    "hierarchical": "distopt.comm.net.hierarchical:HierarchicalCommunicator",
 }
 
 

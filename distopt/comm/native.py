@@ -16,7 +16,7 @@ class NativeCommunicator(Communicator):
         core: the communicator of csrc.
     """
 
-    core: _core.ShmCommunicator | _core.MpiCommunicator
+    core: _core.ShmCommunicator | _core.NetCommunicator
 
     def all_reduce(
         self,

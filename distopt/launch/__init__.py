@@ -29,9 +29,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ..errors import LaunchError, UsageError
+from ..settings import Settings
 from .end_together import siblings
 from .end_together.report import supervisor
 from .job.base import Job
+from .job.hosts import HostsJob
 from .job.launched import LaunchedJob
 from .job.mpi import MpiJob
 from .job.multiprocess import MultiprocessJob, Ticket, refuse_worker
@@ -107,6 +109,8 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     met = meeting(info) if info is not None else None
     if info is not None and met is not None and met.one_host:
         return LaunchedJob(info, met)
+    if info is not None and met is not None and Settings.from_env().transport == "ucx":
+        return HostsJob(info, met)
     if info is None:
         warn_of_unstarted_tasks()
     if info is not None or find_spec("mpi4py") is not None:

@@ -23,15 +23,32 @@ def is_own(host: str) -> bool:
 
 def own_addresses() -> list[str]:
     """Local. Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
+    return [address for _, address in own_interfaces()]
+
+
+def own_interfaces() -> list[tuple[str, str]]:
+    """Local. Name and address of this host's network interfaces, except the loopback, in the order of the kernel."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-                found.append(socket.inet_ntoa(answer[20:24]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, _ = line.split()
+            digits, _, _, scope, _, name = line.split()
             if scope == "00":  # global
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return [address for address in found if not address.startswith("127.")]
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return [(name, address) for name, address in found if not address.startswith("127.")]
+
+
+def route_to(host: str) -> str:
+    """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
+    with contextlib.suppress(OSError, UnicodeError):  # no host has this name
+        for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:  # without a route
+                probe.connect(place)
+                address = str(probe.getsockname()[0])
+                if not address.startswith("127.") and address != "::1":
+                    return address
+    return ""

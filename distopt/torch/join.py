@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 from ..comm import begin_recording
+from ..comm.net.ucx import communicator_over_ucx
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError
-from ..launch.addresses import own_addresses
+from ..launch.addresses import own_addresses, route_to
 from ..launch.job.multiprocess import refuse_worker
 from ..launch.job.topology import Topology
 from ..settings import Settings
 from .group.arguments import check_timeout
 from .group.process_group import DistoptProcessGroup
 from .hosts.communicator import HostsCommunicator
-from .hosts.gloo import Gloo, route_to
+from .hosts.gloo import Gloo
 from .phases import watch_phases
 from .store_job import StoreJob
 
@@ -107,6 +108,8 @@ def connected(
 
 def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
     """Collective. The communicator of a job for arrays on the CPU."""
+    if Settings.from_env().transport == "ucx" and not job.topology.single_host:
+        return communicator_over_ucx(job, _endpoint_of(store)[0], _limits(job))
     local = _of_host(job)
     if job.topology.single_host:
         return local
@@ -114,7 +117,7 @@ def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
         route = route_to(_endpoint_of(store)[0])
         offered = route or next(iter(own_addresses()), "")
         offers = [offer.decode() for offer in job.all_gather(offered.encode())]
-        abroad = [offer for q, offer in enumerate(offers) if q not in job.mine and offer]
+        abroad = [offer for q, offer in enumerate(offers) if q not in job.local_ranks and offer]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         address = route or route_to(abroad[0] if abroad else "") or offered
         rank, processes = job.topology.rank, job.processes
@@ -124,10 +127,14 @@ def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
                 "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
             )
         gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, job.seconds)
-        return HostsCommunicator(job.topology, job.hosts, local, gloo, job.seconds)
+        return HostsCommunicator(job.topology, job.ranks_of_hosts, local, gloo, job.seconds)
     except BaseException:
         local.close()
         raise
+
+
+def _limits(job: StoreJob) -> Settings:
+    return Settings(timeout=job.seconds, stall_warning=Settings.from_env().stall_warning)
 
 
 def _of_host(job: StoreJob) -> Communicator:
@@ -135,8 +142,9 @@ def _of_host(job: StoreJob) -> Communicator:
     topology = Topology.of_one_host(job.topology.local_rank, job.topology.local_size, job.topology.host)
     if topology.world_size == 1:
         return SingleCommunicator(topology)
-    limits = Settings(timeout=job.seconds, stall_warning=Settings.from_env().stall_warning)
-    return ShmCommunicator(job.host_group(), topology, limits, ranks=[job.processes[q].rank for q in job.mine])
+    return ShmCommunicator(
+        job.host_group(), topology, _limits(job), ranks=[job.processes[q].rank for q in job.local_ranks]
+    )
 
 
 def _endpoint_of(store: dist.Store) -> tuple[str, int]:

@@ -103,9 +103,10 @@ class StoreJob(Job):
 
     Attributes:
         known: the processes of the ranks of all groups so far, by number in the script's job, for errors.
+        numbers: the argument `ranks`.
         processes: the processes of these ranks.
-        hosts: the ranks of each host, in the order of the first of them.
-        mine: those of this host.
+        ranks_of_hosts: the ranks of each host, in the order of the first of them.
+        local_ranks: those of this host.
         seconds: see above.
     """
 
@@ -117,15 +118,15 @@ class StoreJob(Job):
         Raises:
             LaunchError: a rank did not come.
         """
-        self.seconds = seconds
+        self.seconds, self.numbers = seconds, ranks
         self._client = StoreClient(store, ranks[rank], ranks, seconds)
         self._client.known = self.known
         note = [host_identity(), socket.gethostname(), os.getpid(), token_bytes(16).hex()]
         identities, hosts, pids, secrets = zip(*self.exchange(note), strict=True)
         self.processes = list(map(Process, ranks, hosts, pids))
         self.known.update(zip(ranks, self.processes, strict=True))
-        self.topology, self.hosts, self.mine = places_of(rank, identities, hosts)
-        self._secret = bytes.fromhex(secrets[self.mine[0]])
+        self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
+        self._secret = bytes.fromhex(secrets[self.local_ranks[0]])
 
     def client(self) -> StoreClient:
         """Local here. See `Job.client`; through the store."""

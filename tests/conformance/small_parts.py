@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distopt.comm.mpi.communicator import MpiCommunicator
+from distopt.comm.net.mpi import MpiCommunicator
 from distopt.launch.job.base import Job
 
 

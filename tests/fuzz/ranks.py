@@ -77,7 +77,7 @@ def _communicator(backend, ticket="", rank="", world_size=""):
         job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size))
         chunk = {"chunk_bytes": 4096} if backend == "small" else {}
         return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
-    from distopt.comm.mpi.communicator import MpiCommunicator
+    from distopt.comm.net.mpi import MpiCommunicator
     from distopt.launch.job.mpi import MpiJob
     from tests.conformance import fake_hosts
 

@@ -13,7 +13,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich
 
 from distopt import _core, launch
 from distopt.comm import create
-from distopt.comm.mpi.communicator import MpiCommunicator
+from distopt.comm.net.mpi import MpiCommunicator
 from distopt.comm.world import World
 from distopt.errors import (
     CommunicatorClosedError,

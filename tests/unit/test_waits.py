@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich", exc_type=ImportError)
 
 from distopt import _core
-from distopt.comm.mpi import waits
-from distopt.comm.mpi.waits import Waits
+from distopt.comm.net import waits
+from distopt.comm.net.waits import Waits
 from distopt.errors import Process, StalledError
 
 TIMEOUT, WARNING = 10.0, 2.0

@@ -40,13 +40,18 @@ class LaunchedJob(MultiprocessJob):
             self._watch = watch_ranks(self, Settings.from_env().timeout)
         if self._watch is not None:
             self._watch.end_with_others()
-            atexit.register(_leave, self._watch)
+            leave_at_exit(self._watch)
 
     def close(self) -> None:
         """Local. Leave the job; idempotent."""
         super().close()
         if self._watch is not None:
             self._watch.leave()
+
+
+def leave_at_exit(watch: Watch) -> None:
+    """Local. At the end of the interpreter, leave the job, unless an uncaught exception has ended it."""
+    atexit.register(_leave, watch)
 
 
 def _leave(watch: Watch) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import LaunchError
 from ...settings import Settings
@@ -16,21 +14,19 @@ from ..end_together.exit_guard import guard
 from ..end_together.siblings import Absence
 from ..end_together.watch import Watch, reach
 from ..gate import FOR_KEYS
-from ..rendezvous.host_group import HostGroup
 from ..rendezvous.key_value import KeyValueClient, RemoteClient, client_alone
 from ..rendezvous.mpi import check_launcher, import_mpi, start_mpi
 from ..rendezvous.mpi_address import share_address
 from ..stopwatch import GRACE_SECONDS
-from ..threads import cap_threads, cores
-from .base import Job
-from .multiprocess import Ticket
-from .topology import host_identity, places_of
+from .hosts import HostsJob
+from .topology import host_identity
 from .watched import Offer, start
 
 _SOURCE = "the address that MPI has carried"
+_Made = TypeVar("_Made", bound="MpiJob")
 
 
-class MpiJob(Job):
+class MpiJob(HostsJob):
     """One rank of a job started by an MPI launcher; without a launcher, a job of one rank.
 
     Collective over `comm`.
@@ -41,9 +37,6 @@ class MpiJob(Job):
 
     Attributes:
         comm: the duplicate, used for setup traffic.
-        ranks_of_hosts: the ranks of each host, in the order of the first of them.
-        local_ranks: the ranks of this host, this one included.
-        numbers: the ranks' numbers for messages. A subgroup keeps the numbers of the whole job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -55,21 +48,11 @@ class MpiJob(Job):
         check_launcher(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._settings = Settings.from_env()
-        ticket = Ticket()
-        mine = [host or host_identity(), host or socket.gethostname(), sorted(cores()), ticket.secret.hex()]
         self._client, watch = self._meet(MPI, parent, is_world=comm is None)
-        try:
-            identities, hosts, usable, secrets = zip(*self.exchange(mine), strict=True)
-        except (ValueError, TypeError):
-            raise LaunchError("a rank has introduced itself differently; use one version of distopt") from None
+        self._introduce(parent.rank, host or host_identity(), host or socket.gethostname())
         self.comm: Any = parent.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
-        rank, size = self.comm.rank, self.comm.size
-        self._take_places(rank, identities, hosts)
-        self.numbers = tuple(range(size))
-        local = self.local_ranks
-        self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
-        cap_threads(len(local), [usable[peer] for peer in local])
+        size = self.comm.size
         if size > 1:
             guard.joined(self)
         if watch is not None:
@@ -108,28 +91,11 @@ class MpiJob(Job):
         except ValueError:
             raise LaunchError(f"rank 0 cannot start the server of the job: {content.decode()}") from None
 
-    def _take_places(self, rank: int, identities: Sequence[str], hosts: Sequence[str]) -> None:
-        self._identities = identities
-        self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
-
-    def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
-        """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
-
-        Args:
-            ranks: this rank and others, each once; equal on all of them.
-            secret: 16 bytes that they have in common.
-        """
-        self._check_open()
-        made = copy(self)
+    def subgroup(self: _Made, ranks: Sequence[int], secret: bytes) -> _Made:
+        """Collective among `ranks`, which have all come. See `HostsJob.subgroup`."""
+        made = super().subgroup(ranks, secret)
         made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
-        made.numbers = tuple(self.numbers[rank] for rank in ranks)
-        identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))
-        made._take_places(made.comm.rank, identities, hosts)
-        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % made.local_ranks[0]).digest()[:16])
-        name = hashlib.sha256(b"distopt keys " + secret).hexdigest()[:16]
-        made._client = self._client.within(name, [self._client.ranks[rank] for rank in ranks])
-        made._group = None
         return made
 
     def client(self) -> KeyValueClient:
@@ -137,16 +103,10 @@ class MpiJob(Job):
         start_mpi()  # refuses after MPI_Finalize, which has closed the job
         return self._client
 
-    def _make_host_group(self) -> HostGroup:
-        topology, settings = self.topology, self._settings
-        absence = Absence(settings.stall_warning, all_started=True)
-        return HostGroup(self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence)
-
     def close(self) -> None:
         """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         guard.closed(self)
         super().close()
-        self._client.close()
         if self.comm is not None and not import_mpi().Is_finalized():
             self.comm.Free()
         self.comm = None

@@ -1,6 +1,6 @@
 """MPI_Init under every launcher: by its own means, or by the PMI server of rank 0 (`distopt.launch.rendezvous.pmi`).
 
-Only this module and `distopt.comm.mpi.communicator` import mpi4py.
+Only this module and `distopt.comm.net.communicator` import mpi4py.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Member(Watch):
         info: the launcher's view of this process.
         met: how the ranks meet.
         timeout: seconds that the ranks have to join.
+        for_mpi: whether MPICH is to find the other ranks through the server.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
@@ -41,7 +42,8 @@ class Member(Watch):
 
     server: subprocess.Popen[bytes] | None = None  # its process, on rank 0
 
-    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
+    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float, *, for_mpi: bool = True) -> None:
+        self._for_mpi = for_mpi
         self._has_agents = launcher_of(info).has_agents
         address = met.address
         if info.rank == 0:
@@ -54,7 +56,8 @@ class Member(Watch):
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
+            if for_mpi:
+                self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
             self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
         if self.server is not None:
@@ -74,7 +77,10 @@ class Member(Watch):
 
     def leave(self) -> None:
         """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
-        self._left = True
+        if self._for_mpi:
+            self._left = True
+        else:
+            super().leave()
 
     def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         for port in ports(met.key):

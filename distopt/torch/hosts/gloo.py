@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 import threading
 import time
 import zlib
@@ -291,15 +290,3 @@ class GlooMessage(MessageWork):
             except CommunicatorError as error:
                 raise self._gloo.fail(error) from error
             self._ended = True
-
-
-def route_to(host: str) -> str:
-    """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
-    with suppress(OSError, UnicodeError):  # no host has this name
-        for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:  # without a route
-                probe.connect(place)
-                address = str(probe.getsockname()[0])
-                if not address.startswith("127.") and address != "::1":
-                    return address
-    return ""

@@ -1,4 +1,4 @@
-#include "mpi/communicator.h"
+#include "net/communicator.h"
 
 #include <sched.h>
 
@@ -10,7 +10,7 @@
 
 #include "base/tick.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 namespace {
 
@@ -49,7 +49,7 @@ Group two_hosts(int rank, const std::vector<Process>& processes) {
 // The communicators that tick() moves.
 struct Listening {
   std::mutex mutex;
-  std::vector<MpiCommunicator*> communicators;
+  std::vector<NetCommunicator*> communicators;
 };
 
 Listening& listening() {
@@ -59,10 +59,10 @@ Listening& listening() {
 
 }  // namespace
 
-MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<Process> processes,
+NetCommunicator::NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes,
                                  std::size_t inline_bytes, std::size_t chunk_bytes)
     : processes_(std::move(processes)),
-      transport_(make_transport(library)),
+      transport_(std::move(transport)),
       context_{*transport_,
                pool_,
                rank,
@@ -74,12 +74,12 @@ MpiCommunicator::MpiCommunicator(const Library& library, int rank, std::vector<P
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.communicators.push_back(this);
-  __atomic_store_n(&tick_listener, &MpiCommunicator::move_all, __ATOMIC_RELEASE);
+  __atomic_store_n(&tick_listener, &NetCommunicator::move_all, __ATOMIC_RELEASE);
 }
 
-MpiCommunicator::~MpiCommunicator() { stop_listening(); }
+NetCommunicator::~NetCommunicator() { stop_listening(); }
 
-void MpiCommunicator::stop_listening() {
+void NetCommunicator::stop_listening() {
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   auto& open = all.communicators;
@@ -87,7 +87,7 @@ void MpiCommunicator::stop_listening() {
   if (open.empty()) __atomic_store_n(&tick_listener, nullptr, __ATOMIC_RELEASE);
 }
 
-void MpiCommunicator::move_all() {
+void NetCommunicator::move_all() {
   thread_local Clock::time_point last{};
   const Clock::time_point now = Clock::now();
   if (seconds_between(last, now) < tick_seconds) return;
@@ -95,10 +95,10 @@ void MpiCommunicator::move_all() {
   Listening& all = listening();
   const std::unique_lock<std::mutex> lock(all.mutex, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  for (MpiCommunicator* communicator : all.communicators) communicator->move_if_idle();
+  for (NetCommunicator* communicator : all.communicators) communicator->move_if_idle();
 }
 
-void MpiCommunicator::move_if_idle() {
+void NetCommunicator::move_if_idle() {
   const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
@@ -108,12 +108,12 @@ void MpiCommunicator::move_if_idle() {
   }
 }
 
-std::shared_ptr<Hierarchy> MpiCommunicator::hierarchy_for(const Arguments& arguments) const {
+std::shared_ptr<Hierarchy> NetCommunicator::hierarchy_for(const Arguments& arguments) const {
   const bool large = arguments.part_bytes() > context_.inline_bytes;
   return arguments.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
 }
 
-void MpiCommunicator::start(std::shared_ptr<MpiCollective> collective) {
+void NetCommunicator::start(std::shared_ptr<NetCollective> collective) {
   const auto turn = turn_.of_caller();
   require_usable();
   const std::uint64_t tags = collective->tags();
@@ -124,25 +124,25 @@ void MpiCommunicator::start(std::shared_ptr<MpiCollective> collective) {
   advance();
 }
 
-void MpiCommunicator::progress() {
+void NetCommunicator::progress() {
   const auto turn = turn_.of_caller();
   require_usable();
   advance();
 }
 
-bool MpiCommunicator::test(const MpiCollective& collective) {
+bool NetCommunicator::test(const NetCollective& collective) {
   if (collective.finished()) return true;
   progress();
   return collective.finished();
 }
 
-bool MpiCommunicator::wait(const MpiCollective& collective, double quiet_seconds) {
+bool NetCommunicator::wait(const NetCollective& collective, double quiet_seconds) {
   if (collective.finished()) return true;
   moved_ = Clock::now();
   return wait_on(collective, quiet_seconds);
 }
 
-bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seconds) {
+bool NetCommunicator::wait_on(const NetCollective& collective, double quiet_seconds) {
   if (collective.finished()) return true;
   const auto turn = turn_.of_caller();
   require_usable();
@@ -158,14 +158,14 @@ bool MpiCommunicator::wait_on(const MpiCollective& collective, double quiet_seco
   }
 }
 
-double MpiCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
+double NetCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
 
-void MpiCommunicator::advance() {
+void NetCommunicator::advance() {
   move();
   while (!queue_.empty() && queue_.front()->finished()) queue_.pop_front();
 }
 
-void MpiCommunicator::move() {
+void NetCommunicator::move() {
   try {
     if (transport_->poll()) moved_ = Clock::now();
     for (const auto& collective : queue_) advance(*collective);
@@ -175,7 +175,7 @@ void MpiCommunicator::move() {
   }
 }
 
-void MpiCommunicator::advance(MpiCollective& collective) {
+void NetCommunicator::advance(NetCollective& collective) {
   if (collective.finished()) return;
   try {
     if (!collective.has_begun()) {
@@ -194,7 +194,7 @@ void MpiCommunicator::advance(MpiCollective& collective) {
   }
 }
 
-bool MpiCommunicator::may_begin(const MpiCollective& collective) const {
+bool NetCommunicator::may_begin(const NetCollective& collective) const {
   // Half of the tags: a new collective must not use the tags of one that is under way.
   if (collective.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
   // A later collective is to see the result of an earlier one.
@@ -205,18 +205,18 @@ bool MpiCommunicator::may_begin(const MpiCollective& collective) const {
   return true;
 }
 
-std::shared_ptr<MpiCollective> MpiCommunicator::oldest() const {
+std::shared_ptr<NetCollective> NetCommunicator::oldest() const {
   const auto found = std::find_if(queue_.begin(), queue_.end(), [](const auto& one) { return !one->finished(); });
   return found == queue_.end() ? nullptr : *found;
 }
 
-std::string MpiCommunicator::last_agreed() const {
+std::string NetCommunicator::last_agreed() const {
   for (auto collective = queue_.rbegin(); collective != queue_.rend(); ++collective)
     if ((*collective)->finished() || (*collective)->agreed()) return (*collective)->description();
   return last_finished_ ? describe(last_finished_->first, last_finished_->second) : "";
 }
 
-void MpiCommunicator::require_usable() const {
+void NetCommunicator::require_usable() const {
   fork_guard_.require(processes_[context_.rank]);
   if (failure_) throw *failure_;
   if (closed_)
@@ -226,18 +226,19 @@ void MpiCommunicator::require_usable() const {
                              {processes_[context_.rank]}});
 }
 
-void MpiCommunicator::fail(ErrorFields failure) {
+void NetCommunicator::fail(ErrorFields failure) {
   if (!failure_) failure_ = CommunicatorError(std::move(failure));
 }
 
-bool MpiCommunicator::close() {
+bool NetCommunicator::close() {
   if (closed_) return false;
   stop_listening();
   closed_ = true;
+  if (!fork_guard_.forked()) transport_->flush();
   const bool idle = !oldest() && !failure_;
-  static auto& kept = *new std::vector<std::shared_ptr<MpiCommunicator>>;  // MPI may still write to their memory
+  static auto& kept = *new std::vector<std::shared_ptr<NetCommunicator>>;  // MPI may still write to their memory
   if (!idle) kept.push_back(shared_from_this());
   return idle;
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

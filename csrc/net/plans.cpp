@@ -1,9 +1,9 @@
-#include "mpi/plans.h"
+#include "net/plans.h"
 
 #include <algorithm>
 #include <cstring>
 
-namespace distopt::mpi {
+namespace distopt::net {
 namespace {
 
 // Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes.
@@ -117,4 +117,4 @@ FlowPlan plan_broadcast(const Arguments& arguments, const Group& group) {
   return plan;
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

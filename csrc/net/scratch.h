@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 class Scratch {
  public:
@@ -49,4 +49,4 @@ class ScratchPool {
   std::vector<Scratch> free_;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -1,11 +1,11 @@
-#include "mpi/announcement.h"
+#include "net/announcement.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include "base/errors.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 std::size_t Announcement::block_bytes(std::size_t payload_bytes) {
   return (sizeof(Said) + payload_bytes + alignof(Said) - 1) / alignof(Said) * alignof(Said);
@@ -108,4 +108,4 @@ void Announcement::compare() const {
                              call(context_.rank));
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "mpi/scratch.h"
-#include "mpi/transport.h"
+#include "net/scratch.h"
+#include "net/transport.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 // Ranks that exchange data, in the order of the sum.
 struct Group {
@@ -37,4 +37,4 @@ struct Context {
   std::size_t data_room() const { return size() == 4 && !two_hosts.ranks.empty() ? 64 << 10 : 0; }
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

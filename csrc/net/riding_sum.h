@@ -12,13 +12,13 @@
 
 #include <cstddef>
 
-#include "mpi/collective.h"
+#include "net/collective.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
-class RidingSum : public MpiCollective {
+class RidingSum : public NetCollective {
  public:
-  using MpiCollective::MpiCollective;
+  using NetCollective::NetCollective;
 
   // Whether the arguments, and with them all that are alike, belong here.
   static bool serves(const Arguments& arguments, const Context& context);
@@ -50,4 +50,4 @@ class RidingSum : public MpiCollective {
   bool slice_came_ = false, far_came_ = false, near_came_ = false;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "base/types.h"
-#include "mpi/announcement.h"
+#include "net/announcement.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 struct ChunkReduction {
   DType dtype;
@@ -105,4 +105,4 @@ class Flow {
   std::size_t ready_chunks_ = 0;  // all of them
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

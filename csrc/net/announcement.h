@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "host/describe.h"
-#include "mpi/context.h"
+#include "net/context.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 class Announcement {
  public:
@@ -75,4 +75,4 @@ class Announcement {
   bool complete_ = false;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -17,22 +17,22 @@
 #include "base/flight.h"
 #include "base/fork.h"
 #include "base/turn.h"
-#include "mpi/collective.h"
-#include "mpi/hierarchy.h"
-#include "mpi/riding_sum.h"
+#include "net/collective.h"
+#include "net/hierarchy.h"
+#include "net/riding_sum.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
-class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
+class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
  public:
   static constexpr bool finds_nonfinite = false;
 
   // `inline_bytes` and `chunk_bytes`: see Context.
-  MpiCommunicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
+  NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes, std::size_t inline_bytes,
                   std::size_t chunk_bytes);
-  ~MpiCommunicator();
-  MpiCommunicator(const MpiCommunicator&) = delete;
-  MpiCommunicator& operator=(const MpiCommunicator&) = delete;
+  ~NetCommunicator();
+  NetCommunicator(const NetCommunicator&) = delete;
+  NetCommunicator& operator=(const NetCommunicator&) = delete;
 
   // All ranks of the job, before their first collective: an all_reduce that does not travel inline goes in two levels.
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
@@ -43,14 +43,14 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   bool rides(const Arguments& arguments) const { return RidingSum::serves(arguments, context_); }
 
   // Starts a collective. All of these throw CommunicatorError, the recorded one after the first failure.
-  void start(std::shared_ptr<MpiCollective> collective);
+  void start(std::shared_ptr<NetCollective> collective);
   void progress();
-  bool test(const MpiCollective& collective);
+  bool test(const NetCollective& collective);
   // Waits until the collective has ended, nothing has moved for `quiet_seconds`, or Python should look for signals;
   // returns whether it has ended. Gives way to other processes.
-  bool wait(const MpiCollective& collective, double quiet_seconds);
+  bool wait(const NetCollective& collective, double quiet_seconds);
   // Continues such a wait.
-  bool wait_on(const MpiCollective& collective, double quiet_seconds);
+  bool wait_on(const NetCollective& collective, double quiet_seconds);
   // The time since something moved last.
   double quiet_seconds() const;
 
@@ -62,7 +62,7 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
 
   std::size_t inline_bytes() const { return context_.inline_bytes; }
   // The oldest collective that has not ended.
-  std::shared_ptr<MpiCollective> oldest() const;
+  std::shared_ptr<NetCollective> oldest() const;
   // The number of the collective that is started next.
   std::uint64_t next_number() const { return started_; }
   Flight& flight() { return flight_; }
@@ -79,14 +79,14 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   void require_usable() const;
   void advance();
   void move();
-  void advance(MpiCollective& collective);
-  bool may_begin(const MpiCollective& collective) const;
+  void advance(NetCollective& collective);
+  bool may_begin(const NetCollective& collective) const;
 
   const std::vector<Process> processes_;
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;
   ScratchPool pool_;
   Context context_;
-  std::deque<std::shared_ptr<MpiCollective>> queue_;
+  std::deque<std::shared_ptr<NetCollective>> queue_;
   std::shared_ptr<Hierarchy> hierarchy_;
   std::uint64_t started_ = 0;
   Flight flight_;
@@ -99,4 +99,4 @@ class MpiCommunicator : public std::enable_shared_from_this<MpiCommunicator> {
   Turn turn_;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "mpi/collective.h"
+#include "net/collective.h"
 #include "shm/communicator.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 // The two levels, as one rank sees them.
 struct Hierarchy {
@@ -27,7 +27,7 @@ struct Hierarchy {
   std::uint64_t sections = 0, scattered = 0, collected = 0;
 };
 
-class HierarchicalCollective : public MpiCollective {
+class HierarchicalCollective : public NetCollective {
  public:
   HierarchicalCollective(Arguments arguments, std::shared_ptr<Hierarchy> hierarchy);
 
@@ -70,4 +70,4 @@ class HierarchicalCollective : public MpiCollective {
   std::optional<CommunicatorError> mismatch_;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

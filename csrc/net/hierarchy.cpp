@@ -1,11 +1,11 @@
-#include "mpi/hierarchy.h"
+#include "net/hierarchy.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "mpi/plans.h"
+#include "net/plans.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 namespace {
 
 // Larger arrays go in sections of this size.
@@ -14,7 +14,7 @@ constexpr std::size_t part_bytes = 8 << 20;
 }  // namespace
 
 HierarchicalCollective::HierarchicalCollective(Arguments arguments, std::shared_ptr<Hierarchy> hierarchy)
-    : MpiCollective(std::move(arguments)), hierarchy_(std::move(hierarchy)) {
+    : NetCollective(std::move(arguments)), hierarchy_(std::move(hierarchy)) {
   const Arguments& mine = this->arguments();
   const std::size_t item = item_bytes(mine.dtype);
   const auto ranks = static_cast<std::uint64_t>(hierarchy_->scatter->size());
@@ -29,7 +29,7 @@ HierarchicalCollective::HierarchicalCollective(Arguments arguments, std::shared_
 
 // Numbers are given out here and not earlier: later collectives would wait for the number of one that was refused.
 void HierarchicalCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
-  MpiCollective::enqueue(context, sequence, first_tag);
+  NetCollective::enqueue(context, sequence, first_tag);
   stage_label_ = "part of " + named(arguments().kind, sequence);
   for (Section& section : sections_) section.number = hierarchy_->sections++;
 }
@@ -107,4 +107,4 @@ HierarchicalCollective::Stage HierarchicalCollective::make_stage(const Section& 
   return [this, &communicator, collective](bool) { return communicator.test(*collective); };
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -1,27 +1,27 @@
-"""Messages between two ranks over MPI, apart from the collectives and from their order.
+"""Messages between two ranks, apart from the collectives and from their order.
 
-A header goes before the data, because MPI's tags are narrow, and it does not compare types. A message that arrives
-before its receive has begun is put aside, to delay no other.
+A header goes before the data, because a transport's tags are narrow, and it does not compare types. A message that
+arrives before its receive has begun is put aside, to delay no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
+from ... import _core
 from ..base import DTYPES, Array, storage_of
 from ..work import MessageWork
 from .waits import Waits
 
-_HEADER, _DATA = 0, 1  # MPI's tags
-_MOST_BYTES = 1 << 30  # of one message of MPI, whose counts are ints
+_HEADER, _DATA = 0, 1  # the transport's tags
+_MOST_BYTES = 1 << 30  # of one message of a transport: MPI's counts are ints
 _ANYONE = -1
 _NAMES = list(DTYPES)
 
 
-class MpiMessage(MessageWork):
+class NetMessage(MessageWork):
     """A message under way.
 
     Attributes:
@@ -29,17 +29,17 @@ class MpiMessage(MessageWork):
         peer: rank at the other end; -1: any, until the message has begun to arrive.
         header: tag, code of the type, elements.
         data: its bytes, the caller's memory.
-        requests: MPI's, once the message has begun to move.
+        transfers: its parts, once the message has begun to move.
         early: the message that it takes over, if this arrived, in part or whole, before its receive.
     """
 
-    def __init__(self, messages: MpiMessages, sends: bool, peer: int, header: Array, data: Array) -> None:
+    def __init__(self, messages: NetMessages, sends: bool, peer: int, header: Array, data: Array) -> None:
         self.sends = sends
         self.peer = peer
         self.header = header
         self.data = data
-        self.requests: list[Any] | None = None
-        self.early: MpiMessage | None = None
+        self.transfers: list[_core.Transfer] | None = None
+        self.early: NetMessage | None = None
         self._messages = messages
 
     @property
@@ -67,8 +67,8 @@ class MpiMessage(MessageWork):
     def ended(self) -> bool:
         """Local. Whether it has ended, as far as is known."""
         if self.early is not None and self.early.ended():
-            self.data[:], self.requests, self.early = self.early.data, [], None
-        return self.requests is not None and all(request.Test() for request in self.requests)
+            self.data[:], self.transfers, self.early = self.early.data, [], None
+        return self.transfers is not None and all(transfer.done for transfer in self.transfers)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end, at most `timeout` seconds; see `Work.wait`."""
@@ -83,36 +83,33 @@ class MpiMessage(MessageWork):
         return f"{waits.me.name} waits to {verb} {self.what} with tag {self.header[0]} {word} {peer}"
 
 
-class MpiMessages:
+class NetMessages:
     """The messages of one rank. To be used by one thread at a time, which may be the one that waits in a collective.
 
     Args:
-        mpi: the module `mpi4py.MPI`.
-        comm: an MPI communicator that carries nothing else.
+        transport: carries nothing else.
         waits: of its rank; a wait for a message also moves the collectives of their communicator.
     """
 
-    def __init__(self, mpi: Any, comm: Any, waits: Waits) -> None:
-        self._mpi = mpi
-        self._comm = comm
+    def __init__(self, transport: _core.Transport, waits: Waits) -> None:
+        self._channel = _core.NetChannel(transport)
         self.waits = waits
-        self._awaiting: list[MpiMessage] = []
-        self._aside: list[MpiMessage] = []  # has arrived, or arrives, before its receive
-        self._moving: list[MpiMessage] = []  # keeps them and their arrays alive
+        self._awaiting: list[NetMessage] = []
+        self._aside: list[NetMessage] = []  # has arrived, or arrives, before its receive
+        self._moving: list[NetMessage] = []  # keeps them and their arrays alive
         self._has_refused = False
 
-    def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
+    def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> NetMessage:
         """Local. A message to `start`; see `Communicator.send`."""
         header = np.array([tag, DTYPES[dtype], array.size], np.int64)
-        return MpiMessage(self, sends, peer, header, array.reshape(-1).view(np.uint8))
+        return NetMessage(self, sends, peer, header, array.reshape(-1).view(np.uint8))
 
-    def start(self, message: MpiMessage) -> None:
+    def start(self, message: NetMessage) -> None:
         """Local. Begin to send or to receive it."""
         if message.sends:
             peer, data = message.peer, _parts(message.data)
-            requests = [self._comm.Isend([message.header, self._mpi.INT64_T], peer, _HEADER)]
-            requests += [self._comm.Isend([part, self._mpi.BYTE], peer, _DATA) for part in data]
-            message.requests = requests
+            message.transfers = [self._channel.send(message.header, peer, _HEADER)]
+            message.transfers += [self._channel.send(part, peer, _DATA) for part in data]
             self._moving.append(message)
         else:
             self._await(message)
@@ -125,11 +122,13 @@ class MpiMessages:
         """
         if self._has_refused:
             return
-        status = self._mpi.Status()
-        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _HEADER, status):
+        self._channel.poll()
+        while (source := self._channel.probe(_HEADER)) >= 0:
             header = np.empty(3, np.int64)
-            self._comm.Recv([header, self._mpi.INT64_T], status.source, _HEADER)
-            self._take(status.source, header)
+            arrives = self._channel.receive(header, source, _HEADER)
+            while not arrives.done:
+                self._channel.poll()
+            self._take(source, header)
         self._moving = [message for message in self._moving if not message.ended()]
         for early in self._aside:
             early.ended()
@@ -145,12 +144,7 @@ class MpiMessages:
         """Local. Whether any message has not ended."""
         return bool(self._awaiting or self._moving or self._aside)
 
-    def close(self) -> None:
-        """Local. Give back the communicator if MPI does not use it any more."""
-        if not self.under_way:
-            self._comm.Free()
-
-    def _await(self, message: MpiMessage) -> None:
+    def _await(self, message: NetMessage) -> None:
         for early in self._aside:
             if self._fits(message, early.peer, early.header):
                 self._aside.remove(early)
@@ -164,15 +158,15 @@ class MpiMessages:
         message = next((m for m in self._awaiting if self._fits(m, source, header)), None)
         if message is None:
             data = np.empty(header[2] * storage_of(_NAMES[header[1]]).itemsize, np.uint8)
-            message = MpiMessage(self, False, source, header, data)
+            message = NetMessage(self, False, source, header, data)
             self._aside.append(message)
         else:
             self._awaiting.remove(message)
             self._moving.append(message)
         message.peer = source
-        message.requests = [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(message.data)]
+        message.transfers = [self._channel.receive(part, source, _DATA) for part in _parts(message.data)]
 
-    def _fits(self, message: MpiMessage, source: int, header: Array) -> bool:
+    def _fits(self, message: NetMessage, source: int, header: Array) -> bool:
         """Whether `message` awaits the one with this header. If type or length differ, the communicator fails."""
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False

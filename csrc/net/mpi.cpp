@@ -1,4 +1,4 @@
-#include "mpi/transport.h"
+#include "net/mpi.h"
 
 #include <dlfcn.h>
 
@@ -9,15 +9,16 @@
 
 #include "base/errors.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 namespace {
 
 [[noreturn]] void fail(const std::string& text) { throw CommunicatorError(ErrorKind::other, text); }
 
 template <typename Handle>
-class TransportOf final : public Transport {
+class MpiTransport final : public Transport {
  public:
-  explicit TransportOf(const Library& library) : status_bytes_(library.status_bytes) {
+  explicit MpiTransport(const MpiLibrary& library)
+      : status_bytes_(library.status_bytes), source_offset_(library.source_offset), any_source_(library.any_source) {
     std::memcpy(&communicator_, library.communicator, sizeof(Handle));
     std::memcpy(&byte_, library.byte, sizeof(Handle));
     // The module is loaded already. Names are looked up in it and its libraries: there may be a second MPI library in
@@ -26,6 +27,7 @@ class TransportOf final : public Transport {
     if (module == nullptr) fail(library.module + " is not loaded");
     find(module, "MPI_Isend", isend_);
     find(module, "MPI_Irecv", irecv_);
+    find(module, "MPI_Iprobe", iprobe_);
     find(module, "MPI_Testsome", testsome_);
     find(module, "MPI_Error_string", error_string_);
   }
@@ -40,6 +42,16 @@ class TransportOf final : public Transport {
     Handle request;
     check(irecv_(data, count_of(bytes), byte_, from, tag, communicator_, &request));
     keep(request, done);
+  }
+
+  int probe(int tag) override {
+    int has_arrived = 0;
+    std::vector<char> status(status_bytes_);
+    check(iprobe_(any_source_, tag, communicator_, &has_arrived, status.data()));
+    if (has_arrived == 0) return -1;
+    int source = 0;
+    std::memcpy(&source, status.data() + source_offset_, sizeof source);
+    return source;
   }
 
   bool poll() override {
@@ -93,10 +105,12 @@ class TransportOf final : public Transport {
 
   int (*isend_)(const void*, int, Handle, int, int, Handle, Handle*) = nullptr;
   int (*irecv_)(void*, int, Handle, int, int, Handle, Handle*) = nullptr;
+  int (*iprobe_)(int, int, Handle, int*, void*) = nullptr;
   int (*testsome_)(int, Handle*, int*, int*, void*) = nullptr;
   int (*error_string_)(int, char*, int*) = nullptr;
   Handle communicator_, byte_;
-  std::size_t status_bytes_;
+  std::size_t status_bytes_, source_offset_;
+  int any_source_;
   std::vector<Handle> requests_;
   std::vector<bool*> done_;  // of each request
   std::vector<int> ended_;
@@ -105,10 +119,10 @@ class TransportOf final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_transport(const Library& library) {
-  if (library.handle_bytes == sizeof(int)) return std::make_unique<TransportOf<int>>(library);
-  if (library.handle_bytes == sizeof(void*)) return std::make_unique<TransportOf<void*>>(library);
+std::unique_ptr<Transport> make_mpi_transport(const MpiLibrary& library) {
+  if (library.handle_bytes == sizeof(int)) return std::make_unique<MpiTransport<int>>(library);
+  if (library.handle_bytes == sizeof(void*)) return std::make_unique<MpiTransport<void*>>(library);
   fail("handles of " + std::to_string(library.handle_bytes) + " bytes belong to no MPI library that is known");
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -3,56 +3,60 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
+from ... import _core
+
 _FAREWELL_SECONDS = 1.0  # then a rank that exits stops waiting for the others to close their communicators
 _WAITING = -1  # in place of the number of collectives that a leaving rank has finished
+_TAG = 0
 
 
-class MpiNotes:
+class Notes:
     """One rank's notes to and from the others.
 
     Args:
-        mpi: the module `mpi4py.MPI`.
-        comm: an MPI communicator that carries nothing else.
+        transport: carries nothing else.
+        rank: of this process.
+        size: number of ranks.
 
     Attributes:
         waiting: when a rank was last heard to wait, on the clock of `time.monotonic`, by rank.
         closed: by rank, the number of collectives that it had finished when it closed.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._sent: list[Any] = []  # requests, with the memory that they read
+    def __init__(self, transport: _core.Transport, rank: int, size: int) -> None:
+        self._channel = _core.NetChannel(transport)
+        self._others = [other for other in range(size) if other != rank]
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
 
     def send(self, finished: int = _WAITING) -> None:
         """Local. Send all others a note: this rank waits, or it leaves after `finished` collectives."""
         note = np.array([finished], np.int64)
-        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]
+        for other in self._others:
+            self._channel.send(note, other, _TAG)
 
     def read(self) -> bool:
         """Local. Read the notes that have arrived; return whether one says that a rank waits."""
         asked = False
-        status = self._mpi.Status()
-        note = np.empty(1, np.int64)
-        while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
-            self._comm.Recv([note, self._mpi.INT64_T], status.source)
+        self._channel.poll()
+        while (source := self._channel.probe(_TAG)) >= 0:
+            note = np.empty(1, np.int64)
+            transfer = self._channel.receive(note, source, _TAG)
+            while not transfer.done:
+                self._channel.poll()
             if note[0] == _WAITING:
-                self.waiting[status.source] = time.monotonic()
+                self.waiting[source] = time.monotonic()
                 asked = True
             else:
-                self.closed[status.source] = int(note[0])
+                self.closed[source] = int(note[0])
         return asked
 
     def read_last(self) -> None:
         """Local. Read the notes of ranks that leave, for a moment: UCX warns of messages that were never received."""
         end = time.monotonic() + _FAREWELL_SECONDS
-        while len(self.closed) < self._comm.size - 1 and time.monotonic() < end:
+        while len(self.closed) < len(self._others) and time.monotonic() < end:
             self.read()
             time.sleep(1e-4)

@@ -1,4 +1,4 @@
-#include "mpi/riding_sum.h"
+#include "net/riding_sum.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 
 #include "cpu/reduce.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 namespace {
 
 constexpr int ranks_of_host = 2, slice_tag = 3;
@@ -107,4 +107,4 @@ void RidingSum::reduce() {
     for (void* out : outs) divide(out, count, arguments().dtype, context().size());
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

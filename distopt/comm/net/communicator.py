@@ -1,26 +1,25 @@
-"""Collectives over MPI, for ranks on several hosts.
+"""Collectives over a network, for ranks on several hosts.
 
 The description of a collective travels with its data, so that ranks with different collectives raise errors, and
-neither corrupt data nor wait forever. MPI moves bytes only: the sums are ours, in rank order, because the order of
-MPI_Allreduce is the library's own choice. csrc/mpi does the work, through the library that mpi4py has loaded.
+neither corrupt data nor wait forever. The network moves bytes only: the sums are ours, in rank order, because the order
+of MPI_Allreduce is the library's own choice. csrc/net does the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ... import _core
-from ...errors import CommunicatorError, UsageError, WireMemoryError
+from ...errors import CommunicatorError, WireMemoryError
 from ...launch.end_together.exit_guard import close_at_exit
-from ...launch.job.base import Job
-from ...launch.job.mpi import MpiJob
-from ...launch.rendezvous.mpi import import_mpi
+from ...settings import Settings
 from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
 from ..native import NativeCommunicator
-from .messages import MpiMessages
+from .messages import NetMessages
+from .network import Network, Peers
 from .waits import Waits
 
 _ALIGNMENT = 64
@@ -32,63 +31,53 @@ _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 CHUNK_BYTES = 4 << 20
 
 
-Work.register(_core.MpiWork)  # written in C++ for speed
-RaggedWork.register(_core.MpiRaggedWork)
+Work.register(_core.NetWork)  # written in C++ for speed
+RaggedWork.register(_core.NetRaggedWork)
 
 
-class MpiCommunicator(NativeCommunicator):
-    """Collectives over an MPI communicator of its own. Progress happens in `done`, `wait` and `progress` only.
+class NetCommunicator(NativeCommunicator):
+    """Collectives over transports of its own.
 
-    All sums run in rank order, whichever hosts the ranks are on; so they do in subgroups of every job of MPI.
+    All sums run in rank order, whichever hosts the ranks are on; so they do in subgroups of every job.
     """
 
-    core: _core.MpiCommunicator
-    name: ClassVar[str] = "mpi"
+    core: _core.NetCommunicator
     sends_parts: ClassVar[bool] = True
     overlaps: ClassVar[bool] = True
 
-    @classmethod
-    def create(cls, job: Job) -> MpiCommunicator:
-        """Collective. Build the communicator of `job`, which must be one of mpiexec."""
-        if not isinstance(job, MpiJob):
-            raise UsageError(
-                f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
-            )
-        return cls(job)
-
-    def __init__(self, job: MpiJob, *, inline_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        job: Peers,
+        network: Network,
+        settings: Settings | None = None,
+        *,
+        inline_bytes: int | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
         """Collective.
 
         Args:
-            job: the job of mpiexec.
+            job: whose ranks it connects.
+            network: connects them.
+            settings: time-outs (default: those of the environment).
             inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
-            chunk_bytes: the largest size of a message; larger data are sent in several.
+            chunk_bytes: the largest size of a message; larger data are sent in several (default: `CHUNK_BYTES`).
         """
+        rank, size = job.topology.rank, job.topology.world_size
         if inline_bytes is None:
-            size = job.topology.world_size
             inline_bytes = _INLINE_BYTES_OF_TWO if size <= 2 else _INLINE_BYTES_OF_ALL // size
         self.topology = job.topology
-        self._job = job
-        self._mpi = mpi = import_mpi()
-        self._waits = Waits(mpi, job)
-        self._comm = job.comm.Dup()
-        self.core = _core.MpiCommunicator(
-            str(mpi.__file__),
-            mpi._addressof(self._comm),
-            mpi._addressof(mpi.BYTE),
-            mpi._sizeof(mpi.Comm),
-            mpi._sizeof(mpi.Status),
-            job.topology.rank,
-            self._waits.processes,
-            inline_bytes,
-            chunk_bytes,
+        self._network = network
+        self._waits = Waits(job, network, settings or Settings.from_env())
+        transport = network.open()
+        self.core = _core.NetCommunicator(
+            transport, rank, self._waits.processes, inline_bytes, chunk_bytes or CHUNK_BYTES
         )
-        self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/mpi.cpp
+        self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/net.cpp
         self._waits.core = self.core
-        self._messages = MpiMessages(mpi, job.comm.Dup(), self._waits)
+        self._messages = NetMessages(network.open(), self._waits)
         self._waits.help = self._messages.advance
-        self._farewell: Callable[[], None] = lambda: None  # a subgroup closes its own job
         close_at_exit(self)
 
     def progress(self) -> None:
@@ -106,16 +95,12 @@ class MpiCommunicator(NativeCommunicator):
         if self.closed:
             return
         self.closed = True
-        finalized = self._mpi.Is_finalized()
-        if not finalized:
-            self._waits.close()
-        if self.core.close() and not finalized:
-            self._comm.Free()
-            self._messages.close()
-            self._farewell()
+        self._waits.close(says=not self._network.has_ended)
+        idle = self.core.close()
+        self._network.close(self._waits.read_last, idle=idle and not self._messages.under_way)
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        # Aligned to cache lines; MPI needs no special memory.
+        # Aligned to cache lines; networks need no special memory.
         n_bytes = count * storage_of(dtype).itemsize
         try:
             memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
@@ -126,10 +111,7 @@ class MpiCommunicator(NativeCommunicator):
         return memory[start : start + n_bytes].view(storage_of(dtype))
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
-        job = self._job.subgroup(ranks, secret)
-        made = MpiCommunicator(job)
-        made._farewell = job.close
-        return made
+        return self._network.subgroup(ranks, secret)
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         message = self._messages.make(sends, array, dtype, peer, tag)

@@ -7,18 +7,18 @@
 #include <vector>
 
 #include "host/arguments.h"
-#include "mpi/announcement.h"
-#include "mpi/flow.h"
+#include "net/announcement.h"
+#include "net/flow.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
-class MpiCollective {
+class NetCollective {
  public:
   // Derived classes may keep the arrays alive.
-  explicit MpiCollective(Arguments arguments) : arguments_(std::move(arguments)) {}
-  virtual ~MpiCollective() = default;
-  MpiCollective(const MpiCollective&) = delete;
-  MpiCollective& operator=(const MpiCollective&) = delete;
+  explicit NetCollective(Arguments arguments) : arguments_(std::move(arguments)) {}
+  virtual ~NetCollective() = default;
+  NetCollective(const NetCollective&) = delete;
+  NetCollective& operator=(const NetCollective&) = delete;
 
   // Gives the collective its place in the order of collectives, and the first of its tags.
   virtual void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag);
@@ -77,4 +77,4 @@ class MpiCollective {
   std::vector<std::uint64_t> counts_;
 };
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -1,11 +1,11 @@
-#include "mpi/flow.h"
+#include "net/flow.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "cpu/reduce.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 namespace {
 
 // Chunks from one rank that may have arrived before the first of them is reduced.
@@ -145,4 +145,4 @@ void Flow::reduce(std::size_t chunk) {
   if (reduction.divisor != 1) divide(out.data, count, reduction.dtype, reduction.divisor);
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

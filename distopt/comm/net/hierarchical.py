@@ -3,7 +3,7 @@
 An all_reduce above `by_host_above_bytes` runs in three stages: every rank reduces its slice over the ranks of its host,
 then over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So the
 network carries the bytes that one rank per host would send, divided among the host's ranks. All else runs
-as in `MpiCommunicator`: it is rare in training, or small.
+as in `NetCommunicator`: it is rare in training, or small.
 
 The sum of such an array runs host by host, in the order of their first ranks, inside a host in rank order: equal bits
 on all ranks and on every run, but not always the bits of the flat communicators. 16-bit floats are accumulated in
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ..errors import UsageError
-from ..launch.job.mpi import MpiJob
-from ..launch.job.topology import Topology
-from ..settings import Settings
-from .base import Array
-from .mpi.communicator import MpiCommunicator
-from .shm import ShmCommunicator
+from ...errors import UsageError
+from ...launch.job.base import Job
+from ...launch.job.mpi import MpiJob
+from ...launch.job.topology import Topology
+from ...settings import Settings
+from ..base import Array
+from ..shm import ShmCommunicator
+from .communicator import NetCommunicator
+from .mpi import MpiNetwork
+from .network import Network, Peers
 
 
-class HierarchicalCommunicator(MpiCommunicator):
+class HierarchicalCommunicator(NetCommunicator):
     """Collectives over hosts with equal numbers of ranks, however the ranks are dealt out to them.
 
     Progress happens in `done`, `wait` and `progress` only. Other numbers raise a UsageError.
@@ -32,19 +35,29 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     name: ClassVar[str] = "hierarchical"
 
-    def __init__(self, job: MpiJob) -> None:
-        """Collective."""
+    @classmethod
+    def create(cls, job: Job) -> HierarchicalCommunicator:
+        """Collective. Build the communicator of `job`, which must be one of mpiexec."""
+        if not isinstance(job, MpiJob):
+            raise UsageError(
+                f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
+            )
+        return cls(job, MpiNetwork(job))
+
+    def __init__(self, job: Peers, network: Network, settings: Settings | None = None) -> None:
+        """Collective. See `NetCommunicator`."""
         hosts = job.ranks_of_hosts
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
             raise UsageError(
                 f"the hierarchical communicator needs as many ranks on every host, not {counts}; choose mpi"
             )
-        super().__init__(job)
+        super().__init__(job, network, settings)
         group, local = job.host_group(), job.topology
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
-        self._scatter = ShmCommunicator(group, names, ranks=job.local_ranks)
-        self._collect = ShmCommunicator(group, names, ranks=job.local_ranks, wire_of=self._scatter)
+        numbers = [job.numbers[rank] for rank in job.local_ranks]
+        self._scatter = ShmCommunicator(group, names, settings, ranks=numbers)
+        self._collect = ShmCommunicator(group, names, settings, ranks=numbers, wire_of=self._scatter)
         if Settings.from_env().sum_order == "rank":
             return
         self.by_host_above_bytes = self.core.inline_bytes

@@ -1,4 +1,4 @@
-"""Long waits of one communicator over MPI: they sleep, find out who is missing, and end."""
+"""Long waits of one communicator: they sleep, find out who is missing, and end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from ... import _core
 from ...errors import Process
-from ...launch.end_together.exit_guard import after_closing
-from ...launch.job.mpi import MpiJob
 from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
-from .notes import MpiNotes
-from .peers import LocalPeers
+from .network import Network, Peers
+from .notes import Notes
+from .peers import LostPeers
 
 _log = logging.getLogger("distopt")
 
@@ -39,18 +38,18 @@ class Waits:
         help: moves operations in progress other than collectives.
     """
 
-    core: _core.MpiCommunicator
+    core: _core.NetCommunicator
 
-    def __init__(self, mpi: Any, job: MpiJob) -> None:
-        """Collective. `mpi` is the module `mpi4py.MPI`."""
-        self._mpi = mpi
+    def __init__(self, job: Peers, network: Network, settings: Settings) -> None:
+        """Collective."""
         self._rank = job.topology.rank
-        self.settings = Settings.from_env()
-        # First, because it has a timeout: Dup would wait forever for an absent rank.
+        self.settings = settings
+        # First, because it has a timeout: a transport may wait forever for an absent rank.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
         self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
-        self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
-        self._notes = MpiNotes(mpi, job.comm.Dup())
+        transport = network.open()
+        self._peers = LostPeers({r: pids[r] for r in job.local_ranks if r != self._rank}, transport)
+        self._notes = Notes(transport, self._rank, job.topology.world_size)
         self._said = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
 
@@ -74,7 +73,7 @@ class Waits:
             self._said = now
             self._notes.send()
 
-    def wait_for(self, operation: _core.MpiCollective, timeout: float | None) -> None:
+    def wait_for(self, operation: _core.NetCollective, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
 
         def move() -> bool:
@@ -144,17 +143,21 @@ class Waits:
                 self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
             self.core.look(patience, waited, describe, _log.warning)
 
-    def close(self) -> None:
-        """Local. Notify the others that this rank leaves, and how many operations it has finished."""
+    def close(self, *, says: bool) -> None:
+        """Local. Notify the others, if it `says` so, that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
-        self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
-        after_closing(self._notes.read_last)
+        if says:
+            self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
+
+    def read_last(self) -> None:
+        """Local. See `Notes.read_last`."""
+        self._notes.read_last()
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank != self._rank]
 
-    def _waiting_in(self, operation: _core.MpiCollective) -> tuple[str, list[Process]]:
+    def _waiting_in(self, operation: _core.NetCollective) -> tuple[str, list[Process]]:
         core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
         # If all have begun, one may have stopped since. A rank that itself waits, even in an earlier one, has not.
         suspects = (core.oldest and core.oldest.unheard) or self._others()

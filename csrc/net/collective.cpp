@@ -1,20 +1,20 @@
-#include "mpi/collective.h"
+#include "net/collective.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "cpu/reduce.h"
-#include "mpi/plans.h"
+#include "net/plans.h"
 
-namespace distopt::mpi {
-void MpiCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
+namespace distopt::net {
+void NetCollective::enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) {
   context_ = &context;
   sequence_ = sequence;
   first_tag_ = first_tag;
 }
 
-void MpiCollective::begin() {
+void NetCollective::begin() {
   const auto size = static_cast<std::size_t>(context_->size());
   const char* payload = nullptr;
   std::size_t bytes = 0;
@@ -36,19 +36,19 @@ void MpiCollective::begin() {
     start_flow(context_->everyone, plan());
 }
 
-Announcement& MpiCollective::prepare(const char* payload, std::size_t bytes) {
+Announcement& NetCollective::prepare(const char* payload, std::size_t bytes) {
   begun_ = true;
   announcement_ = std::make_unique<Announcement>(*context_, tag());
   announcement_->describe(arguments_, sequence_, payload, bytes);
   return *announcement_;
 }
 
-void MpiCollective::start_flow(const Group& group, FlowPlan plan) {
+void NetCollective::start_flow(const Group& group, FlowPlan plan) {
   flow_ = std::make_unique<Flow>(*context_, group, tag() + 1);
   flow_->begin(std::move(plan));
 }
 
-bool MpiCollective::advance() {
+bool NetCollective::advance() {
   if (finished_) return true;
   if (!agree()) return false;
   if (!admitted_) {
@@ -61,13 +61,13 @@ bool MpiCollective::advance() {
   return true;
 }
 
-void MpiCollective::finish() {
+void NetCollective::finish() {
   finished_ = true;
   announcement_.reset();
   flow_.reset();
 }
 
-FlowPlan MpiCollective::plan() const {
+FlowPlan NetCollective::plan() const {
   const Group& everyone = context_->everyone;
   switch (arguments_.kind) {
     case OpKind::all_reduce:
@@ -83,7 +83,7 @@ FlowPlan MpiCollective::plan() const {
   }
 }
 
-void MpiCollective::take_inline() {
+void NetCollective::take_inline() {
   const auto size = static_cast<std::size_t>(context_->size());
   const std::size_t part = arguments_.part_bytes();
   switch (arguments_.kind) {
@@ -106,7 +106,7 @@ void MpiCollective::take_inline() {
   }
 }
 
-void MpiCollective::reduce_payloads(char* out, std::uint64_t count, std::size_t offset) const {
+void NetCollective::reduce_payloads(char* out, std::uint64_t count, std::size_t offset) const {
   std::vector<const void*> ins;
   for (int rank = 0; rank < context_->size(); ++rank) ins.push_back(announcement_->payload_of(rank) + offset);
   void* const outs[] = {out};
@@ -114,7 +114,7 @@ void MpiCollective::reduce_payloads(char* out, std::uint64_t count, std::size_t 
 }
 
 // Ragged collectives: the counts are known now.
-void MpiCollective::make_room() {
+void NetCollective::make_room() {
   const auto size = static_cast<std::size_t>(context_->size()), rank = static_cast<std::size_t>(context_->rank);
   const std::size_t item = item_bytes(arguments_.dtype);
   const bool gathers = arguments_.kind == OpKind::all_gather_ragged;
@@ -146,4 +146,4 @@ void MpiCollective::make_room() {
   start_flow(context_->everyone, std::move(plan));
 }
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "host/arguments.h"
-#include "mpi/flow.h"
+#include "net/flow.h"
 
-namespace distopt::mpi {
+namespace distopt::net {
 
 FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, std::size_t chunk_bytes);
 // In the group Context::two_hosts, for types that round_each_operation: the first host reduces, slice by slice, and
@@ -15,4 +15,4 @@ FlowPlan plan_reduce_scatter(const Arguments& arguments, const Group& group);
 FlowPlan plan_all_gather(const Arguments& arguments, const Group& group);  // the own part is copied here
 FlowPlan plan_broadcast(const Arguments& arguments, const Group& group);
 
-}  // namespace distopt::mpi
+}  // namespace distopt::net

@@ -1,0 +1,328 @@
+#include "net/ucx.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <deque>
+
+#include "base/errors.h"
+#include "base/tick.h"
+
+namespace distopt::net {
+namespace {
+
+// A tag of UCX: number of the channel, rank of the sender, tag.
+constexpr int tag_bits = 15, rank_bits = 13;
+constexpr std::uint64_t rank_mask = ((std::uint64_t{1} << rank_bits) - 1) << tag_bits;
+
+// The thread begins to move bytes when no rank has for so long, and looks again after as long.
+constexpr std::int64_t unattended_ns = 500'000;
+// Then, with nothing begun, it sleeps until something begins.
+constexpr std::int64_t idle_ns = 50'000'000;
+// For messages that are still on their way when a connection closes.
+constexpr double flush_seconds = 1.0;
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+thread_local bool is_helper = false;  // the thread of a worker
+
+}  // namespace
+
+// The connection to one process, which all channels to it share.
+class UcxPeer {
+ public:
+  UcxPeer(std::shared_ptr<UcxWorker> worker, const std::string& address) : worker_(std::move(worker)) {
+    ucx::EndpointParams params;
+    params.address = reinterpret_cast<const ucx::Address*>(address.data());
+    params.on_error = [](void* peer, ucx::Endpoint*, ucx::Status status) {
+      static_cast<UcxPeer*>(peer)->failure_ = status;
+    };
+    params.argument = this;
+    worker_->check(worker_->api_.ep_create(worker_->worker_, &params, &endpoint_), "connect");
+  }
+  UcxPeer(const UcxPeer&) = delete;
+  UcxPeer& operator=(const UcxPeer&) = delete;
+  ~UcxPeer() {
+    if (worker_->fork_guard_.forked()) return;
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    ucx::RequestParams params;
+    if (failure_ != ucx::ok) {
+      params.fields = ucx::RequestParams::with_flags;
+      params.flags = ucx::close_by_force;
+    }
+    worker_->finish({worker_->api_.ep_close(endpoint_, &params)});
+  }
+
+  // Begins to hand over what was sent.
+  void* flush() const {
+    const ucx::RequestParams params;
+    return failure_ == ucx::ok ? worker_->api_.ep_flush(endpoint_, &params) : nullptr;
+  }
+
+  ucx::Endpoint* endpoint() const { return endpoint_; }
+  // Why it can no longer be reached.
+  ucx::Status failure() const { return failure_; }
+
+ private:
+  const std::shared_ptr<UcxWorker> worker_;
+  ucx::Endpoint* endpoint_ = nullptr;
+  ucx::Status failure_ = ucx::ok;
+};
+
+// Once a peer is lost, sends to it end as if they had succeeded, and receives from it stay under way: `lost` tells.
+class UcxTransport final : public Transport {
+ public:
+  UcxTransport(std::shared_ptr<UcxWorker> worker, std::uint64_t number, int rank,
+               const std::vector<std::string>& addresses)
+      : worker_(std::move(worker)), number_(number), rank_(rank) {
+    for (std::size_t i = 0; i < addresses.size(); ++i)
+      peers_.push_back(static_cast<int>(i) == rank ? nullptr : worker_->reach(addresses[i]));
+  }
+  UcxTransport(const UcxTransport&) = delete;
+  UcxTransport& operator=(const UcxTransport&) = delete;
+  ~UcxTransport() override {
+    if (worker_->fork_guard_.forked()) return;
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    // UCX may read and write their memory until then. What cannot be cancelled is on its way, and short.
+    for (const auto& one : under_way_)
+      if (!one->ended) worker_->api_.request_cancel(worker_->worker_, one->request);
+    const std::int64_t end = now_ns() + static_cast<std::int64_t>(flush_seconds * 1e9);
+    while (!under_way_.empty() && now_ns() < end) {
+      worker_->progress();
+      while (!under_way_.empty() && under_way_.front()->ended) under_way_.pop_front();
+    }
+    static auto& kept = *new std::deque<std::unique_ptr<UnderWay>>;
+    for (auto& one : under_way_) kept.push_back(std::move(one));
+  }
+
+  void send(const char* data, std::size_t bytes, int to, int tag, bool& done) override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const UcxPeer& peer = *peers_[static_cast<std::size_t>(to)];
+    ucx::RequestParams params;
+    params.sent = [](void* request, ucx::Status status, void* argument) { end(request, status, argument); };
+    if (peer.failure() == ucx::ok)
+      post(done, false, params, [&] {
+        return worker_->api_.tag_send(peer.endpoint(), data, bytes, wide(rank_, tag), &params);
+      });
+    else
+      done = true;
+  }
+
+  void receive(char* data, std::size_t bytes, int from, int tag, bool& done) override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    ucx::RequestParams params;
+    params.received = [](void* request, ucx::Status status, const ucx::TagInfo*, void* argument) {
+      end(request, status, argument);
+    };
+    post(done, true, params, [&] {
+      return worker_->api_.tag_receive(worker_->worker_, data, bytes, wide(from, tag), ~std::uint64_t{0}, &params);
+    });
+  }
+
+  int probe(int tag) override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    worker_->progress();
+    ucx::TagInfo info{};
+    if (worker_->api_.tag_probe(worker_->worker_, wide(0, tag), ~rank_mask, 0, &info) == nullptr) return -1;
+    return static_cast<int>((info.tag & rank_mask) >> tag_bits);
+  }
+
+  bool poll() override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    if (!is_helper) worker_->attended_ns_.store(now_ns(), std::memory_order_relaxed);
+    worker_->progress();
+    bool any = false;
+    for (const auto& one : under_way_) {
+      if (!one->ended || one->done == nullptr) continue;
+      if (one->status != ucx::ok && !one->is_lost)
+        throw CommunicatorError(ErrorKind::transport,
+                                std::string("UCX failed: ") + worker_->api_.status_string(one->status));
+      if (!one->is_lost || !one->receives) *one->done = true;
+      one->done = nullptr;
+      any = true;
+    }
+    while (!under_way_.empty() && under_way_.front()->done == nullptr) under_way_.pop_front();
+    return any;
+  }
+
+  void flush() override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    std::vector<void*> requests;
+    for (const auto& peer : peers_)
+      if (peer) requests.push_back(peer->flush());
+    worker_->finish(requests);
+  }
+
+  std::vector<int> lost() const override {
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    std::vector<int> ranks;
+    for (std::size_t i = 0; i < peers_.size(); ++i)
+      if (peers_[i] && peers_[i]->failure() != ucx::ok) ranks.push_back(static_cast<int>(i));
+    return ranks;
+  }
+
+ private:
+  struct UnderWay {
+    const ucx::Api* api;
+    bool* done;  // nullptr: it has been set
+    void* request = nullptr;
+    bool receives = false, ended = false, is_lost = false;
+    ucx::Status status = ucx::ok;
+  };
+
+  static void end(void* request, ucx::Status status, void* argument) {
+    auto& one = *static_cast<UnderWay*>(argument);
+    one.ended = true;
+    one.status = status;
+    one.is_lost = ucx::is_connection_failure(status);
+    one.api->request_free(request);
+  }
+
+  template <typename Start>
+  void post(bool& done, bool receives, ucx::RequestParams& params, Start start) {
+    done = false;
+    auto one = std::make_unique<UnderWay>();
+    one->api = &worker_->api_;
+    one->done = &done;
+    one->receives = receives;
+    params.fields = ucx::RequestParams::with_callback | ucx::RequestParams::with_argument;
+    params.argument = one.get();
+    one->request = start();
+    if (ucx::is_request(one->request)) {
+      under_way_.push_back(std::move(one));
+      worker_->begin_to_move();
+      return;
+    }
+    const ucx::Status status = ucx::status_of(one->request);
+    if (status != ucx::ok && !ucx::is_connection_failure(status)) worker_->check(status, "send or receive");
+    done = true;
+  }
+
+  std::uint64_t wide(int rank, int tag) const {
+    return number_ << (tag_bits + rank_bits) | static_cast<std::uint64_t>(rank) << tag_bits |
+           static_cast<std::uint64_t>(tag);
+  }
+
+  const std::shared_ptr<UcxWorker> worker_;
+  const std::uint64_t number_;
+  const int rank_;
+  std::vector<std::shared_ptr<UcxPeer>> peers_;
+  std::deque<std::unique_ptr<UnderWay>> under_way_;
+};
+
+UcxWorker::UcxWorker(const std::string& library, const std::vector<std::pair<std::string, std::string>>& options)
+    : api_(ucx::load(library)) {
+  ucx::Config* config = nullptr;
+  check(api_.config_read(nullptr, nullptr, &config), "read its settings");
+  for (const auto& [name, value] : options) check(api_.config_modify(config, name.c_str(), value.c_str()), "set");
+  const ucx::ContextParams params;
+  const ucx::Status status = api_.init(1, 12, &params, config, &context_);
+  api_.config_release(config);
+  check(status, "begin");
+  const ucx::WorkerParams worker_params;
+  check(api_.worker_create(context_, &worker_params, &worker_), "make a worker");
+  ucx::Address* address = nullptr;
+  std::size_t bytes = 0;
+  check(api_.worker_get_address(worker_, &address, &bytes), "give its address");
+  address_.assign(reinterpret_cast<const char*>(address), bytes);
+  api_.worker_release_address(worker_, address);
+  thread_ = std::thread([this] { move_unattended(); });
+}
+
+UcxWorker::~UcxWorker() {
+  if (fork_guard_.forked()) {  // neither the thread nor the connections are this process's
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  stop();
+  if (worker_ != nullptr) api_.worker_destroy(worker_);
+  if (context_ != nullptr) api_.cleanup(context_);
+}
+
+void UcxWorker::stop() {
+  if (fork_guard_.forked()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<void*> requests;
+    for (const auto& [address, known] : peers_)
+      if (const auto peer = known.lock()) requests.push_back(peer->flush());
+    finish(requests);
+    stops_ = true;
+    wanted_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void UcxWorker::check(ucx::Status status, const char* action) const {
+  if (status == ucx::ok) return;
+  throw CommunicatorError(ErrorKind::transport,
+                          std::string("UCX cannot ") + action + ": " + api_.status_string(status));
+}
+
+void UcxWorker::progress() {
+  while (api_.worker_progress(worker_) != 0) {
+  }
+}
+
+void UcxWorker::finish(const std::vector<void*>& requests) {
+  const std::int64_t end = now_ns() + static_cast<std::int64_t>(flush_seconds * 1e9);
+  for (void* const request : requests) {
+    if (!ucx::is_request(request)) continue;
+    while (api_.request_check(request) == ucx::in_progress && now_ns() < end) progress();
+    api_.request_free(request);
+  }
+}
+
+void UcxWorker::begin_to_move() {
+  moved_ns_ = now_ns();
+  if (sleeps_) wanted_.notify_all();
+}
+
+void UcxWorker::move_unattended() {
+  is_helper = true;
+  int event = -1;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (api_.worker_get_efd(worker_, &event) != ucx::ok) return;
+  while (!stops_) {
+    if (now_ns() - moved_ns_ > idle_ns) {
+      sleeps_ = true;
+      wanted_.wait(lock, [this] { return stops_ || now_ns() - moved_ns_ <= idle_ns; });
+      sleeps_ = false;
+      continue;
+    }
+    if (now_ns() - attended_ns_.load(std::memory_order_relaxed) > unattended_ns) {
+      progress();
+      lock.unlock();
+      tick();  // the communicators send and reduce what may follow
+      lock.lock();
+      if (api_.worker_arm(worker_) == ucx::ok) {
+        lock.unlock();
+        pollfd waited{event, POLLIN, 0};
+        ::poll(&waited, 1, 1);
+        lock.lock();
+        continue;
+      }
+    }
+    wanted_.wait_for(lock, std::chrono::nanoseconds(unattended_ns));
+  }
+}
+
+std::shared_ptr<UcxPeer> UcxWorker::reach(const std::string& address) {
+  std::shared_ptr<UcxPeer> found, made;  // destroyed without the lock, which the destructor takes
+  const std::lock_guard<std::mutex> lock(mutex_);
+  found = peers_[address].lock();
+  if (found && found->failure() == ucx::ok) return found;
+  made = std::make_shared<UcxPeer>(shared_from_this(), address);
+  peers_[address] = made;
+  return made;
+}
+
+std::unique_ptr<Transport> UcxWorker::open(std::uint64_t number, int rank, const std::vector<std::string>& addresses) {
+  return std::make_unique<UcxTransport>(shared_from_this(), number, rank, addresses);
+}
+
+}  // namespace distopt::net
