@@ -17,11 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from distopt.comm.base import Communicator
+from distopt.comm.net.ucx import communicator_over_ucx
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
+from distopt.launch.end_together.watch import reach
+from distopt.launch.gate import FOR_KEYS
 from distopt.launch.job.base import Job
+from distopt.launch.job.hosts import HostsJob
 from distopt.launch.job.topology import Topology
+from distopt.launch.job.watched import Offer, start
 from distopt.launch.rendezvous.host_group import HostGroup
+from distopt.launch.rendezvous.key_value import RemoteClient
 from distopt.settings import Settings
 from tests.processes import LIMIT_SECONDS
 
@@ -93,6 +99,35 @@ class OverGlooOfHosts(OverGloo):
         join.host_identity = lambda: host
         join.socket = SimpleNamespace(gethostname=lambda: host)
         return super().create(job)
+
+
+class HostsOfOneMachine(HostsJob):
+    """The ranks of `job` believe to be on several hosts, with as many neighbours on each."""
+
+    def __init__(self, job: Job, per_host: int) -> None:
+        self._settings = Settings.from_env()
+        rank, size, seconds = job.topology.rank, job.topology.world_size, self._settings.timeout
+        offer = Offer.of(job.all_gather(start(size, seconds, watches=False)[1] if rank == 0 else b"")[0])
+        link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, "rank 0")
+        self._client = RemoteClient(link, rank, range(size), seconds, "the server of rank 0")
+        self._introduce(rank, f"host{rank // per_host}", f"host{rank // per_host}")
+
+
+class OverUcx:
+    """UCX between ranks of one machine, each of which believes to be on a host of its own."""
+
+    per_host = 1
+
+    @classmethod
+    def create(cls, job: Job) -> Communicator:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return communicator_over_ucx(HostsOfOneMachine(job, cls.per_host))
+
+
+class OverUcxByHost(OverUcx):
+    """The same with two neighbours on each host."""
+
+    per_host = 2
 
 
 @dataclass
