@@ -16,7 +16,7 @@ each other at set-up goes through one key-value client (`rendezvous.key_value`, 
 proof of membership (`gate`).
 
 If a rank fails, the others end (`end_together`). A rank with a supervisor reports to it, and the supervisor ends the
-others (`report`). Other ranks are connected to a server that rank 0 has started (`watch`, `server`), and abort MPI
+others (`report`). Other ranks are connected to a server that rank 0 has started (`lifeline`, `server`), and abort MPI
 (`exit_guard`). Processes that a script has started by multiprocessing find each other in /proc (`siblings`). Under
 `distopt run --heal`, `nodes.healing` decides whether all ranks start again, and `heal` starts them.
 

@@ -3,7 +3,7 @@
 Quirks that have their code here say so at their function. These shape code elsewhere:
 
 - Open MPI 5.0.11 leaves ranks behind when its mpiexec is killed: `end_together.siblings.end_with_parent`.
-- Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.watch`, ranks end by
+- Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.lifeline`, ranks end by
   `os._exit`, except after the loss of a host.
 - MPICH 5.0.2: its mpiexec takes a rank that ends with code 0 and without MPI_Finalize for a success, kills the others
   and ends with 0: `end_together.exit_guard` changes such an end into a failure.

@@ -125,13 +125,13 @@ class Waits:
             quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
-        watch = Stopwatch()
+        clock = Stopwatch()
         answer = min(_ANSWER_SECONDS, timeout / 4)
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
         patience = _core.Patience(timeout, warn_at)
         asks = [warn_at - answer, timeout - answer]
         while not move():
-            waited = watch.seconds()
+            waited = clock.seconds()
             _core.pause(quiet(waited))
             asks_now = bool(asks) and waited > asks[0]
             if asks_now:

@@ -12,7 +12,7 @@ one rank:
 
 This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
-`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.watch`.
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.lifeline`.
 
 Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes. In a
 script that imports mpi4py.MPI before distopt, mpi4py itself calls MPI_Finalize at the end of every forked child, which
@@ -41,9 +41,9 @@ from ... import _core
 from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
+from .lifeline import Lifeline
 from .report import supervisor
 from .siblings import end_with_parent
-from .watch import Watch
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
 
@@ -67,13 +67,13 @@ class ExitGuard:
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: functions to call after that.
-        others: reports the ends of other ranks; None without a watch.
+        others: reports the ends of other ranks; None without a lifeline.
     """
 
     def __init__(self) -> None:
         self.communicators: list[Closable] = []
         self.farewells: list[Callable[[], object]] = []
-        self.others: Watch | None = None
+        self.others: Lifeline | None = None
         self._jobs: set[int] = set()
         self._left = False  # all jobs were closed
         self._exit_code = 0

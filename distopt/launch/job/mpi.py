@@ -13,8 +13,8 @@ from typing import Any
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.exit_guard import guard
+from ..end_together.lifeline import Lifeline, reach
 from ..end_together.siblings import Absence
-from ..end_together.watch import Watch, reach
 from ..gate import FOR_KEYS
 from ..rendezvous.host_group import HostGroup
 from ..rendezvous.key_value import KeyValueClient, RemoteClient, client_alone
@@ -24,8 +24,8 @@ from ..stopwatch import GRACE_SECONDS
 from ..threads import cap_threads, cores
 from .base import Job
 from .multiprocess import Ticket
+from .offer import Offer, start
 from .topology import host_identity, places_of
-from .watched import Offer, start
 
 _SOURCE = "the address that MPI has carried"
 
@@ -57,7 +57,7 @@ class MpiJob(Job):
         self._settings = Settings.from_env()
         ticket = Ticket()
         mine = [host or host_identity(), host or socket.gethostname(), sorted(cores()), ticket.secret.hex()]
-        self._client, watch = self._meet(MPI, parent, is_world=comm is None)
+        self._client, lifeline = self._meet(MPI, parent, is_world=comm is None)
         try:
             identities, hosts, usable, secrets = zip(*self.exchange(mine), strict=True)
         except (ValueError, TypeError):
@@ -72,34 +72,34 @@ class MpiJob(Job):
         cap_threads(len(local), [usable[peer] for peer in local])
         if size > 1:
             guard.joined(self)
-        if watch is not None:
-            watch.speaks = self.topology.local_rank == 0
-            watch.end_with_others(guard.abort)
+        if lifeline is not None:
+            lifeline.speaks = self.topology.local_rank == 0
+            lifeline.end_with_others(guard.abort)
 
-    def _meet(self, mpi: Any, comm: Any, *, is_world: bool) -> tuple[KeyValueClient, Watch | None]:
-        """Collective over `comm`. The client of this rank, and its watch if it is a new one."""
+    def _meet(self, mpi: Any, comm: Any, *, is_world: bool) -> tuple[KeyValueClient, Lifeline | None]:
+        """Collective over `comm`. The client of this rank, and its lifeline if it is a new one."""
         rank, size, seconds = comm.rank, comm.size, self._settings.timeout
         if size == 1:
             return client_alone(seconds), None
-        watch, link = None, None
+        lifeline, link = None, None
         if is_world and guard.others is None:
-            offer = self._share_offer(mpi, comm, watches=True)
-            watch = guard.others = Watch(rank, size, offer.key, offer.addresses, seconds, source=_SOURCE)
+            offer = self._share_offer(mpi, comm, end_together=True)
+            lifeline = guard.others = Lifeline(rank, size, offer.key, offer.addresses, seconds, source=_SOURCE)
         if is_world and guard.others is not None:
             link = guard.others.client_link(seconds)
         if link is None:
-            offer = self._share_offer(mpi, comm, watches=False)
+            offer = self._share_offer(mpi, comm, end_together=False)
             link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, _SOURCE)
         limit = min(self._settings.stall_warning, seconds / 2)
         return RemoteClient(
             link, rank, range(size), seconds, "the server of rank 0", absence=partial(Absence, limit)
-        ), watch
+        ), lifeline
 
-    def _share_offer(self, mpi: Any, comm: Any, *, watches: bool) -> Offer:
+    def _share_offer(self, mpi: Any, comm: Any, *, end_together: bool) -> Offer:
         content = b""
         if comm.rank == 0:
             try:
-                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, watches=watches)
+                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, end_together=end_together)
             except OSError as error:
                 content = json.dumps(str(error)).encode()
         content = share_address(mpi, comm, content, self._settings)

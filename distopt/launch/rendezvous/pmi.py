@@ -11,7 +11,7 @@ from functools import partial
 
 from ... import _core
 from ...errors import LaunchError
-from ..end_together.watch import Watch, start_server
+from ..end_together.lifeline import Lifeline, start_server
 from ..gate import CONNECT_SECONDS, FOR_PMI
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
@@ -25,7 +25,7 @@ _AGENTS_SECONDS = 3.0
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
-class Member(Watch):
+class Member(Lifeline):
     """A rank's connections to the key-value server of its job; rank 0 starts the server.
 
     Collective.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...recorder.flight import flight_record
-from ..gate import FOR_KEYS, FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import FOR_KEYS, FOR_LIFELINE, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say
 from ..stopwatch import Stopwatch
@@ -52,7 +52,7 @@ def _leave_servers() -> None:
 
 
 def start_server(
-    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, watches: bool = True
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, end_together: bool = True
 ) -> subprocess.Popen[bytes]:
     """Local. Start the server of a job of `size` ranks, as rank 0.
 
@@ -62,13 +62,13 @@ def start_server(
         size: number of ranks.
         timeout: seconds that the ranks have to join.
         speaks: whether it says on stderr why the job has failed.
-        watches: whether the ranks end together; else it serves their values only.
+        end_together: whether the ranks end together; else it serves their values only.
 
     Raises:
         OSError: no process can be started.
     """
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
-    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid(), int(watches))]
+    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid(), int(end_together))]
     server = subprocess.Popen(
         [*program, *numbers],
         stdin=subprocess.PIPE,
@@ -133,7 +133,7 @@ def reach(
         time.sleep(_RETRY_SECONDS)
 
 
-class Watch:
+class Lifeline:
     """A rank's connection to the server of its job.
 
     Args:
@@ -172,7 +172,7 @@ class Watch:
         self._left = False
         self._patience = 0.0  # seconds from the failure of another rank to the end of this process
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
-        self._link = self._connect(FOR_WATCH, timeout)
+        self._link = self._connect(FOR_LIFELINE, timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
