@@ -67,23 +67,23 @@ void ShmCommunicator::fail(const ErrorFields& failure) {
 
 template <typename Condition>
 void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
-  std::optional<Stopwatch> watch;
+  std::optional<Stopwatch> stopwatch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
     advance();
     if (condition()) return;
     raise_recorded_failure();
     if (peers_.spin(blocker_)) continue;
-    if (!watch) watch.emplace();
+    if (!stopwatch) stopwatch.emplace();
     peers_.show_life();
-    const double left = timeout_seconds - watch->seconds();
+    const double left = timeout_seconds - stopwatch->seconds();
     const double slice = messages_.help() ? helping_seconds : slice_seconds;
     if (peers_.sleep(blocker_, std::min(slice, std::max(left, 1e-6)))) continue;
     turn_.apart(hooks_.check_signals);  // it may run a signal handler that closes this communicator
     require_open();
     advance();
     if (condition()) return;
-    check_peers(watch->seconds(), patience);
+    check_peers(stopwatch->seconds(), patience);
   }
 }
 
