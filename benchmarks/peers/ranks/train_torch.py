@@ -22,7 +22,7 @@ from torch import nn
 
 from . import train
 from .networks_torch import build
-from .phases import watch
+from .phases import count_seconds
 from .transports import join_torch
 
 
@@ -68,7 +68,7 @@ class Trainer(train.Trainer):
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bfloat16 else nullcontext
         self._criterion = nn.CrossEntropyLoss()
         if setup.get("profile") and group == "distopt":
-            self.calls = watch()
+            self.calls = count_seconds()
 
     def step(self) -> None:
         start = perf_counter()

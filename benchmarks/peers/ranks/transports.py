@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .phases import watch
+from .phases import count_seconds
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -199,7 +199,7 @@ class Torch(Transport):
         if not self.about.startswith("distopt"):
             return {}
         if self._phases is None:
-            self._phases = watch()
+            self._phases = count_seconds()
         return self._phases()
 
 
