@@ -98,7 +98,7 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
   }
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
-  patience.look(
+  patience.check(
       waited,
       [&] {
         const std::vector<int> late = peers_.silent(absent, waited);
@@ -134,7 +134,7 @@ void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> collective) {
   if (collective->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
-                                                  " ranks on one host; choose the mpi communicator");
+                                                  " ranks on one host; choose transport mpi");
   collective->begin(++started_);
   queue_.push_back(std::move(collective));
 }

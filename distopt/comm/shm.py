@@ -85,7 +85,7 @@ class ShmCommunicator(NativeCommunicator):
             UsageError: the ranks are on several hosts.
         """
         if not job.topology.single_host:
-            raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
+            raise UsageError("ranks on several hosts share no memory; choose transport mpi")
         communicator = cls(job.host_group(), job.topology)
         close_at_exit(communicator)
         return communicator

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from .libraries import join_torch
 from .phases import count_seconds
-from .transports import join_torch
 
 HEAD, CONTEXT = 64, 128  # units of a head; tokens that the cache holds
 
