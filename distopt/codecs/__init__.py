@@ -1,6 +1,6 @@
 """What is sent: codecs, which encode and reduce flat buckets of gradients.
 
-The room imports `comm` and `kernels`. It never knows which transport moves the bytes, nor where gradients come from.
+The package imports `comm` and `kernels`. It never knows which transport moves the bytes, nor where gradients come from.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return fro
 
 
 class Closable(Protocol):
-    """A communicator, for this room."""
+    """A communicator, for this package."""
 
     @property
     def closed(self) -> bool:

@@ -35,7 +35,7 @@ _HIGH = 512
 
 _servers: list[subprocess.Popen[bytes]] = []  # that may run
 
-# The server needs a few modules of this room, and neither the rest of the package nor its imports.
+# The server needs a few modules of `distopt.launch`, and neither the rest of distopt nor its imports.
 _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
