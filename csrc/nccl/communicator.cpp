@@ -177,7 +177,7 @@ void NcclCommunicator::launch(const Work& collective) {
 
 bool NcclCommunicator::await(const std::function<bool()>& reached, double seconds) {
   fork_guard_.require(board_->peers().me());
-  const double period = std::chrono::duration<double>(look_period).count();
+  const double period = std::chrono::duration<double>(check_period).count();
   double looked = 0.0;
   for (Stopwatch stopwatch;;) {
     const bool there = reached();

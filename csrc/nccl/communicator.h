@@ -118,7 +118,7 @@ class NcclCommunicator {
 
   // The detector thread.
   void detect_failures();
-  void look_after_oldest();
+  void check_oldest();
   // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns a rank that has ended.
   std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
   ErrorFields left(int rank, const std::string& text) const;

@@ -154,10 +154,10 @@ void NcclCommunicator::detect_failures() {
   Lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return closed_ || (!outstanding_.empty() && !failure_); });
-    if (changed_.wait_for(lock, look_period, [&] { return closed_; })) return;
+    if (changed_.wait_for(lock, check_period, [&] { return closed_; })) return;
     lock.unlock();
     try {
-      look_after_oldest();
+      check_oldest();
     } catch (const std::exception& error) {
       fail_by(error);
     }
@@ -166,7 +166,7 @@ void NcclCommunicator::detect_failures() {
 }
 
 // Checks without the driver come first: its queries may wait for a thread that launches on a full queue.
-void NcclCommunicator::look_after_oldest() {
+void NcclCommunicator::check_oldest() {
   Work work = oldest();
   if (!work) return;
   Result result = Result::success;
@@ -184,7 +184,7 @@ void NcclCommunicator::look_after_oldest() {
   if (gone && !work->gone_since) work->gone_since.emplace();
   if (gone && work->gone_since->seconds() > (work->launched ? grace_seconds : connect_grace_seconds))
     fail(left(*gone, work->text));
-  work->waits->patience.look(
+  work->waits->patience.check(
       work->waits->since.seconds(), [&] { return waiting_in(*work); }, [&](const std::string& text) { warn(text); },
       [this](const ErrorFields& failure) { fail(failure); });
 }

@@ -327,7 +327,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
     if (died != gone.end()) throw peers_.lost(died->first, died->second, describe(message));
     if (gone.size() == ranks.size()) throw peers_.lost(gone[0].first, gone[0].second, describe(message));
   }
-  patience.look(
+  patience.check(
       waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
       [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
       [this](const ErrorFields& failure) { throw peers_.fail(failure); });

@@ -142,7 +142,7 @@ class Waits:
             if lost is not None:
                 ended, text = self.processes[lost], describe()[0]
                 self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
-            self.core.look(patience, waited, describe, _log.warning)
+            self.core.check_patience(patience, waited, describe, _log.warning)
 
     def close(self) -> None:
         """Local. Notify the others that this rank leaves, and how many operations it has finished."""

@@ -105,7 +105,7 @@ class _Agent:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
         self._find_owner()
         while self._code is None:
-            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.look_seconds)
+            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.poll_seconds)
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):

@@ -23,7 +23,7 @@ class Healing:
         self._failures: list[tuple[int, str]] = []  # since a new step was done: the step before each, and its text
         self._reached = 0  # the newest step that any rank had done when the ranks ended
 
-    def look_at_steps(self) -> None:
+    def read_steps(self) -> None:
         """Local. Note the newest step, when all ranks have ended; an attempt without a new step changes nothing."""
         self._reached = max(self._reached, self._nodes.newest_step)
 

@@ -163,7 +163,7 @@ class Owner(KeyGate):
             self._nodes.number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                 self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
-                self._healing.look_at_steps()
+                self._healing.read_steps()
             self._start("")
 
     def _take_in(self) -> None:
@@ -399,7 +399,7 @@ class Owner(KeyGate):
             self._finish(first.code, f"{first.text}{cure}")
 
     def _start_again(self, cause: str) -> None:
-        self._healing.look_at_steps()
+        self._healing.read_steps()
         self._start(f"{self._cause}; no step was done since" if self._cause else "")
         self._cause = cause
 

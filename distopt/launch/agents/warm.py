@@ -44,7 +44,7 @@ class WarmStart:
         self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
 
     @property
-    def look_seconds(self) -> float:
+    def poll_seconds(self) -> float:
         """Local. How soon to call `fail_stopped` again."""
         return float("inf") if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
 
