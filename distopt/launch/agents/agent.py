@@ -188,7 +188,7 @@ class _Agent:
         before, self._held = self._held, _hold_port()  # every attempt gets another
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
-        steps = self._warm.slots.steps if self._warm is not None else []
+        steps = self._warm.state_slots.steps if self._warm is not None else []
         message = {"say": say, "port": port, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
@@ -239,7 +239,7 @@ class _Agent:
         options = self._options
         self._common = variables(order, options, self._key)
         if self._warm is not None:
-            self._common |= self._warm.slots.variable
+            self._common |= self._warm.state_slots.variable
         try:
             for local_rank in range(order["ranks"]):
                 rank = order["first"] + local_rank

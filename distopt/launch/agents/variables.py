@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..gate import proof
-from ..heal.slots import VARIABLE as SLOTS
+from ..heal.state_slots import VARIABLE as STATE_SLOTS
 from ..launchers import LAUNCHERS
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..threads import thread_variables
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .options import RunOptions
 
 # Variables of a launcher that has started the agent would contradict the ranks' own.
-_FOREIGN_PREFIXES = (SLOTS, *(prefix for one in LAUNCHERS for prefix in one.prefixes))
+_FOREIGN_PREFIXES = (STATE_SLOTS, *(prefix for one in LAUNCHERS for prefix in one.prefixes))
 
 
 def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:

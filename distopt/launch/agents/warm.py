@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..heal.slots import Slots
+from ..heal.state_slots import StateSlots
 from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ class WarmStart:
         warn: prints a line.
 
     Attributes:
-        slots: the memory.
+        state_slots: the memory of the ranks' states.
         server: the process; None before the first start of the ranks.
     """
 
     def __init__(self, options: RunOptions, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
-        self.slots = Slots(options.ranks, 3 if options.nodes > 1 else 2)
+        self.state_slots = StateSlots(options.ranks, 3 if options.nodes > 1 else 2)
         self.server: ForkServer | None = None
         self._options = options
         self._selector, self._warn = selector, warn
@@ -91,4 +91,4 @@ class WarmStart:
         """Local. End the process, and give the memory back."""
         if self.server is not None:
             self.server.close()
-        self.slots.close()
+        self.state_slots.close()

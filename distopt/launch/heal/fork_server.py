@@ -36,7 +36,7 @@ from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import die_with
 from ..threads import THREAD_VARIABLES
 from .modules import Installed, imports_of, script_of
-from .slots import slots_in
+from .state_slots import state_slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a forked rank
@@ -96,7 +96,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(*fds, *slots_in(env)),
+                pass_fds=(*fds, *state_slots_in(env)),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )

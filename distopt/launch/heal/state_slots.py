@@ -11,18 +11,18 @@ import os
 import struct
 from collections.abc import Mapping
 
-VARIABLE = "DISTOPT_SLOTS"  # in the ranks: the descriptors of all slots of their agent
+VARIABLE = "DISTOPT_STATE_SLOTS"  # in the ranks: the descriptors of all slots of their agent
 # The newest step done; the length of the JSON that follows, in bytes; the step of the states plus 1, or 0 for none. It
 # comes last, since it validates the rest.
 HEADER = struct.Struct("<QQQ")
 
 
-def slots_in(env: Mapping[str, str]) -> list[int]:
+def state_slots_in(env: Mapping[str, str]) -> list[int]:
     """Local. The descriptors that the variable names; none if it is not set."""
     return [int(fd) for fd in env.get(VARIABLE, "").split()]
 
 
-class Slots:
+class StateSlots:
     """The slots of all ranks of an agent.
 
     Args:
