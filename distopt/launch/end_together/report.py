@@ -31,7 +31,7 @@ from ...errors import DistoptError
 from ..mpi_quirks import shortened
 
 # Process id of the supervisor, and the descriptor that its rank has inherited: -1 for a rank of `spawn`.
-VARIABLE = "DISTOPT_AGENT"
+VARIABLE = "DISTOPT_SUPERVISOR"
 
 
 class Supervisor:
@@ -44,8 +44,8 @@ class Supervisor:
 
     def find(self) -> None:
         """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
-        agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
-        if agent == str(os.getppid()):  # else the variable belongs to an ancestor
+        pid, _, fd = os.environ.get(VARIABLE, "").partition(" ")
+        if pid == str(os.getppid()):  # else the variable belongs to an ancestor
             with contextlib.suppress(OSError):  # the program has closed it
                 if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
                     self.open(int(fd))
