@@ -90,7 +90,7 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
 
     Args:
         link: the connection.
-        key: the secret of the job's processes.
+        key: of the job's processes.
         purpose: of the connection, one of those above.
         rank: its number.
         size: how many ranks or nodes it expects.

@@ -125,8 +125,8 @@ class MpiCommunicator(NativeCommunicator):
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + n_bytes].view(storage_of(dtype))
 
-    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
-        job = self._job.subgroup(ranks, secret)
+    def _subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
+        job = self._job.subgroup(ranks, key)
         made = MpiCommunicator(job)
         made._farewell = job.close
         return made

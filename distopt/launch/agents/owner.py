@@ -57,7 +57,7 @@ class Owner(KeyGate):
     Args:
         own: the node of this agent.
         options: its command line.
-        key: the secret of all nodes.
+        key: of all nodes.
         selector: waits for the connections.
         warn: prints a line.
 

@@ -24,7 +24,7 @@ class Caller:
 
     Args:
         options: the command line.
-        key: the secret of all nodes.
+        key: of all nodes.
         wanted: number of this node, or `NO_RANK`.
         is_first: whether this node has not met the owner before; later, names may fail with the network.
     """

@@ -112,12 +112,12 @@ class MpiJob(Job):
         self._identities = identities
         self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
 
-    def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
+    def subgroup(self, ranks: Sequence[int], key: bytes) -> MpiJob:
         """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
 
         Args:
             ranks: this rank and others, each once; equal on all of them.
-            secret: 16 bytes that they have in common.
+            key: 16 secret bytes that they have in common.
         """
         self._check_open()
         made = copy(self)
@@ -126,8 +126,8 @@ class MpiJob(Job):
         made.numbers = tuple(self.numbers[rank] for rank in ranks)
         identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))
         made._take_places(made.comm.rank, identities, hosts)
-        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % made.local_ranks[0]).digest()[:16])
-        name = hashlib.sha256(b"distopt keys " + secret).hexdigest()[:16]
+        made._ticket = Ticket(hashlib.sha256(key + b"%d" % made.local_ranks[0]).digest()[:16])
+        name = hashlib.sha256(b"distopt keys " + key).hexdigest()[:16]
         made._client = self._client.within(name, [self._client.ranks[rank] for rank in ranks])
         made._group = None
         return made

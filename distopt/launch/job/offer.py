@@ -36,10 +36,10 @@ class Offer:
     @classmethod
     def of(cls, content: bytes) -> Offer:
         """Local. The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
-        secret, port, identity, hosts = json.loads(content)
+        key, port, identity, hosts = json.loads(content)
         if network_of(identity) == network_of(host_identity()):
             hosts = ["localhost"]
-        return cls(bytes.fromhex(secret), [(host, port) for host in hosts])
+        return cls(bytes.fromhex(key), [(host, port) for host in hosts])
 
 
 def start(size: int, timeout: float, *, end_together: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
