@@ -149,7 +149,7 @@ class _Agent:
         caller = Caller(self._options, self._key, self._me.wanted, is_first=self._ranks is None)
         link: socket.socket | None = None
         while link is None and self._code is None:
-            if (link := caller.attempt(seconds)) is None:
+            if (link := caller.call_once(seconds)) is None:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:

@@ -34,7 +34,7 @@ class Caller:
         self._clock = Stopwatch(LONGEST_CALL_SECONDS)
         self._foreign_since = float("inf")  # on that clock
 
-    def attempt(self, seconds: float) -> socket.socket | None:
+    def call_once(self, seconds: float) -> socket.socket | None:
         """Local. A connection to the owner; None if it is to be called again.
 
         Args:
