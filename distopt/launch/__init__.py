@@ -21,7 +21,7 @@ others (`report`). Other ranks are connected to a server that rank 0 has started
 `distopt run --heal`, `agents.healing` decides whether all ranks start again, and `heal` starts them.
 
 It imports the errors, settings, flight records and native functions of distopt; it starts without NumPy. It never knows
-what ranks send or compute.
+what ranks send or compute. Its functions are local unless they say Collective.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Local. Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
+    """Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
     if origin.invitation is not None:
         return origin.invitation[1:]
     info = launcher()

@@ -12,7 +12,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 
 def is_own(host: str) -> bool:
-    """Local. Whether this host has the address, or the name, `host`."""
+    """Whether this host has the address, or the name, `host`."""
     with contextlib.suppress(OSError):  # the host is unknown, and the connection will report that
         for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:  # another host's
@@ -22,7 +22,7 @@ def is_own(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Local. Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
+    """Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -5,5 +5,6 @@ other's rings through /proc, so any of them can write the records of all, also o
 (`recorder`). They do when a rank fails, and when one gets SIGQUIT, in the format of PyTorch's recorder, beside Python's
 stacks. The analysis is `python -m torch.distributed.flight_recorder.fr_trace FOLDER`.
 
-Imports the errors and settings of distopt. Never knows which transport carries an operation out.
+Imports the errors and settings of distopt. Never knows which transport carries an operation out. Its functions are
+local unless they say Collective.
 """

@@ -41,7 +41,7 @@ class FlightRecord:
         self._has_failed = False
 
     def offer(self) -> dict[str, Any]:
-        """Local. This process's ring, made at first use, for `open_group` of other ranks, or `add` of a supervisor."""
+        """This process's ring, made at first use, for `open_group` of other ranks, or `add` of a supervisor."""
         settings = Settings.from_env()
         if self._mine is None and settings.flight_records and not self._has_failed:
             with self._telling("there is no flight record"):
@@ -54,7 +54,7 @@ class FlightRecord:
     def open_group(
         self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[dict[str, Any]] = ()
     ) -> GroupRecord | None:
-        """Local. Record the operations of a group; None without a record.
+        """Record the operations of a group; None without a record.
 
         Args:
             name: equal on all ranks, which make groups of one name in the same order.
@@ -76,7 +76,7 @@ class FlightRecord:
         return GroupRecord(ring, index, own, ranks, rank)
 
     def add(self, about: Sequence[Any] | None) -> Ring | None:
-        """Local. Open the ring of another process of this host, as `offer` describes it, where that is possible."""
+        """Open the ring of another process of this host, as `offer` describes it, where that is possible."""
         if about is not None and about[1] != os.getpid():
             with contextlib.suppress(OSError, ValueError):  # it has ended, or is in another container
                 self._rings[about[3]] = ring = Ring(*about)
@@ -85,16 +85,16 @@ class FlightRecord:
 
     @property
     def progress(self) -> memoryview | None:
-        """Local. See `Ring.progress`, of this process; None before `offer` and without a record."""
+        """See `Ring.progress`, of this process; None before `offer` and without a record."""
         return None if self._mine is None else self._mine.progress
 
     def forget(self) -> None:
-        """Local. Forget the rings of other processes."""
+        """Forget the rings of other processes."""
         self._rings.clear()
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def write(self, reason: str, error: BaseException | None = None) -> str:
-        """Local. Write the record of this rank, and of each rank of its host that has not written its own.
+        """Write the record of this rank, and of each rank of its host that has not written its own.
 
         Args:
             reason: why, in a line.
@@ -143,7 +143,7 @@ class FlightRecord:
 
     # -- when --------------------------------------------------------------------------------------------------------
     def failed(self, error: BaseException) -> None:
-        """Local. An exception ends this process; one that the script catches leaves no record."""
+        """An exception ends this process; one that the script catches leaves no record."""
         usage = isinstance(error, DistoptError) and error.exit_code == UsageError.exit_code
         if isinstance(error, Exception) and not usage:
             self._write_and_say(f"{type(error).__name__}: {error}", error)
@@ -173,7 +173,7 @@ class FlightRecord:
 
 
 def _ignore() -> None:
-    """Local. Python is about to restore the signal's default action, by which a request of another rank would kill."""
+    """Python is about to restore the signal's default action, by which a request of another rank would kill."""
     faulthandler.unregister(signal.SIGQUIT)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
@@ -186,7 +186,7 @@ def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Local. Write a file that is whole at any moment, though several processes write it and may be killed."""
+    """Write a file that is whole at any moment, though several processes write it and may be killed."""
     part = path.with_name(f"{os.getpid()}.part")
     part.write_bytes(content)
     part.replace(path)

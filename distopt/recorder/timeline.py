@@ -95,7 +95,7 @@ class Timeline:
             atexit.register(self._flush)
 
     def phase(self, name: str) -> None:
-        """Local. The training step enters this phase, and leaves the one before; "" is none."""
+        """The training step enters this phase, and leaves the one before; "" is none."""
         if self.is_on:
             now = _now()
             if self.phase_now:
@@ -105,7 +105,7 @@ class Timeline:
                 self._count(STEPS, 1)
 
     def span(self, name: str, track: str = "", *, waits: bool = False) -> AbstractContextManager[None]:
-        """Local. A context for what is shown as one bar, in a line of its own where a track is named.
+        """A context for what is shown as one bar, in a line of its own where a track is named.
 
         Args:
             name: of the bar.
@@ -130,7 +130,7 @@ class Timeline:
             self.add(name, began, ended, track)
 
     def begin_wait(self) -> float:
-        """Local. This rank begins to wait for others, which `add("wait", ...)` ends; the time, as `add` takes it."""
+        """This rank begins to wait for others, which `add("wait", ...)` ends; the time, as `add` takes it."""
         now = _now()
         if self._progress is not None:
             self._progress[WAITS_SINCE] = int(now * 1e9)
@@ -142,7 +142,7 @@ class Timeline:
             self._progress[WAITS_SINCE] = 0
 
     def trained_on(self, inputs: Iterable[Any]) -> None:
-        """Local. A training step computes on these inputs; the rows of the first array among them are its samples."""
+        """A training step computes on these inputs; the rows of the first array among them are its samples."""
         if self._progress is not None:
             self._count(SAMPLES, next((each.shape[0] for each in inputs if getattr(each, "shape", ())), 0))
 
@@ -151,7 +151,7 @@ class Timeline:
             self._progress[word] += more
 
     def add(self, name: str, began: float, ended: float, track: str = "", **details: object) -> None:
-        """Local. Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
+        """Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
         if name == "wait":
             self._end_wait(began, ended)
         if self._file is None:

@@ -120,7 +120,7 @@ class _Agent:
         return self._code
 
     def close(self) -> None:
-        """Local. Kill ranks that still run, and write the output that waits for a reader."""
+        """Kill ranks that still run, and write the output that waits for a reader."""
         for part in (self._ranks, self._warm, self._owner):
             if part is not None:
                 part.close()

@@ -102,11 +102,11 @@ class Owner(KeyGate):
 
     # -- reports of agents -----------------------------------------------------------------------------------------
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Act on a report of the agent of this process."""
+        """Act on a report of the agent of this process."""
         self.hear(self._own, message)
 
     def hear(self, node: Node, message: dict[str, Any]) -> None:
-        """Local. Act on a report of an agent."""
+        """Act on a report of an agent."""
         say = message["say"]
         node.heard = Stopwatch()
         if say == "beat":
@@ -181,7 +181,7 @@ class Owner(KeyGate):
                 self._end_link(link)
 
     def check_times(self) -> None:
-        """Local. Act on timeouts."""
+        """Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension
         if self._phase is Phase.GATHERING:

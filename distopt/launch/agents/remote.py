@@ -35,7 +35,7 @@ class Caller:
         self._foreign_since = float("inf")  # on that clock
 
     def call_once(self, seconds: float) -> socket.socket | None:
-        """Local. A connection to the owner; None if it is to be called again.
+        """A connection to the owner; None if it is to be called again.
 
         Args:
             seconds: how long the connection may take.
@@ -102,11 +102,11 @@ class RemoteOwner:
         self._selector.register(link, selectors.EVENT_READ, self._read)
 
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Send the owner a report of this agent; see `distopt.launch.agents.owner`."""
+        """Send the owner a report of this agent; see `distopt.launch.agents.owner`."""
         say(self._link, json.dumps(message))
 
     def close(self) -> None:
-        """Local. Close the connection; idempotent."""
+        """Close the connection; idempotent."""
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
             self._link.close()

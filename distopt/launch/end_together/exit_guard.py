@@ -53,10 +53,10 @@ class Closable(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Local. Whether it has been closed."""
+        """Whether it has been closed."""
 
     def close(self) -> None:
-        """Local. Release it; the other ranks' operations then fail."""
+        """Release it; the other ranks' operations then fail."""
 
 
 class ExitGuard:
@@ -82,7 +82,7 @@ class ExitGuard:
         self._pid = 0
 
     def arm(self, mpi: ModuleType) -> None:
-        """Local. From now on, leaving early ends the job."""
+        """From now on, leaving early ends the job."""
         if self._mpi is None:
             self._mpi, self._pid, self._rank = mpi, os.getpid(), mpi.COMM_WORLD.rank
             # MPI_Finalize, which the script may call, begins with the attributes of COMM_SELF.
@@ -99,19 +99,19 @@ class ExitGuard:
             end_with_parent(launched=True)
 
     def joined(self, job: object) -> None:
-        """Local. This process has joined a job, which it may not leave early."""
+        """This process has joined a job, which it may not leave early."""
         self._jobs.add(id(job))
         self._left = False
 
     def closed(self, job: object) -> None:
-        """Local. This process has closed a job. After the last one, it may end early."""
+        """This process has closed a job. After the last one, it may end early."""
         if id(job) in self._jobs:
             self._jobs.remove(id(job))
             self._left = not self._jobs
 
     @property
     def armed(self) -> bool:
-        """Local. Whether leaving early ends the job."""
+        """Whether leaving early ends the job."""
         return self._mpi is not None
 
     @property
@@ -187,7 +187,7 @@ class ExitGuard:
         return f"rank {self._rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
 
     def abort(self, code: int) -> None:
-        """Local. End all ranks of the launcher's job."""
+        """End all ranks of the launcher's job."""
         for stream in (sys.stdout, sys.stderr):
             _try(stream.flush)
         time.sleep(mpi_quirks.FORWARD_SECONDS)
@@ -208,7 +208,7 @@ def _try(use: Callable[[], object]) -> None:
 
 
 def finalize_at_exit(mpi: Any) -> None:
-    """Local. Call MPI_Finalize when the interpreter of this process ends.
+    """Call MPI_Finalize when the interpreter of this process ends.
 
     mpi4py would also call it in a forked child, where it breaks the connections of the rank.
     """
@@ -221,13 +221,13 @@ def _finalize(mpi: Any, pid: int) -> None:
 
 
 def close_at_exit(communicator: Closable) -> None:
-    """Local. Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
+    """Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
     if guard.armed:
         guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
 
 
 def after_closing(farewell: Callable[[], object]) -> None:
-    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
+    """Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
     guard.farewells.append(farewell)
 
 

@@ -54,7 +54,7 @@ def _leave_servers() -> None:
 def start_server(
     listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, end_together: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Local. Start the server of a job of `size` ranks, as rank 0.
+    """Start the server of a job of `size` ranks, as rank 0.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -93,7 +93,7 @@ def reach(
     timeout: float,
     source: str,
 ) -> socket.socket:
-    """Local. A connection to the server of a job, which may listen at one of several addresses.
+    """A connection to the server of a job, which may listen at one of several addresses.
 
     Args:
         addresses: hosts and ports.
@@ -181,11 +181,11 @@ class Lifeline:
         os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
 
     def fileno(self) -> int:
-        """Local. The connection's descriptor, which becomes readable when the job fails."""
+        """The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
     def client_link(self, timeout: float) -> socket.socket | None:
-        """Local. A connection of this rank for the server's values; None if it has had one before.
+        """A connection of this rank for the server's values; None if it has had one before.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -194,7 +194,7 @@ class Lifeline:
         return None if before else self._connect(FOR_KEYS, timeout)
 
     def end_with_others(self, abort: Callable[[int], object] = os._exit) -> None:
-        """Local. From now on, end this process as soon as another rank fails or ends before it has left.
+        """From now on, end this process as soon as another rank fails or ends before it has left.
 
         Args:
             abort: called with the exit code if a host cannot be reached, so that its launcher does not wait for it.
@@ -204,16 +204,16 @@ class Lifeline:
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
     def leave(self) -> None:
-        """Local. This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
+        """This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
         self._left = True
         say(self._link, "left")
 
     def end_others(self, code: int) -> None:
-        """Local. End the other ranks with this exit code, after this rank has reported its failure."""
+        """End the other ranks with this exit code, after this rank has reported its failure."""
         say(self._link, f"end {code}")
 
     def close(self) -> None:
-        """Local. Hang up."""
+        """Hang up."""
         self._link.close()
 
     # -- connection ------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Server(KeyGate):
         self._ended = False
 
     def run(self) -> None:
-        """Local. Serve; return at the end of the job, with all connections closed."""
+        """Serve; return at the end of the job, with all connections closed."""
         try:
             self._run()
         finally:

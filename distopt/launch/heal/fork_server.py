@@ -104,7 +104,7 @@ class ForkServer:
         self._selector.register(self._link, selectors.EVENT_READ, self._hear)
 
     def complete(self, modules: Sequence[str]) -> None:
-        """Local. Import these modules, too, in this order, and be ready; failing imports are left out.
+        """Import these modules, too, in this order, and be ready; failing imports are left out.
 
         Args:
             modules: names of what a rank has imported; none if the ranks start again before one has reported them.
@@ -114,7 +114,7 @@ class ForkServer:
             _send(self._link, list(modules), ())
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Local. Have a spare become a rank.
+        """Have a spare become a rank.
 
         Args:
             order: `program`, the words that start it, and `env`.
@@ -134,7 +134,7 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
-        """Local. End the process; idempotent."""
+        """End the process; idempotent."""
         self.ready, self.ended, self.is_importing = False, True, False
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)

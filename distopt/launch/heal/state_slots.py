@@ -18,7 +18,7 @@ HEADER = struct.Struct("<QQQ")
 
 
 def state_slots_in(env: Mapping[str, str]) -> list[int]:
-    """Local. The descriptors that the variable names; none if it is not set."""
+    """The descriptors that the variable names; none if it is not set."""
     return [int(fd) for fd in env.get(VARIABLE, "").split()]
 
 
@@ -39,18 +39,18 @@ class StateSlots:
 
     @property
     def variable(self) -> dict[str, str]:
-        """Local. The environment variable that names the slots to the ranks."""
+        """The environment variable that names the slots to the ranks."""
         return {VARIABLE: " ".join(map(str, self.fds))}
 
     @property
     def steps(self) -> list[int]:
-        """Local. The newest step that each rank has done, its states kept or not; 0: none."""
+        """The newest step that each rank has done, its states kept or not; 0: none."""
         headers = (os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0") for fd in self.fds)
         done = [step for step, _, _ in map(HEADER.unpack, headers)]
         return [max(done[at : at + self._n_slots]) for at in range(0, len(done), self._n_slots)]
 
     def close(self) -> None:
-        """Local. Give the memory back when the last rank has ended."""
+        """Give the memory back when the last rank has ended."""
         for fd in self.fds:
             os.close(fd)
         self.fds = []

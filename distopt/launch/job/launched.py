@@ -43,7 +43,7 @@ class LaunchedJob(MultiprocessJob):
             atexit.register(_leave, self._lifeline)
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent."""
+        """Leave the job; idempotent."""
         super().close()
         if self._lifeline is not None:
             self._lifeline.leave()

@@ -143,7 +143,7 @@ class MpiJob(Job):
         return HostGroup(self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence)
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
+        """Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         guard.closed(self)
         super().close()
         self._client.close()

@@ -35,7 +35,7 @@ class Offer:
 
     @classmethod
     def of(cls, content: bytes) -> Offer:
-        """Local. The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
+        """The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
         key, port, identity, hosts = json.loads(content)
         if network_of(identity) == network_of(host_identity()):
             hosts = ["localhost"]
@@ -43,7 +43,7 @@ class Offer:
 
 
 def start(size: int, timeout: float, *, end_together: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
-    """Local. Start the server, on rank 0, and describe it in a message for the others.
+    """Start the server, on rank 0, and describe it in a message for the others.
 
     Args:
         size: number of ranks.

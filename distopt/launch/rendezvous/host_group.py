@@ -101,7 +101,7 @@ class HostGroup:
         return _receive_fd(self.client) if isinstance(self.client, RemoteClient) else fd
 
     def close(self) -> None:
-        """Local. Close the connections; idempotent."""
+        """Close the connections; idempotent."""
         if self._server is not None:
             self._server.close()
         if hasattr(self, "client"):
@@ -209,7 +209,7 @@ class _Server(KeyGate):
         self.peers = self._clients
 
     def gather(self) -> list[int]:
-        """Local. The processes of all other ranks, in their order, once they have joined.
+        """The processes of all other ranks, in their order, once they have joined.
 
         Raises:
             LaunchError: a rank is missing or has ended, or two have one number or expect different sizes.
@@ -230,7 +230,7 @@ class _Server(KeyGate):
         return [link.pid for _, link in sorted(self.peers.items())]
 
     def serve(self, deadline: Deadline, waits: bool) -> bool:
-        """Local. Serve for a moment; whether all have been sent their answers.
+        """Serve for a moment; whether all have been sent their answers.
 
         Args:
             deadline: for all of it.
@@ -243,7 +243,7 @@ class _Server(KeyGate):
         return not self._unsent
 
     def close(self) -> None:
-        """Local. Close all connections; idempotent."""
+        """Close all connections; idempotent."""
         super().close()
         self._selector.close()
 

@@ -47,7 +47,7 @@ def start_mpi() -> ModuleType:
 
 
 def import_mpi() -> ModuleType:
-    """Local. `mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
+    """`mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.

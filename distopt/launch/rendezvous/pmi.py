@@ -62,7 +62,7 @@ class Member(Lifeline):
             _core.exit_after(self.server.pid, self.fileno())
 
     def environment(self) -> contextlib.AbstractContextManager[None]:
-        """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
+        """The variables that lead MPI_Init to the server; processes started later must not inherit them."""
         self._mpi.settimeout(None)
         variables = {
             "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
@@ -73,7 +73,7 @@ class Member(Lifeline):
         return environment(variables)
 
     def leave(self) -> None:
-        """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
+        """This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
         self._left = True
 
     def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
@@ -106,6 +106,6 @@ class Member(Lifeline):
 
 
 def ports(key: bytes) -> list[int]:
-    """Local. The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
+    """The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
     numbers = struct.unpack(f"!{_N_CANDIDATES}I", hashlib.sha256(b"distopt ports " + key).digest()[: 4 * _N_CANDIDATES])
     return [_FIRST_PORT + number % _N_PORTS for number in numbers]

@@ -83,13 +83,13 @@ class Program(Rank):
                 self.pid = self._process.pid
 
     def kill(self) -> None:
-        """Local. Kill the process, and the group of processes that it has started, even if it has ended itself."""
+        """Kill the process, and the group of processes that it has started, even if it has ended itself."""
         super().kill()
         with contextlib.suppress(ProcessLookupError):  # killed before it had a group, between fork and exec
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Local. See `Rank.release`; the rest of the output is passed on before."""
+        """See `Rank.release`; the rest of the output is passed on before."""
         super().release()
         self._finish()
         if self._process is not None:
