@@ -83,7 +83,7 @@ class Distopt(Library):
         self._wire: dict[tuple[str, str], Any] = {}
         self.rank = self._communicator.topology.rank
         self._world_size = world_size
-        self.about = f"distopt, over {transport}"
+        self.about = f"distopt, transport {transport}"
         if rank < 0:
             self.about += f" over {_mpi_library()}"
 
