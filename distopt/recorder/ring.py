@@ -32,8 +32,8 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
 # A ring: a head; for each group, the number of its last operation plus 1, and the endings; the records; and texts, one
 # JSON object a line. csrc/base/flight.h writes records and endings, too.
-_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
-_HEAD_BYTES, _WORD, _END, _ASKED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
+_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last requested stacks
+_HEAD_BYTES, _WORD, _END, _REQUESTED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
 # Words of the head, which `timeline` writes for `distopt run --watch`: steps and samples of training so far; ns of
 # waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
@@ -137,11 +137,11 @@ class Ring:
             self.places[key] = self.add_text({"label": key[3], "frames": [place]})
         return self.places[key]
 
-    def ask(self) -> bool:
+    def request_stacks(self) -> bool:
         """Have another process append its stacks to its file, which takes it a moment; False if it has ended."""
         with contextlib.suppress(OSError):  # it has ended, and another process may have its number
             if os.path.samestat(self._path.stat(), self._file):
-                _WORD.pack_into(self.memory, _ASKED, _now())
+                _WORD.pack_into(self.memory, _REQUESTED, _now())
                 os.kill(self.about[1], signal.SIGQUIT)
                 return True
         return False
@@ -287,11 +287,11 @@ class GroupRecord:
         """The number of the operation noted last; -1 before the first."""
         return self._last[0] - 1
 
-    def end(self, number: int) -> None:
+    def note_end(self, number: int) -> None:
         """Note that an operation has ended, where csrc does not."""
         _PAIR.pack_into(self._ring.memory, self._ring.ending_at(self._index, number), _now(), number + 1)
 
-    def ended(self, number: int, before: float) -> float:
-        """When an operation ended, if known, but not after `before`; in seconds of the monotonic clock."""
+    def end_time(self, number: int, latest: float) -> float:
+        """When an operation ended, in seconds of the monotonic clock; `latest` if that is unknown or later."""
         at, which = self._ring.ending(self._index, number)
-        return min(at / 1e9, before) if which == number + 1 else before
+        return min(at / 1e9, latest) if which == number + 1 else latest
