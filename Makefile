@@ -63,7 +63,7 @@ model:
 litmus:
 	$(PYTHON) -m tests.model.litmus
 
-# Faults of every kind under every backend, at random moments, then what remains of many jobs and collectives; see
+# Faults of every kind, for every way to start ranks, at random moments, then what remains of many jobs and collectives; see
 # docs/guide/faults.md; then jobs that heal. 25 minutes on two cores. Two hosts need root.
 TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
@@ -78,7 +78,7 @@ one-hash: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.one_hash --nets $(NETS)
 	$(BIN)/python -m tests.faults.elastic --hosts $$([ $$(id -u) -ne 0 ] && echo 1 || echo 2)
 
-# Faults planted in a copy of the sources, one after the other, and whether the tests of their rooms notice: an hour or two.
+# Faults planted in a copy of the sources, one after the other, and whether the tests of their folders notice: an hour or two.
 # The same faults before and after a refactoring: make mutants MUTANTS="--list FILE".
 MUTANTS ?= --count 60 --seed 1
 mutants: $(VENV)/.with-$(TEST_EXTRAS),oracle

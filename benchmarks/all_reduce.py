@@ -29,13 +29,13 @@ from .options import byte_size, byte_sizes, names_of
 from .output import heading, machine, write_json
 from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
-from .peers.ranks.transports import COLLECTIVES
+from .peers.ranks.libraries import COLLECTIVES
 
 _PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
 _PAGE = 4096
 # The array whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
-_BACKENDS = [name for name in TRANSPORTS if name != "single"]
+_TRANSPORTS = [name for name in TRANSPORTS if name != "single"]
 _BATCH_SECONDS = 1e-3  # duration of the calls that are timed together
 _HEADER = (
     f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<13}{'buffers':<10}"
@@ -127,8 +127,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=byte_sizes, metavar="SIZES", help="as 4K,1M; instead of -b, -e and -f")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
-    backends = ",".join(_BACKENDS)
-    parser.add_argument("--backend", type=names_of(_BACKENDS), help=f"of {backends} (shm; between hosts mpi)")
+    transports = ",".join(_TRANSPORTS)
+    parser.add_argument("--transport", type=names_of(_TRANSPORTS), help=f"of {transports} (shm; between hosts mpi)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
 
@@ -160,8 +160,8 @@ def run(args: argparse.Namespace) -> int:
     item_bytes = storage_of(args.dtype).itemsize
     facts = machine()
     with ExitStack() as stack:
-        args.backend = args.backend or ["mpi" if is_far(args) else "shm"]
-        site = site_of(args, args.backend, stack)
+        args.transport = args.transport or ["mpi" if is_far(args) else "shm"]
+        site = site_of(args, args.transport, stack)
         args.np = site.world_size
         sizes = _sizes(args, item_bytes)
         lineup = stack.enter_context(Lineup())
@@ -199,8 +199,8 @@ def _sizes(args: argparse.Namespace, item_bytes: int) -> list[int]:
 
 
 def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: int) -> None:
-    for backend in args.backend:
-        lineup.add(backend, partial(distopt_crew, "all_reduce", site, backend))
+    for transport in args.transport:
+        lineup.add(transport, partial(distopt_crew, "all_reduce", site, transport))
     for peer in args.peers:
         if peer in ("gloo", "torch"):
             group = "distopt" if peer == "torch" else peer

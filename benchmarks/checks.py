@@ -51,9 +51,9 @@ def measure_new(_rank: int, _world_size: int, rounds: int) -> None:
     measure("shm", rounds)
 
 
-def measure(backend: str, rounds: int) -> None:
+def measure(transport: str, rounds: int) -> None:
     """Collective. Rank 0 prints."""
-    communicator = comm.create(launch.join(), os.environ.get("DISTOPT_TRANSPORT", backend))
+    communicator = comm.create(launch.join(), os.environ.get("DISTOPT_TRANSPORT", transport))
     topology = communicator.topology
     optimizer = opt.DistOpt(sgd(), communicator=communicator)
     model, x, y = compiled(optimizer, 64)

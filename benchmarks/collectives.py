@@ -28,7 +28,7 @@ from .__main__ import main
 from .models import PARAMETERS
 from .options import byte_sizes, names_of
 from .output import ROOT, put, write_json
-from .peers.ranks.transports import COLLECTIVES
+from .peers.ranks.libraries import COLLECTIVES
 
 # Bits per second; what the unshaped link carries is about that of the first.
 RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
@@ -91,7 +91,7 @@ def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
         result = Path(folder) / "result.json"
         command = ["all-reduce", "--json", str(result), *options]
         command += ["--collective", table.collective, "--emulate", table.ranks, "--sizes", ",".join(map(str, sizes))]
-        command += ["--backend", ",".join(TRANSPORTS[table.ranks])]
+        command += ["--transport", ",".join(TRANSPORTS[table.ranks])]
         command += [] if table.rate == "unshaped" else ["--rate", table.rate]
         code = main(command)
         if not result.exists():
@@ -100,9 +100,9 @@ def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
     wrong = [f"{row['who']} at {row['size_bytes']} bytes" for row in report["rows"] if row["wrong"]]
     if wrong:
         raise DistoptError(f"{table.title}: wrong results of {', '.join(wrong)}")
-    for backend in TRANSPORTS[table.ranks]:
-        if backend in report["missing"]:
-            raise DistoptError(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
+    for transport in TRANSPORTS[table.ranks]:
+        if transport in report["missing"]:
+            raise DistoptError(f"{table.title}: {transport} was not measured: {report['missing'][transport]}")
     return report
 
 
@@ -145,7 +145,7 @@ def markdown(table: Table, result: dict) -> str:
     own = own_peer(result)
     ours, rivals = TRANSPORTS[table.ranks], [own, "gloo"]
     peers = [own, *(peer for peer in PEERS if peer != own)]
-    ratios = [f"{PEERS[own]} or Gloo / {backend}" for backend in ours]
+    ratios = [f"{PEERS[own]} or Gloo / {transport}" for transport in ours]
     head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
     rows = []
     for size in sorted({row[0] for row in result["rows"]}):

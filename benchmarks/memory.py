@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    args.backend = "shm"
+    args.transport = "shm"
     ends = {FIRST_STEPS + (args.steps - FIRST_STEPS) * i // SAMPLES for i in range(SAMPLES + 1)}
     for name in [args.only] if args.only else PEERS:
         with Lineup() as lineup:

@@ -160,9 +160,9 @@ def step(model: str, site: Site, args: argparse.Namespace) -> Result:
     return _added(found, NOTHING, args)
 
 
-def sharded_step(site: Site, args: argparse.Namespace) -> Result:
+def fsdp2_step(site: Site, args: argparse.Namespace) -> Result:
     """The time that communication adds to a step of FSDP2, relative to Gloo's."""
-    found = _steps([FAKE, GLOO, DISTOPT], {"model": "mlp", "sharded": True, **MODELS["mlp"][1]}, site, args)
+    found = _steps([FAKE, GLOO, DISTOPT], {"model": "mlp", "fsdp2": True, **MODELS["mlp"][1]}, site, args)
     return _added(found, FAKE, args)
 
 
@@ -245,7 +245,7 @@ ROWS = {
         name: Row(f"added to a DDP step: {MODELS[name][0]}", 0, **at_most(0.15), measure=partial(step, name))
         for name in ("resnet18", "mlp")
     },
-    "fsdp2": Row(f"added to an FSDP2 step: {MODELS['mlp'][0]}", 0, **at_most(0.3), measure=sharded_step),
+    "fsdp2": Row(f"added to an FSDP2 step: {MODELS['mlp'][0]}", 0, **at_most(0.3), measure=fsdp2_step),
     **{
         f"tokens-{hidden}": Row(
             f"a token, tensor-parallel, hidden {hidden:,}", 0, **at_least_as(1), measure=partial(tokens, hidden)

@@ -35,8 +35,8 @@ MODELS = {
     "resnet18": ("ResNet-18 at 64 x 64, batch 8", {"batch_size": 8, "image_size": 64}),
     "mlp": ("MLP of 25 M, batch 16", {"batch_size": 16}),
 }
-SUMS, SHARDED, DIVIDED = "all-reduce", "fsdp2", "tensor-parallel"
-PARTS = (SUMS, *MODELS, SHARDED, DIVIDED)
+SUMS, FSDP2, DIVIDED = "all-reduce", "fsdp2", "tensor-parallel"
+PARTS = (SUMS, *MODELS, FSDP2, DIVIDED)
 HIDDEN, LAYERS = (512, 1024, 2048), 24  # of the network of tensor-parallel inference
 NOTHING, WAITING, FAKE, GLOO, DISTOPT, BUCKET = "nothing", "waiting", "fake", "gloo", "distopt", "bucket"
 CANDIDATES = {
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         site = site_of(args, [], stack)
         print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")
         print(f"# {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
-        parts = ((measure_sums, {SUMS}), (measure_steps, {*MODELS}), (measure_sharded, {SHARDED}))
+        parts = ((measure_sums, {SUMS}), (measure_steps, {*MODELS}), (measure_fsdp2, {FSDP2}))
         for measure, names in (*parts, (measure_tokens, {DIVIDED})):
             if names & {*args.only}:
                 wrong += measure(args, site, answers)
@@ -121,11 +121,11 @@ def measure_steps(args: argparse.Namespace, site: Site, answers: dict[str, Answe
     return wrong
 
 
-def measure_sharded(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
+def measure_fsdp2(args: argparse.Namespace, site: Site, answers: dict[str, Answers]) -> list[str]:
     """As `measure_sums`, of FSDP2's steps."""
     described, options = MODELS["mlp"]
-    options = {"model": "mlp", "sharded": True, **options}
-    found = answers[SHARDED] = steps_of([FAKE, GLOO, DISTOPT], site, options, args)
+    options = {"model": "mlp", "fsdp2": True, **options}
+    found = answers[FSDP2] = steps_of([FAKE, GLOO, DISTOPT], site, options, args)
     bare, gloo, ours = (of_rounds(found[name]) for name in (FAKE, GLOO, DISTOPT))
     ratio = median(one / other for one, other in zip(ours, gloo, strict=True))
     print_head("FSDP2", "none (ms)", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")

@@ -81,8 +81,8 @@ class Row:
         """Its ranks."""
         if self.who.startswith(NN):
             far = isinstance(self.site, (EmulatedSite, ListedSite))
-            backend = "single" if self.ranks == 1 else "hierarchical" if far else "shm"
-            crew, setup = distopt_crew("train", self.site, backend)
+            transport = "single" if self.ranks == 1 else "hierarchical" if far else "shm"
+            crew, setup = distopt_crew("train", self.site, transport)
             if codec := CODECS.get(self.who.removeprefix(f"{NN}, ")):
                 setup["codec"] = codec
         else:

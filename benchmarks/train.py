@@ -110,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_places(parser, at_least(1))
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
-    parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], help="(shm; between hosts mpi)")
+    parser.add_argument("--transport", choices=["shm", "mpi", "hierarchical"], help="(shm; between hosts mpi)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--apart", action="store_true", help="also run N one-rank jobs that do not communicate")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
@@ -123,9 +123,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and its ranks agreed on the parameters."""
     results: dict[str, Result] = {}
     facts = machine()
-    args.backend = args.backend or ("mpi" if is_far(args) else "shm")
+    args.transport = args.transport or ("mpi" if is_far(args) else "shm")
     with ExitStack() as stack:
-        site = site_of(args, [args.backend], stack)
+        site = site_of(args, [args.transport], stack)
         args.np = site.world_size
         lineup = stack.enter_context(Lineup())
         for who in ("distopt", *([_APART] if args.apart else []), *args.peers):
@@ -157,7 +157,7 @@ def crew_of(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup
         crew, setup = distopt_crew("train", site, "single")
         setup["jobs"] = site.world_size
     elif who == "distopt":
-        crew, setup = distopt_crew("train", site, args.backend if site.world_size > 1 else "single")
+        crew, setup = distopt_crew("train", site, args.transport if site.world_size > 1 else "single")
     else:
         crew, setup = torch_crew("train", site, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
         setup |= _PEERS[who]

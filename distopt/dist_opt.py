@@ -324,12 +324,12 @@ class DistOpt:
         return shards.walk(batch, self._engine.statistics, get_default_device().seeded)
 
     @property
-    def watch_statistics(self) -> Callable[..., RunningStatistics] | None:
+    def add_statistics(self) -> Callable[..., RunningStatistics] | None:
         """Local. For layers with running statistics: takes them into steps in shards; None without shards."""
         shards = self._engine.shards
         if shards is None:
             return None
-        return lambda owner, arrays, momentum: shards.watch(owner, RunningStatistics(arrays, momentum))
+        return lambda owner, arrays, momentum: shards.add_statistics(owner, RunningStatistics(arrays, momentum))
 
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ.

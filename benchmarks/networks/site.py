@@ -146,8 +146,8 @@ def is_far(args: argparse.Namespace) -> bool:
     return args.emulate is not None or args.hosts is not None
 
 
-def site_of(args: argparse.Namespace, backends: Sequence[str], stack: ExitStack) -> Site:
-    """Where the ranks run, which are to use `backends`.
+def site_of(args: argparse.Namespace, transports: Sequence[str], stack: ExitStack) -> Site:
+    """Where the ranks run, which are to use `transports`.
 
     Raises:
         UsageError: options contradict each other.
@@ -159,8 +159,8 @@ def site_of(args: argparse.Namespace, backends: Sequence[str], stack: ExitStack)
         raise UsageError(f"{' and '.join(places)} contradict each other; give one of them")
     if args.rate is not None and args.emulate is None:
         raise UsageError("--rate is that of the link between emulated hosts; add --emulate 2x1")
-    if is_far(args) and (local := [name for name in backends if name not in BETWEEN_HOSTS]):
-        raise UsageError(f"--backend {local[0]} does not reach another host; choose {' or '.join(BETWEEN_HOSTS)}")
+    if is_far(args) and (local := [name for name in transports if name not in BETWEEN_HOSTS]):
+        raise UsageError(f"--transport {local[0]} does not reach another host; choose {' or '.join(BETWEEN_HOSTS)}")
     if args.hosts is not None:
         return ListedSite(args.hosts)
     if args.emulate is None:

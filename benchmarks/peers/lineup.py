@@ -105,14 +105,14 @@ class Lineup(ExitStack):
             print(f"# not measured: {name}: {reason}")
 
 
-def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
-    """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
+def distopt_crew(module: str, site: Site, transport: str) -> tuple[Crew, Setup]:
+    """Ranks of distopt: children of this process, or started by mpiexec if the transport needs MPI.
 
     Raises:
         MissingDependencyError: mpiexec is missing.
     """
-    launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
-    setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
+    launcher = _own_launcher(site) if transport in BETWEEN_HOSTS else []
+    setup = {"library": "distopt", "transport": transport, "secret": secrets.token_hex(16)}
     return Crew(module, rank_command(), site, launcher, _as_root()), setup
 
 

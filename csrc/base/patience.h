@@ -40,8 +40,8 @@ constexpr int brief_polls = 128;
 constexpr double slice_seconds = 0.05;
 // Its longest sleep in a collective while its own messages are in progress.
 constexpr double helping_seconds = 1e-3;
-// Time between two looks at its peers, of a rank that nothing wakes.
-constexpr std::chrono::milliseconds look_period{20};
+// Time between two checks of its peers, by a rank that nothing wakes.
+constexpr std::chrono::milliseconds check_period{20};
 // At first, a rank that nothing wakes yields its core after each look: a sleep in the middle of a transfer would leave
 // the network idle. Then sleeps grow while nothing moves: a late peer costs no processor time.
 constexpr double yield_seconds = 0.01;
@@ -89,7 +89,7 @@ class Patience {
   // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
   // is called with a text, once, and `fail` with ErrorFields at the end.
   template <typename Tell, typename Warn, typename Fail>
-  void look(double waited, Tell tell, Warn warn, Fail fail) {
+  void check(double waited, Tell tell, Warn warn, Fail fail) {
     if (waited >= limits_.timeout_seconds)
       fail(stalled(tell()));
     else if (waited >= limits_.warning_seconds && !std::exchange(warned_, true))

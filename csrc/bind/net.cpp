@@ -155,9 +155,9 @@ void fail(NetCommunicator& communicator, const std::string& kind, std::string fa
 using Late = std::pair<std::string, std::vector<ProcessFields>>;
 
 // `tell` gives the wait in words, and the processes that have not arrived.
-void look(NetCommunicator& communicator, Patience& patience, double waited, nb::typed<nb::callable, Late()> tell,
-          Warn warn) {
-  patience.look(
+void check_patience(NetCommunicator& communicator, Patience& patience, double waited,
+                    nb::typed<nb::callable, Late()> tell, Warn warn) {
+  patience.check(
       waited,
       [&]() -> Waiting {
         const auto [text, late] = nb::cast<Late>(tell());
@@ -176,7 +176,7 @@ void bind_net(nb::module_& m) {
            [](Patience* made, double timeout, double warning) { new (made) Patience(Limits{timeout, warning}); });
   m.attr("yield_seconds") = yield_seconds;
   m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<WithoutGil>(),
-        "Yield the core or sleep between two looks, nothing having moved for that long.");
+        "Yield the core or sleep between two polls, nothing having moved for that long.");
   nb::class_<NetCollective>(m, "NetCollective", "A collective over MPI.")
       .def_prop_ro("sequence", &NetCollective::sequence)
       .def_prop_ro("unheard", &NetCollective::unheard, "Ranks that are not known to have begun it.")
@@ -239,7 +239,7 @@ void bind_net(nb::module_& m) {
            "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "
            "it has ended.")
       .def_prop_ro("quiet_seconds", &NetCommunicator::quiet_seconds, "For how long nothing has moved.")
-      .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
+      .def("check_patience", &check_patience, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
            "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")

@@ -74,7 +74,7 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
     throw CommunicatorError(
         ErrorKind::memory,
         std::string("neither memfd_create nor /dev/shm gives shared memory (") + std::strerror(errno) + ")",
-        "allow one of them, or use the MPI communicator");
+        "allow one of them, or choose transport mpi");
   File file(fd);
   ::fchmod(fd, 0600);  // a memfd is open to all who can reach it through /proc
   const std::size_t bytes = control_bytes(world_size, chunk_bytes);

@@ -116,7 +116,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::connect(const NcclApi& api, 
     return result;
   };
   std::thread([made] { made->call_nccl(); }).detach();
-  made->watcher_ = std::thread([made] { made->watch(); });
+  made->detector_ = std::thread([made] { made->detect_failures(); });
   try {
     made->launch(std::make_shared<NcclCollective>(0, "ncclCommInitRankConfig", join));
   } catch (...) {
@@ -177,12 +177,12 @@ void NcclCommunicator::launch(const Work& collective) {
 
 bool NcclCommunicator::await(const std::function<bool()>& reached, double seconds) {
   fork_guard_.require(board_->peers().me());
-  const double period = std::chrono::duration<double>(look_period).count();
+  const double period = std::chrono::duration<double>(check_period).count();
   double looked = 0.0;
-  for (Stopwatch watch;;) {
+  for (Stopwatch stopwatch;;) {
     const bool there = reached();
     check_failure();  // afterwards: it is recorded before an abort lets a collective "finish"
-    const double waited = watch.seconds();
+    const double waited = stopwatch.seconds();
     if (there || waited > seconds) return there;
     pause(waited);
     if (waited - looked < period) continue;

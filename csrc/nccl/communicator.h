@@ -6,8 +6,8 @@
 //
 // Every collective waits, on the device, for the work on the caller's stream when it was started; `join` makes the
 // caller's stream wait for its result. The host waits in `wait`, and in `start` for the launch and where it is far
-// ahead of the device. A second thread watches: errors of NCCL, peers that end, and time-outs make the first one abort
-// the communicator, so that no rank waits forever on the device.
+// ahead of the device. A second thread, the detector, notices failures: errors of NCCL, peers that end, and
+// time-outs make the first one abort the communicator, so that no rank waits forever on the device.
 #pragma once
 
 #include <atomic>
@@ -58,7 +58,7 @@ class NcclCollective {
   Event finished;                     // the result, on the collective stream, once `launched`
   std::atomic<bool> launched{false};  // by the calling thread
 
-  // Of the watching thread: since the data were there, and since a peer left.
+  // Of the detector thread: since the data were there, and since a peer left.
   struct Waits {
     Waits(const Limits& limits, const char* lacking) : patience(limits, lacking) {}
     Stopwatch since{};
@@ -116,9 +116,9 @@ class NcclCommunicator {
   void call_nccl();
   void call(NcclCollective& collective);
 
-  // The watching thread.
-  void watch();
-  void look_after_oldest();
+  // The detector thread.
+  void detect_failures();
+  void check_oldest();
   // Fails if a rank of this host has failed, or has ended without starting `sequence`. Returns a rank that has ended.
   std::optional<int> check_host(std::uint64_t sequence, const std::string& text);
   ErrorFields left(int rank, const std::string& text) const;
@@ -144,7 +144,7 @@ class NcclCommunicator {
   cuda::Context* const context_;  // of the device, in which all handles are
   const std::shared_ptr<Board> board_;
   const Limits limits_;
-  Hooks hooks_;  // the warning is the watching thread's, until close()
+  Hooks hooks_;  // the warning is the detector's, until close()
   const ForkGuard fork_guard_;
   const Stream stream_;
 
@@ -160,8 +160,8 @@ class NcclCommunicator {
   bool closed_ = false, orderly_ = false;
   bool ended_ = false;  // the calling thread has ended the communicator of NCCL
 
-  std::thread watcher_;
-  std::future<void> warning_;  // of the watching thread
+  std::thread detector_;
+  std::future<void> warning_;  // of the detector
 };
 
 }  // namespace distopt

@@ -69,7 +69,7 @@ bool Flow::advance() {
   if (!std::exchange(admitted_, true)) admit();
   bool complete = true;
   for (std::vector<PieceTransfer>* transfers : {&to_, &from_, &shared_, &collected_})
-    for (PieceTransfer& transfer : *transfers) complete = transfer.look() && complete;
+    for (PieceTransfer& transfer : *transfers) complete = transfer.poll() && complete;
   while (ready_ < ready_chunks_ && has_arrived(ready_)) {
     if (plan_.reduction) reduce(ready_);
     ++ready_;

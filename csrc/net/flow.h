@@ -72,7 +72,7 @@ class Flow {
 
     bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
     // Notes which requests have ended; returns whether all have.
-    bool look() {
+    bool poll() {
       while (ended < started && done[ended]) ++ended;
       return ended == chunks;
     }

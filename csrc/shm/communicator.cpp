@@ -67,23 +67,23 @@ void ShmCommunicator::fail(const ErrorFields& failure) {
 
 template <typename Condition>
 void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
-  std::optional<Stopwatch> watch;
+  std::optional<Stopwatch> stopwatch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
     advance();
     if (condition()) return;
     raise_recorded_failure();
     if (peers_.spin(blocker_)) continue;
-    if (!watch) watch.emplace();
+    if (!stopwatch) stopwatch.emplace();
     peers_.show_life();
-    const double left = timeout_seconds - watch->seconds();
+    const double left = timeout_seconds - stopwatch->seconds();
     const double slice = messages_.help() ? helping_seconds : slice_seconds;
     if (peers_.sleep(blocker_, std::min(slice, std::max(left, 1e-6)))) continue;
     turn_.apart(hooks_.check_signals);  // it may run a signal handler that closes this communicator
     require_open();
     advance();
     if (condition()) return;
-    check_peers(watch->seconds(), patience);
+    check_peers(stopwatch->seconds(), patience);
   }
 }
 
@@ -98,7 +98,7 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
   }
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
-  patience.look(
+  patience.check(
       waited,
       [&] {
         const std::vector<int> late = peers_.silent(absent, waited);
@@ -134,7 +134,7 @@ void ShmCommunicator::enqueue(std::shared_ptr<ShmCollective> collective) {
   if (collective->arguments().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
-                                                  " ranks on one host; choose the mpi communicator");
+                                                  " ranks on one host; choose transport mpi");
   collective->begin(++started_);
   queue_.push_back(std::move(collective));
 }

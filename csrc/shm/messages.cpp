@@ -122,7 +122,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   if (message.finished()) return;
   const auto turn = take_turn();
   const Wait wait(waiting_);
-  std::optional<Stopwatch> watch;
+  std::optional<Stopwatch> stopwatch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
     // Read before looking: a rank that changes something after the look rings after this count.
@@ -131,13 +131,13 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     if (message.finished()) return;
     if (peers_.failed()) throw peers_.failure();
     help_collectives_();
-    if (!watch) watch.emplace();
+    if (!stopwatch) stopwatch.emplace();
     peers_.show_life();
-    const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
+    const double left = std::max(timeout_seconds - stopwatch->seconds(), 1e-6);
     if (turn_.apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
     turn_.apart(hooks_.check_signals);
     require_open_();
-    check_peers(message, watch->seconds(), patience);
+    check_peers(message, stopwatch->seconds(), patience);
     if (message.finished()) return;
   }
 }
@@ -327,7 +327,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
     if (died != gone.end()) throw peers_.lost(died->first, died->second, describe(message));
     if (gone.size() == ranks.size()) throw peers_.lost(gone[0].first, gone[0].second, describe(message));
   }
-  patience.look(
+  patience.check(
       waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
       [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
       [this](const ErrorFields& failure) { throw peers_.fail(failure); });

@@ -1,6 +1,6 @@
 """Checkpoints: a job stops at any moment, and resumes from the last complete one.
 
-The room imports `comm`, `launch`, `kernels` and `files`. It never knows what it saves: objects give and take their
+The package imports `comm`, `launch`, `kernels` and `files`. It never knows what it saves: objects give and take their
 states through an `Adapter`, and any object with `all_gather_bytes` may connect the ranks.
 """
 

@@ -270,6 +270,6 @@ def _tell_changes(place: str, before: int, topology: Topology) -> None:
     new = f", rank {before} and above draw random numbers of their own" if now > before else ""
     _log.warning(
         "%s was saved by %d ranks and resumes with %d: the states of each rank, such as residuals, become their "
-        "mean over the %d%s, and the remaining samples of the epoch are sharded again",
+        "mean over the %d%s, and the remaining samples of the epoch are dealt out again",
         place, before, now, before, new,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
 among the ranks of its agent. So every node has all shared arrays. From time to time, a rank also sends copies of its
 own states to the next node, in case its node is lost; that slot stays until newer copies have arrived. See
-`distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the order of writing needs no fence.
+`distopt.launch.heal.state_slots`. A slot is read only after its writer has ended, so the order of writing needs no
+fence.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from ..launch.end_together.report import supervisor
 from ..launch.heal.modules import installed_modules
-from ..launch.heal.slots import HEADER, VARIABLE, slots_in
+from ..launch.heal.state_slots import HEADER, VARIABLE, state_slots_in
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, copy_of, exchanged, snapshot_of
 from .folder import share_of
@@ -151,7 +152,7 @@ class Memory:
     @classmethod
     def of_agent(cls, ranks: Ranks) -> Memory | None:
         """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
-        fds = slots_in(os.environ)
+        fds = state_slots_in(os.environ)
         os.environ.pop(VARIABLE, None)
         if not fds or os.environ.get(DISTOPT_RUN.size) != str(ranks.topology.world_size):
             return None
@@ -280,7 +281,7 @@ class Memory:
 
 
 class _StateSlot:
-    """The slot of an agent that keeps the states of this rank; see `distopt.launch.heal.slots`."""
+    """The slot of an agent that keeps the states of this rank; see `distopt.launch.heal.state_slots`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

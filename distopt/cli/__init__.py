@@ -1,6 +1,6 @@
 """The `distopt` command: `distopt run`, `distopt doctor`, `distopt timeline` and `distopt diff`.
 
-The room may import every other one, and none imports it.
+It may import every other package, and none imports it. Its functions are local: none communicates.
 """
 
 from __future__ import annotations

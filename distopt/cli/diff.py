@@ -75,7 +75,7 @@ class Run:
         return False
 
     def arrays(self, step: int) -> dict[str, Any]:
-        """Local. The arrays of a checkpoint; of those that each rank has, rank 0's."""
+        """The arrays of a checkpoint; of those that each rank has, rank 0's."""
         folder, order = self.checkpoints[step], list(next(iter(self.hashes.values()), ()))
         manifest = read_manifest(folder)
         found = read_rank(folder, manifest, 0)[0]
@@ -86,7 +86,7 @@ class Run:
 
 
 def how_much(one: Any, other: Any) -> str:
-    """Local. By how much two arrays differ, or two hashes; nothing if their bits are equal.
+    """By how much two arrays differ, or two hashes; nothing if their bits are equal.
 
     A unit in the last place (ulp) is a step from one floating-point number to the next.
     """

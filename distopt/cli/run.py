@@ -108,7 +108,7 @@ def _port(text: str) -> int:
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:
-    """Local. What the parsed command line means.
+    """What the parsed command line means.
 
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.

@@ -39,12 +39,12 @@ class RankTimeline:
     events: list[Event]
 
     def named(self, name: str) -> list[Event]:
-        """Local. The bars of that name."""
+        """The bars of that name."""
         return [event for event in self.events if event["name"] == name]
 
 
 def load(folder: Path) -> dict[int, RankTimeline]:
-    """Local. The timelines in a folder, by rank; their bars by beginning.
+    """The timelines in a folder, by rank; their bars by beginning.
 
     Raises:
         DataError: there are none, or a file is none, or they are of several jobs.
@@ -90,7 +90,7 @@ def _events_in(path: Path) -> list[Event]:
 
 
 def merge(folder: Path) -> str:
-    """Local. Write `trace.json`, one trace of all ranks; where it is, and how exact."""
+    """Write `trace.json`, one trace of all ranks; where it is, and how exact."""
     ranks = load(folder)
     events = [event for rank in ranks.values() for event in rank.events]
     for number, rank in ranks.items():
@@ -102,7 +102,7 @@ def merge(folder: Path) -> str:
 
 
 def clock_note(ranks: dict[int, RankTimeline]) -> str:
-    """Local. How exactly the clocks of the ranks agree."""
+    """How exactly the clocks of the ranks agree."""
     known = {f"{rank.host} within {rank.error / 1e3:.3f} ms": 1 for rank in ranks.values() if rank.error}
     return f"clocks, when the job began: {', '.join(known)} of rank 0's" if known else "all ranks have one clock"
 
@@ -127,7 +127,7 @@ class Summary:
 
 
 def summarize(ranks: dict[int, RankTimeline]) -> Summary:
-    """Local. Raises a DataError for a timeline of fewer than three steps; the first one is left out."""
+    """Raises a DataError for a timeline of fewer than three steps; the first one is left out."""
     ms, hidden, healing = {}, {}, {}
     for number, rank in ranks.items():
         starts = [bar["ts"] for bar in rank.named("backward")]
@@ -174,7 +174,7 @@ def _covered(bars: Sequence[Event]) -> int:
 
 
 def report(ranks: dict[int, RankTimeline]) -> str:
-    """Local. The summary in words."""
+    """The summary in words."""
     summary = summarize(ranks)
     lines = [f"{len(ranks)} ranks; {clock_note(ranks)}"]
     lines.append(f"{'ms of a step':24}" + "".join(f"{part:>9}" for part in (*_PARTS, "step", "hidden")))
@@ -188,7 +188,7 @@ def report(ranks: dict[int, RankTimeline]) -> str:
 
 
 def findings(ranks: dict[int, RankTimeline], summary: Summary) -> list[str]:
-    """Local. The rank that the others wait for, and what would make a step shorter."""
+    """The rank that the others wait for, and what would make a step shorter."""
     means = {part: mean(ms[part] for ms in summary.ms.values()) for part in _PARTS}
     slow, step, wait = max(summary.last, key=summary.last.__getitem__), sum(means.values()), means["wait"]
     late, share = summary.late[slow], summary.last[slow]
@@ -205,7 +205,7 @@ def findings(ranks: dict[int, RankTimeline], summary: Summary) -> list[str]:
 
 
 def plot(ranks: dict[int, RankTimeline], path: Path) -> None:
-    """Local. A picture of the summary: a bar for every rank.
+    """A picture of the summary: a bar for every rank.
 
     Raises:
         MissingDependencyError: matplotlib is absent.

@@ -1,6 +1,6 @@
 """What is sent: codecs, which encode and reduce flat buckets of gradients.
 
-The room imports `comm` and `kernels`. It never knows which transport moves the bytes, nor where gradients come from.
+The package imports `comm` and `kernels`. It never knows which transport moves the bytes, nor where gradients come from.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
+from ..recorder.statistics import CommunicationStatistics, Statistics
 from .base import Codec
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
@@ -18,7 +19,6 @@ from .power_sgd import PowerSGD
 from .reduction import BadGradient, CodecState, Doubt, PendingReduction, Verdict, finish_all
 from .sparse import SparseCodec
 from .state import Part
-from .statistics import CommunicationStatistics, Statistics
 from .threshold import Threshold
 from .top_k import TopK
 from .tree import Tree

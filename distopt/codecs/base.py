@@ -21,9 +21,9 @@ from typing import ClassVar
 from ..comm import Communicator
 from ..comm.base import Array
 from ..errors import UsageError
+from ..recorder.statistics import Statistics
 from .reduction import CodecState, Steps
 from .state import Part
-from .statistics import Statistics
 
 
 class Codec(ABC):

@@ -18,9 +18,9 @@ from ..comm.base import Array, RaggedWork, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, UsageError
 from ..kernels import FINDINGS, FROM_BAD, array_module
+from ..recorder.statistics import Statistics
 from ..recorder.timeline import timeline
 from .state import KeptArrays, Part
-from .statistics import Statistics
 
 WorkT = TypeVar("WorkT", bound=Work)
 
@@ -142,6 +142,16 @@ class CodecState(KeptArrays):
         self.statistics.comm_seconds += perf_counter() - began
         return work
 
+    def wait(self, work: Work) -> float:
+        """Wait for `work`, and record the time; when the wait ended, by `perf_counter`."""
+        began = timeline.begin_wait() if timeline.is_on else perf_counter()
+        work.wait()
+        ended = perf_counter()
+        self.statistics.comm_seconds += ended - began
+        if timeline.is_on:
+            timeline.end_wait("wait", began, ended, bucket=self.label)
+        return ended
+
     # -- findings ----------------------------------------------------------------------------------------------------
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
@@ -245,58 +255,49 @@ class PendingReduction:
         self.state = state
         state.renewed.clear()  # a step without an update may have left some
         self._steps = codec.reduce(state)
-        cost, began = state.statistics, perf_counter()
-        before = cost.comm_seconds
-        self._run()
-        self._sent = perf_counter()  # when the last collective was started
-        cost.select_seconds += self._sent - began - (cost.comm_seconds - before)
-        cost.dense_bytes += state.dense_bytes
-        self._number = 0  # of the last of them
-        if timeline.is_on:
-            self._number = self._last()
-            timeline.add("encode", began, self._sent, bucket=state.label)
+        self._sent, self._number = perf_counter(), 0  # when the last collective was started; its number
+        state.statistics.select_seconds += self._run("encode", self._sent)
+        state.statistics.dense_bytes += state.dense_bytes
 
     def resume(self) -> None:
         """Collective. Wait for the `Work` that the codec waits for, and run up to its next wait or its end.
 
         An error of the communicator is raised by every further call.
         """
-        pending = self.state.pending
-        if self.finished or pending is None:
-            return
-        cost = self.state.statistics
-        began = timeline.begin_wait() if timeline.is_on else perf_counter()
-        pending.wait()
-        waited, before, last = perf_counter(), cost.comm_seconds, self._last() if timeline.is_on else 0
-        self._run()
-        decoded = perf_counter()
-        cost.decode_seconds += decoded - waited - (cost.comm_seconds - before)
-        cost.comm_seconds += waited - began
+        state = self.state
+        if not self.finished and state.pending is not None:
+            state.statistics.decode_seconds += self._run("decode", state.wait(state.pending))
+
+    def _run(self, part: str, began: float) -> float:
+        """Run the codec up to its next wait or its end; the seconds since `began`, except for starts of collectives."""
+        cost, last = self.state.statistics, self._last() if timeline.is_on else 0
+        before = cost.comm_seconds
+        try:
+            self.state.pending = next(self._steps)
+        except StopIteration as end:
+            self.verdict, self.finished, self.state.pending = end.value, True, None
+            cost.reductions += 1
+        except BaseException as error:
+            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
+            raise
+        ended = perf_counter()
         if timeline.is_on:
-            self._record(began, waited, decoded, last)
+            self._record(part, began, ended, last)
+        return ended - began - (cost.comm_seconds - before)
 
     def _last(self) -> int:
         flight = self.state.comm.flight
         return 0 if flight is None else flight.last  # the number of the last collective
 
-    def _record(self, began: float, waited: float, decoded: float, last: int) -> None:
+    def _record(self, part: str, began: float, ended: float, last: int) -> None:
         label, flight, now = self.state.label, self.state.comm.flight, self._last()
-        timeline.add("wait", began, waited, bucket=label)
-        if self.finished or now != last:  # all earlier collectives have ended
-            arrived = waited if flight is None else flight.ended(self._number, waited)
+        if part == "decode":
+            if not self.finished and now == last:
+                return  # collectives that were started earlier are still under way
+            arrived = began if flight is None else flight.end_time(self._number, began)
             timeline.add("wire", self._sent, arrived, label, bucket=label)
-            timeline.add("decode", waited, decoded, bucket=label)
-            self._sent, self._number = decoded, now
-
-    def _run(self) -> None:
-        try:
-            self.state.pending = next(self._steps)
-        except StopIteration as end:
-            self.verdict, self.finished, self.state.pending = end.value, True, None
-            self.state.statistics.reductions += 1
-        except BaseException as error:
-            self._steps = _failed(error)  # a generator that has raised would look like one that has finished
-            raise
+        timeline.add(part, began, ended, bucket=label)
+        self._sent, self._number = ended, now
 
 
 def _failed(error: BaseException) -> Steps:

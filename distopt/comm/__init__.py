@@ -1,6 +1,6 @@
 """How bytes move: one `Communicator` interface over shared memory, MPI, UCX, and NCCL, and over two levels.
 
-`create` selects the communicator of a job from the registry below. The room imports `launch` and `kernels`. It never
+`create` selects the communicator of a job from the registry below. The package imports `launch` and `kernels`. It never
 knows what its arrays mean: codecs, gradients and models are above it.
 """
 

@@ -472,7 +472,7 @@ class Communicator(ABC):
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
         """Start a ragged collective, whose arguments have been checked. `parts`: one for each rank, or one for all."""
 
-    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+    def _subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Make a communicator of these ranks, which have all come, and have 16 secret bytes in common."""
         raise UsageError(f"the {self.name} communicator has no subgroups")
 

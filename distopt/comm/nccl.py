@@ -255,7 +255,7 @@ class NcclCommunicator(Communicator):
             finished = self._in_use.popleft()
             finished.arrays = ()
             if self.flight is not None:
-                self.flight.end(finished.number)
+                self.flight.note_end(finished.number)
         for work in held:
             work.core = core
         self._in_use += held

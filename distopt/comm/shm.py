@@ -85,7 +85,7 @@ class ShmCommunicator(NativeCommunicator):
             UsageError: the ranks are on several hosts.
         """
         if not job.topology.single_host:
-            raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
+            raise UsageError("ranks on several hosts share no memory; choose transport mpi")
         communicator = cls(job.host_group(), job.topology)
         close_at_exit(communicator)
         return communicator
@@ -113,9 +113,9 @@ class ShmCommunicator(NativeCommunicator):
         array = self.core.empty(count, DTYPES[dtype], available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
-    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> ShmCommunicator:
+    def _subgroup(self, ranks: Sequence[int], key: bytes) -> ShmCommunicator:
         place, size = ranks.index(self.topology.rank), len(ranks)
-        group = HostGroup(secret, place, size, self._settings.timeout)
+        group = HostGroup(key, place, size, self._settings.timeout)
         try:
             names = [self._numbers[rank] for rank in ranks]
             made = ShmCommunicator(

@@ -18,7 +18,7 @@ class SingleCommunicator(Communicator):
 
     def __init__(self, topology: Topology) -> None:
         if topology.world_size != 1:
-            raise UsageError(f"the single communicator cannot serve {topology.world_size} ranks; choose shm or mpi")
+            raise UsageError(f"transport single cannot serve {topology.world_size} ranks; choose shm or mpi")
         self.topology = topology
 
     @classmethod
@@ -48,7 +48,7 @@ class SingleCommunicator(Communicator):
         except (MemoryError, ValueError) as error:
             raise WireMemoryError(f"{count} elements of {dtype} do not fit in memory; use a smaller model") from error
 
-    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> SingleCommunicator:
+    def _subgroup(self, ranks: Sequence[int], key: bytes) -> SingleCommunicator:
         self._require_open()
         return SingleCommunicator(self.topology)
 

@@ -22,10 +22,10 @@ def meet(comm: Any, ranks: Sequence[int]) -> bytes:
     """
     first, members = ranks[0], np.array(ranks, np.int64)
     if comm.topology.rank != first:
-        secret = np.empty(16, np.uint8)
+        key = np.empty(16, np.uint8)
         comm.send(members, first, tag=_TAG).wait()
-        comm.receive(secret, first, tag=_TAG).wait()
-        return secret.tobytes()
+        comm.receive(key, first, tag=_TAG).wait()
+        return key.tobytes()
     for other in ranks[1:]:
         theirs = np.empty_like(members)
         comm.receive(theirs, other, tag=_TAG).wait()

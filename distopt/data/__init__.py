@@ -1,6 +1,6 @@
 """Which samples each rank trains on.
 
-The room imports the ground only. It takes ranks as numbers, and never knows of transports, devices or models.
+The package imports only modules beside it. It takes ranks as numbers, and never knows of transports, devices or models.
 """
 
 from .sampler import ShardedSampler, data_partition

@@ -21,23 +21,23 @@ class ShardedSampler:
     """The batches of one rank, as index arrays into the data set.
 
     In every epoch, all ranks draw the same permutation from `seed` and the epoch, without communication. Rank r takes
-    the elements r, r + world_size, r + 2 * world_size, ... Shards are therefore disjoint and equally long, all ranks
-    take the same number of steps, and step s of all ranks together equals step s of one process with batches of
-    `world_size * batch_size`.
+    the elements r, r + world_size, r + 2 * world_size, ... The ranks' shares are therefore disjoint and equally long,
+    all ranks take the same number of steps, and step s of all ranks together equals step s of one process with batches
+    of `world_size * batch_size`.
 
-    If `size` is a multiple of `world_size`, the shards contain every sample exactly once. Otherwise, `tail` determines
+    If `size` is a multiple of `world_size`, the shares contain every sample exactly once. Otherwise, `tail` determines
     what happens to the last `size % world_size` samples of the permutation:
 
     - "drop": they are left out of this epoch; with shuffling, the next epoch leaves out others.
     - "wrap": they are included, and the first `-size % world_size` samples of the permutation are repeated to fill the
-      shards, so these samples have double weight.
+      shares, so these samples have double weight.
 
-    The shard is divided into batches. Samples after the last full batch are left out of the epoch unless
+    A share is divided into batches. Samples after the last full batch are left out of the epoch unless
     `partial_batch` is set; then the last batch is shorter, by the same amount on all ranks.
 
-    With `shards`, these play the part of ranks: the permutation is dealt to so many shards, a batch has `batch_size`
-    samples of each shard of this rank, one shard after the other, and a step has the same samples for any number of
-    ranks.
+    With `shards`, the shards of a step play the part of ranks: the permutation is dealt to so many shards, a batch has
+    `batch_size` samples of each shard of this rank, one shard after the other, and a step has the same samples for any
+    number of ranks.
 
     An epoch can be interrupted and resumed in its middle, with another number of ranks or another batch size too: see
     `get_states`. Each iteration gives the rest of it, until a `Checkpoint` counts a step or an iteration ends. So a
@@ -60,7 +60,7 @@ class ShardedSampler:
         batches_per_epoch: number of batches of a whole epoch; `len` counts those of an iteration.
 
     Raises:
-        UsageError: an argument is invalid, or a shard does not fill one batch.
+        UsageError: an argument is invalid, or a share does not fill one batch.
     """
 
     def __init__(
@@ -89,16 +89,14 @@ class ShardedSampler:
         self._mine()
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
-        self.shard_size = self._share(self.size)
-        self.batches_per_epoch = self._batches(self.shard_size)
+        share = self._share(self.size)
+        self.batches_per_epoch = self._batches(share)
         if self.batches_per_epoch == 0:
-            who, one = ("ranks", "a rank's") if shards is None else ("shards", "a")
-            cure = (
-                f"use batch_size {self.shard_size} or less, or fewer {who}" if self.shard_size else f"use fewer {who}"
-            )
+            who, one = ("ranks", "rank") if shards is None else ("shards", "shard")
+            cure = f"use batch_size {share} or less, or fewer {who}" if share else f"use fewer {who}"
             raise UsageError(
-                f"a batch of {self.batch_size} is larger than {one} shard: {self.size} samples over {self.shards} "
-                f"{who} give {self.shard_size} each; {cure}"
+                f"a batch of {self.batch_size} is larger than the share of a {one}: {self.size} samples over "
+                f"{self.shards} {who} give {share} each; {cure}"
             )
 
     @property
@@ -179,24 +177,17 @@ class ShardedSampler:
         self._first = 0
 
     def _dropped(self, iteration: _Iteration) -> None:
-        """Go back to where the sampler was, if the iteration was only a look."""
-        if self._current is iteration.reference and self._was_look(iteration):
+        """Go back to where the sampler was, if the iteration was only a peek."""
+        if self._current is iteration.reference and self._was_peek(iteration):
             self._current, self.consumed, self._began = iteration.before
 
-    def _was_look(self, iteration: _Iteration) -> bool:
+    def _was_peek(self, iteration: _Iteration) -> bool:
         outer = iteration.before[0]()
         return outer is not None and not outer.has_ended  # a loop that still runs
 
     def _hand_out(self, place: int) -> None:
         """Count the samples before `place`, which all ranks have been given."""
         self.consumed = place
-
-    def shard(self) -> NDArray[np.int64]:
-        """Local. The `shard_size` indices of this rank in the current epoch, in order of use.
-
-        With `shards`, those of its shards, one after the other.
-        """
-        return self._own(0).reshape(-1)
 
     def _own(self, first: int) -> NDArray[np.int64]:
         """This rank's part of the permutation from the place `first` on: one row, or one for each of its shards."""

@@ -1,5 +1,5 @@
 """The engine: it averages the gradients of named parameters over the ranks.
 
-The room imports `comm`, `compress` and `kernels`. It never knows where gradients come from: `nn` writes them through
+The package imports `codecs`, `comm` and `kernels`. It never knows where gradients come from: `nn` writes them through
 `dist_opt.py`, and PyTorch may.
 """

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..codecs import BadGradient, CommunicationStatistics
+from ..codecs import BadGradient, CodecState, CommunicationStatistics
 from ..codecs.state import States
-from ..comm.sparse import dense_wire_bytes
 from ..errors import StateError
 from ..kernels import kernels_of
 from .agreement import Agreement
@@ -47,6 +45,7 @@ class PartialUpdates:
         slots_pending: whether the states of the optimizer differ.
         next: number of the partition that comes next in the cycle.
         layout: the partitions in use are its buckets.
+        states: of these buckets; they send the parameters.
         keeps_gradients: whether an average restores the gradients, whose place in wire memory it uses; they are read
             after an update where a front lends that memory to its users.
     """
@@ -57,6 +56,7 @@ class PartialUpdates:
         self.keeps_gradients = False
         self.next = 0
         self.layout: Layout | None = None
+        self.states: list[CodecState] = []
         self._agreement = agreement
         self._statistics = statistics
         self._memory = BucketMemory(agreement.communicator)
@@ -83,6 +83,13 @@ class PartialUpdates:
     def _new_layout(self, elements: int, params: Sequence[Parameter], version: int) -> Layout:
         layout = self.layout = Layout(params, elements, version, self._memory, prefix=self._agreement.prefix)
         self._plan = elements, layout.names
+        communicator, costs = self._agreement.communicator, self._statistics.buckets
+        self.states = [
+            CodecState(
+                PARAMETERS, one.flat, communicator, one.parts, one.label, False, costs[one.label, PARAMETERS], None
+            )
+            for one in layout.buckets
+        ]
         return layout
 
     def average(self, layout: Layout) -> None:
@@ -97,12 +104,10 @@ class PartialUpdates:
         kept = bucket.flat.copy() if self.keeps_gradients else None
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             grad[...] = param.array
-        communicator, cost = self._agreement.communicator, self._statistics.buckets[bucket.label, PARAMETERS]
-        began = perf_counter()
-        communicator.all_reduce(bucket.flat, "mean", label=label).wait()
-        cost.comm_seconds += perf_counter() - began
-        cost.reductions += 1
-        cost.wire_bytes += dense_wire_bytes(bucket.flat.nbytes, communicator.topology.world_size)
+        state = self.states[bucket.index]
+        state.wire_label = label
+        state.wait(state.all_reduce(bucket.flat, "mean"))
+        state.statistics.reductions += 1
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             param.array[...] = grad
         if kept is not None:
@@ -192,9 +197,8 @@ class PartialStep(GradientCounter):
 
     def _verdict(self) -> BadGradient | None:
         buckets, world_size = self.layout.buckets, self._communicator.topology.world_size
-        for bucket in buckets:
-            cost = self._statistics.buckets[bucket.label, PARAMETERS]
-            cost.dense_bytes += dense_wire_bytes(bucket.flat.nbytes, world_size)
+        for state in self._partial.states:
+            state.statistics.dense_bytes += state.dense_bytes
         if not self._looks:
             return None
         found = ((bucket.index, kernels_of(bucket.flat).first_nonfinite(bucket.flat)) for bucket in buckets)
@@ -202,7 +206,7 @@ class PartialStep(GradientCounter):
         everyone = np.empty(2 * world_size, np.int64)
         self._calling = True
         label = self._agreement.label("non-finite")
-        self._communicator.all_gather(np.array(own, np.int64), everyone, label=label).wait()
+        self._partial.states[0].wait(self._communicator.all_gather(np.array(own, np.int64), everyone, label=label))
         self._calling = False
         for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):
             if index != _NOTHING:

@@ -198,7 +198,7 @@ class Shards:
         self._step = step
 
     # -- running statistics ------------------------------------------------------------------------------------------
-    def watch(self, owner: object, statistics: RunningStatistics) -> RunningStatistics:
+    def add_statistics(self, owner: object, statistics: RunningStatistics) -> RunningStatistics:
         """Local, in the same order on all ranks. Have the statistics of a layer, their owner, folded in by shards."""
         return self._statistics.setdefault(id(owner), statistics)
 

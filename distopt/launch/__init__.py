@@ -4,8 +4,8 @@ Every start ends in `join`, which makes a `Job`:
 
 - `launch.main(train, 4)`: `supervise.spawn` starts a process for each rank and supervises them (`supervise.ranks`). A
   rank has the ticket of its parent (`job.multiprocess`).
-- `distopt run`: on each node, `nodes.agent` starts a program for each rank and supervises them in the same way. On
-  several nodes `nodes.owner`, which is part of one of the agents, decides for all.
+- `distopt run`: on each node, `agents.agent` starts a program for each rank and supervises them in the same way. On
+  several nodes `agents.owner`, which is part of one of the agents, decides for all.
 - torchrun, srun, horovodrun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the
   ranks derive a key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to
   a server that rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
@@ -16,12 +16,12 @@ each other at set-up goes through one key-value client (`rendezvous.key_value`, 
 proof of membership (`gate`).
 
 If a rank fails, the others end (`end_together`). A rank with a supervisor reports to it, and the supervisor ends the
-others (`report`). Other ranks are connected to a server that rank 0 has started (`watch`, `server`), and abort MPI
+others (`report`). Other ranks are connected to a server that rank 0 has started (`lifeline`, `server`), and abort MPI
 (`exit_guard`). Processes that a script has started by multiprocessing find each other in /proc (`siblings`). Under
-`distopt run --heal`, `nodes.healing` decides whether all ranks start again, and `heal` starts them.
+`distopt run --heal`, `agents.healing` decides whether all ranks start again, and `heal` starts them.
 
-The room imports the errors, settings, flight records and native functions of the package; it starts without NumPy. It
-never knows what ranks send or compute.
+It imports the errors, settings, flight records and native functions of distopt; it starts without NumPy. It never knows
+what ranks send or compute. Its functions are local unless they say Collective.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
     "spawn",
 ]
 
-# Alone in this room, the import of this package acts. A rank may fail minutes before it joins: from here on, its
+# The import of this package acts, as that of no other does. A rank may fail minutes before it joins: from here on, its
 # supervisor gets the reason, and the ranks beside it know that it has run. Nothing may be opened in the place of a
 # standard stream before.
 open_standard_streams()
@@ -119,7 +119,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Local. Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
+    """Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
     if origin.invitation is not None:
         return origin.invitation[1:]
     info = launcher()

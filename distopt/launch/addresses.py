@@ -12,7 +12,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 
 def is_own(host: str) -> bool:
-    """Local. Whether this host has the address, or the name, `host`."""
+    """Whether this host has the address, or the name, `host`."""
     with contextlib.suppress(OSError):  # the host is unknown, and the connection will report that
         for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:  # another host's
@@ -22,12 +22,12 @@ def is_own(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Local. Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
+    """Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
     return [address for _, address in own_interfaces()]
 
 
 def own_interfaces() -> list[tuple[str, str]]:
-    """Local. Name and address of this host's network interfaces, except the loopback, in the order of the kernel."""
+    """Name and address of this host's network interfaces, except the loopback, in the order of the kernel."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -43,7 +43,7 @@ def own_interfaces() -> list[tuple[str, str]]:
 
 
 def route_to(host: str) -> str:
-    """Local. This host's address on the route to `host`; empty without a route, or with the loopback only."""
+    """This host's address on the route to `host`; empty without a route, or with the loopback only."""
     with contextlib.suppress(OSError, UnicodeError):  # no host has this name
         for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:  # without a route

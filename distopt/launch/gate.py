@@ -27,7 +27,7 @@ LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection
 
 # The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
 # exchange values, to end together with other ranks, and to serve MPICH.
-FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_WATCH, FOR_PMI = b"a", b"h", b"k", b"w", b"m"
+FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE, FOR_PMI = b"a", b"h", b"k", b"w", b"m"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -59,7 +59,7 @@ def call(
     clock: Stopwatch,
     seconds: float = CONNECT_SECONDS,
 ) -> socket.socket:
-    """Local. Connect to the `Gate` at a TCP address, and introduce this process; see `introduce`.
+    """Connect to the `Gate` at a TCP address, and introduce this process; see `introduce`.
 
     `clock`, a stopwatch of `LONGEST_CALL_SECONDS`, is looked at in between. The connection may take `seconds`.
 
@@ -86,11 +86,11 @@ def call(
 
 
 def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int, deadline: Deadline) -> None:
-    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
+    """Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
 
     Args:
         link: the connection.
-        key: the secret of the job's processes.
+        key: of the job's processes.
         purpose: of the connection, one of those above.
         rank: its number.
         size: how many ranks or nodes it expects.
@@ -115,7 +115,7 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
 
 
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    """Local. A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
+    """A proof that its sender holds the key. The role keeps one side's proof from serving as the other's."""
     return hmac.digest(key, role + b"".join(parts), "sha256")
 
 
@@ -154,19 +154,19 @@ class Gate:
         self._strangers: dict[Link, None] = {}  # those of them that have not been admitted
 
     def listen(self, listener: socket.socket) -> None:
-        """Local. Accept connections from this listening socket, and own it."""
+        """Accept connections from this listening socket, and own it."""
         listener.setblocking(False)
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Local. Close the listener and all connections; idempotent."""
+        """Close the listener and all connections; idempotent."""
         for link in list(self._links):
             self._drop(link)
         self.stop_listening()
 
     def stop_listening(self) -> None:
-        """Local. Accept no more connections, and close those that have proved nothing; idempotent."""
+        """Accept no more connections, and close those that have proved nothing; idempotent."""
         for link in list(self._strangers):
             self._drop(link)
         if self._listener is not None:

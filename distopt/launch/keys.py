@@ -28,13 +28,13 @@ _MISSING = struct.Struct("!i?I64s")
 
 
 def pack(payloads: Sequence[bytes | None]) -> bytes:
-    """Local. Several values as the content of one frame."""
+    """Several values as the content of one frame."""
     lengths = [_NO_VALUE if each is None else len(each) for each in payloads]
     return struct.pack(f"!{1 + len(lengths)}I", len(lengths), *lengths) + b"".join(filter(None, payloads))
 
 
 def unpack(content: bytes) -> list[bytes | None]:
-    """Local. The inverse of `pack`.
+    """The inverse of `pack`.
 
     Raises:
         ValueError: the lengths do not add up.
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
     living: bool = False
 
     def to_bytes(self) -> bytes:
-        """Local. As part of a request; the same for the same keys."""
+        """As part of a request; the same for the same keys."""
         ranks = self.ranks
         is_range = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
         numbers = f"{ranks[0]}-{ranks[-1]}" if is_range else ",".join(map(str, ranks))
@@ -74,14 +74,14 @@ class Wanted(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Wanted:
-        """Local. The inverse of `to_bytes`; raises a ValueError for anything else."""
+        """The inverse of `to_bytes`; raises a ValueError for anything else."""
         how, numbers, prefix = content.decode().split(" ", 2)
         first, _, last = numbers.partition("-")
         ranks = range(int(first), int(last) + 1) if last else [int(number) for number in filter(None, first.split(","))]
         return cls(prefix, ranks, how == "living")
 
     def owners(self) -> dict[str, int]:
-        """Local. The keys, and the rank that sets each; -1 for any."""
+        """The keys, and the rank that sets each; -1 for any."""
         return {f"{self.prefix}{rank}": rank for rank in self.ranks} or {self.prefix: -1}
 
 
@@ -95,7 +95,7 @@ class Missing(NamedTuple):
 
     @classmethod
     def all_of(cls, content: bytes) -> list[Missing]:
-        """Local. The missing ranks in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
+        """The missing ranks in an answer of kind `MISSING`; raises a ValueError if it cannot be read."""
         if len(content) % _MISSING.size:
             raise ValueError("not a list")
         found = _MISSING.iter_unpack(content)
@@ -242,13 +242,13 @@ class KeyGate(Gate):
         self._unsent: dict[Link, list[memoryview]] = {}
 
     def fail(self, text: str) -> None:
-        """Local. Give all clients a reason to give up, now or when they next wait, if they are still there."""
+        """Give all clients a reason to give up, now or when they next wait, if they are still there."""
         self.values.cancel()
         for link in list(self._clients.values()):
             self._send(link, FAILED, text.encode())
 
     def forget(self) -> None:
-        """Local. Hang up on all clients, and forget all values."""
+        """Hang up on all clients, and forget all values."""
         while self._clients:
             self._drop(self._clients.popitem()[1])
         self.values = Values()

@@ -3,7 +3,7 @@
 Quirks that have their code here say so at their function. These shape code elsewhere:
 
 - Open MPI 5.0.11 leaves ranks behind when its mpiexec is killed: `end_together.siblings.end_with_parent`.
-- Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.watch`, ranks end by
+- Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.lifeline`, ranks end by
   `os._exit`, except after the loss of a host.
 - MPICH 5.0.2: its mpiexec takes a rank that ends with code 0 and without MPI_Finalize for a success, kills the others
   and ends with 0: `end_together.exit_guard` changes such an end into a failure.
@@ -49,23 +49,23 @@ _log = logging.getLogger("distopt")
 
 # -- which library it is -----------------------------------------------------------------------------------------------
 def library_of(mpi: Any) -> str:
-    """Local. The first line of the MPI library's description of its version; `mpi` is the module `mpi4py.MPI`."""
+    """The first line of the MPI library's description of its version; `mpi` is the module `mpi4py.MPI`."""
     return " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
 
 
 def is_open_mpi(library: str) -> bool:
-    """Local. Whether a library describes its version as Open MPI's."""
+    """Whether a library describes its version as Open MPI's."""
     return "Open MPI" in library
 
 
 def is_mpich(library: str) -> bool:
-    """Local. Whether a library describes its version as MPICH's; not that of Cray, which ignores `PMI_FD`."""
+    """Whether a library describes its version as MPICH's; not that of Cray, which ignores `PMI_FD`."""
     return "MPICH Version" in library and "CRAY" not in library
 
 
 # -- MPI_Init ----------------------------------------------------------------------------------------------------------
 def spare_reads(local_rank: int | None, local_size: int | None) -> None:
-    """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once per host.
+    """Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once per host.
 
     MPICH 5.0.2 lets the ranks of a host read each other's memory (CMA). The kernel refuses that between user namespaces
     and between process namespaces, such as containers of their own, and where a filter of system calls (seccomp)
@@ -101,7 +101,7 @@ def _refusal() -> str:
 
 
 def remove_shared_files(pid: int = 0) -> None:
-    """Local. Remove the files in /dev/shm that a process, by default this one, has mapped for MPI.
+    """Remove the files in /dev/shm that a process, by default this one, has mapped for MPI.
 
     MPICH 5.0.2 removes them at the end of MPI_Init only, so that a rank which ends before would leave them behind.
     """
@@ -109,7 +109,7 @@ def remove_shared_files(pid: int = 0) -> None:
 
 
 def keep_hangups() -> None:
-    """Local. After MPI_Init, give SIGHUP its handler back: UCX in MPICH 5.0.2 takes it for its debugging output."""
+    """After MPI_Init, give SIGHUP its handler back: UCX in MPICH 5.0.2 takes it for its debugging output."""
     handler = signal.getsignal(signal.SIGHUP)  # None: not Python's
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, handler)
@@ -117,7 +117,7 @@ def keep_hangups() -> None:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 def shortened(text: str) -> str:
-    """Local. A text of 65,536 characters at most; a longer one, such as an exception with an array, loses its middle.
+    """A text of 65,536 characters at most; a longer one, such as an exception with an array, loses its middle.
 
     A launcher may not survive much more on stderr: mpiexec of Open MPI 5.0.11 needs minutes for 50 MB, and the job does
     not end before.
@@ -130,17 +130,17 @@ def shortened(text: str) -> str:
 
 
 def is_crash_of_a_send(code: int) -> bool:
-    """Local. Whether an exit code may be the crash of MPICH 5.0.2 in MPI_Isend to a rank that has ended."""
+    """Whether an exit code may be the crash of MPICH 5.0.2 in MPI_Isend to a rank that has ended."""
     return code == 128 + signal.SIGSEGV
 
 
 def exit_well() -> None:
-    """Local. End this process by C's `exit(0)`: a handler of MPICH 5.0.2 reports to mpiexec that it did not crash."""
+    """End this process by C's `exit(0)`: a handler of MPICH 5.0.2 reports to mpiexec that it did not crash."""
     ctypes.CDLL(None).exit(0)
 
 
 def abort(mpi: Any, code: int) -> NoReturn:
-    """Local. End all ranks by MPI_Abort, and this process in any case.
+    """End all ranks by MPI_Abort, and this process in any case.
 
     MPICH 5.0.2 prints a line of its own, which would follow the traceback, and may return. Open MPI 5.0.11 waits for an
     answer of mpiexec, which may not come.
@@ -153,7 +153,7 @@ def abort(mpi: Any, code: int) -> NoReturn:
 
 
 def end_waiting_daemon() -> None:
-    """Local. End the parent soon, if it is one that would wait for a lost host without end.
+    """End the parent soon, if it is one that would wait for a lost host without end.
 
     mpiexec of Open MPI 5.0.11 (prterun) and its daemons (prted) do. Another process sends the signals, because the
     first one ends this process, too.

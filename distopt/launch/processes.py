@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def describe_exit(exit_code: int) -> tuple[int, str]:
-    """Local. The exit code that a shell would see, and a clause that says how the process ended.
+    """The exit code that a shell would see, and a clause that says how the process ended.
 
     Args:
         exit_code: as in `multiprocessing` and `subprocess`: -n if signal n ended the process.
@@ -43,14 +43,14 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
 
 
 def exit_status(code: object) -> int:
-    """Local. The exit status of a process that calls `sys.exit(code)`; 256, which `os.system` may return, gives 0."""
+    """The exit status of a process that calls `sys.exit(code)`; 256, which `os.system` may return, gives 0."""
     if isinstance(code, int):
         return code & 0xFF if abs(code) <= sys.maxsize else 0xFF
     return int(code is not None)
 
 
 def print_once(text: str, subject: str = "") -> bool:
-    """Local. Print a line on stderr, unless a process with the same parent has just printed one on this subject.
+    """Print a line on stderr, unless a process with the same parent has just printed one on this subject.
 
     Args:
         text: the line.
@@ -71,7 +71,7 @@ def print_once(text: str, subject: str = "") -> bool:
 
 
 def print_last(text: str) -> None:
-    """Local. Print on stderr, after all that this process has printed on stdout."""
+    """Print on stderr, after all that this process has printed on stdout."""
     sys.stdout.flush()
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()
@@ -79,7 +79,7 @@ def print_last(text: str) -> None:
 
 @contextlib.contextmanager
 def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tuple[list[int], int]]:
-    """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable.
+    """Catch signals: yield a list that receives them, and a descriptor that then becomes readable.
 
     With `last`, the body is the last act of this process, and signals have no effect after it.
     """
@@ -104,7 +104,7 @@ def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tu
 
 
 def ignore(signum: int) -> None:
-    """Local. Let a signal have no effect from now on, not even a traceback if it comes at this moment."""
+    """Let a signal have no effect from now on, not even a traceback if it comes at this moment."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     signal.signal(signum, signal.SIG_IGN)
     sys.unraisablehook = hook
@@ -112,7 +112,7 @@ def ignore(signum: int) -> None:
 
 @contextlib.contextmanager
 def waitable_children() -> Iterator[None]:
-    """Local. In the block, children keep their exit codes until they are asked for, also if SIGCHLD was ignored.
+    """In the block, children keep their exit codes until they are asked for, also if SIGCHLD was ignored.
 
     A process inherits an ignored SIGCHLD. The kernel then forgets children at their ends, and multiprocessing believes
     that they run forever.
@@ -134,7 +134,7 @@ def waitable_children() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Local. Have the kernel kill this process when its parent ends, even by SIGKILL."""
+    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # the parent ended before prctl took effect
@@ -142,7 +142,7 @@ def die_with(parent: int) -> None:
 
 
 def end_of(pid: int) -> int | None:
-    """Local. A descriptor that becomes readable when a process ends; None on a kernel before 5.3, or in a sandbox."""
+    """A descriptor that becomes readable when a process ends; None on a kernel before 5.3, or in a sandbox."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended; /dev/null is always readable
@@ -152,7 +152,7 @@ def end_of(pid: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """Local. Process ids of the children of process `pid`, as far as they can be seen."""
+    """Process ids of the children of process `pid`, as far as they can be seen."""
     try:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -162,7 +162,7 @@ def children(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Local. Set variables for a while, which processes that are started then inherit."""
+    """Set variables for a while, which processes that are started then inherit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

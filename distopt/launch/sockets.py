@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
-    """Local. The result of an operation on `link`, repeated until it succeeds or the deadline has passed.
+    """The result of an operation on `link`, repeated until it succeeds or the deadline has passed.
 
     Raises:
         TimeoutError: it has passed.
@@ -39,7 +39,7 @@ def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T
 
 
 def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """Local. The next `count` bytes.
+    """The next `count` bytes.
 
     Raises:
         OSError: the other end has closed the link, or sent less in time.
@@ -54,13 +54,13 @@ def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> byte
 
 
 def listen(port: int, backlog: int) -> socket.socket:
-    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
+    """A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
     family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def listener_of(name: str) -> int | None:
-    """Local. The user id that listens at an abstract Unix address that is taken; None if no process does.
+    """The user id that listens at an abstract Unix address that is taken; None if no process does.
 
     A process that has just taken the address may be about to listen, so this waits for it.
     """
@@ -77,26 +77,26 @@ def listener_of(name: str) -> int | None:
 
 
 def peer_of(link: socket.socket) -> tuple[int, int]:
-    """Local. Process and user at the other end of a Unix socket, as reported by the kernel."""
+    """Process and user at the other end of a Unix socket, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(pid), int(uid)
 
 
 def keep_alive(link: socket.socket) -> None:
-    """Local. Have the kernel notice within 7 s that the other end's host cannot be reached."""
+    """Have the kernel notice within 7 s that the other end's host cannot be reached."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
         link.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def say(link: socket.socket, line: str) -> None:
-    """Local. Send a line, if the other end is there: its end is noticed when `link` is read."""
+    """Send a line, if the other end is there: its end is noticed when `link` is read."""
     with contextlib.suppress(OSError):  # it has ended, or reads nothing
         link.sendall(f"{line}\n".encode())
 
 
 def handle_events(selector: selectors.BaseSelector, seconds: float = _LOOK_SECONDS) -> None:
-    """Local. Wait for events, and call the function registered with each; `seconds` at most."""
+    """Wait for events, and call the function registered with each; `seconds` at most."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) == key:  # an earlier event of this round may have unregistered it
             key.data()

@@ -27,7 +27,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     def seconds(self) -> float:
-        """Local. The seconds counted so far."""
+        """The seconds counted so far."""
         now = time.monotonic()
         passed, self._last_look = now - self._last_look, now
         if passed > self._longest_look:

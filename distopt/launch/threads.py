@@ -17,12 +17,12 @@ _log = logging.getLogger("distopt")
 
 
 def cores() -> set[int]:
-    """Local. The cores that this process may use; containers and launchers may allow fewer than the host has."""
+    """The cores that this process may use; containers and launchers may allow fewer than the host has."""
     return os.sched_getaffinity(0)
 
 
 def thread_variables(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Local. Variables that give each of `local_size` processes its share of threads; empty if `env` sets one."""
+    """Variables that give each of `local_size` processes its share of threads; empty if `env` sets one."""
     if any(name in env for name in THREAD_VARIABLES):
         return {}
     share = max(1, len(cores()) // local_size)
@@ -31,7 +31,7 @@ def thread_variables(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def cap_threads(local_size: int, usable: Iterable[Iterable[int]] = ()) -> None:
-    """Local. Cap the BLAS threads of this process at its share of the cores, unless the user has set a number.
+    """Cap the BLAS threads of this process at its share of the cores, unless the user has set a number.
 
     Args:
         local_size: ranks on this host.

@@ -1,5 +1,5 @@
 """Tensors, operations, layers, models and optimizers over NumPy and CuPy.
 
-Imports go down: `model`; `layers`, `ops`, `optim`, `replay`, `staging`; `singa`; `core`; `kernels`; `devices`. From
-outside, the room imports errors, settings, files and `distopt.kernels`. It never knows another rank, launcher or codec.
+Imports go down: `model`; `layers`, `ops`, `optim`, `replay`, `staging`; `core`; `numerics`; `devices`. Else the
+package imports errors, settings, files and `distopt.kernels`. It never knows another rank, launcher or codec.
 """

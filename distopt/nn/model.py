@@ -225,9 +225,9 @@ class Model(Layer):
         """
         if self._optimizer is None:
             raise UsageError(f"{type(self).__name__} has no optimizer; call set_optimizer before training")
-        if self._graphs is not None and self._graphs.watch is not None:
-            watched: TrainingOptimizer = self._graphs.watch(self._optimizer)
-            return watched
+        if self._graphs is not None and self._graphs.observe is not None:
+            observed: TrainingOptimizer = self._graphs.observe(self._optimizer)
+            return observed
         return self._optimizer
 
     @optimizer.setter
@@ -255,8 +255,8 @@ class Model(Layer):
         """
         if not getattr(self._optimizer, "parameters_agree", False):
             return set()
-        watched = getattr(self._optimizer, "watch_statistics", None) is not None
-        return (self.get_states() if watched else self.get_params()).keys() & names
+        in_shards = getattr(self._optimizer, "add_statistics", None) is not None
+        return (self.get_states() if in_shards else self.get_params()).keys() & names
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:

@@ -12,10 +12,10 @@ from .core.tensor import Tensor
 from .devices.device import Device
 
 # A batch is used until the `send` after the next, and filled while the next one is used.
-_SLOTS = 3
+_BUFFERS = 3
 
 
-class _Slot:
+class _Buffer:
     """Memory for one batch on a GPU: pinned on the host, and on the device.
 
     Attributes:
@@ -51,41 +51,41 @@ class Staging:
     """
 
     def __init__(self, device: Device, *arrays: tuple[Sequence[int], DTypeLike]) -> None:
-        self._slots: list[_Slot] = []
+        self._buffers: list[_Buffer] = []
         self._tensors: list[list[Tensor]] = []
         if device.kind == "cpu":
-            self._tensors = [[Tensor(shape, device, dtype) for shape, dtype in arrays] for _ in range(_SLOTS)]
+            self._tensors = [[Tensor(shape, device, dtype) for shape, dtype in arrays] for _ in range(_BUFFERS)]
             return
         from ..kernels.gpu import keep_until
 
         self._cuda, self._keep_until = device.xp.cuda, keep_until
-        self._slots = [_Slot(device, arrays) for _ in range(_SLOTS)]
+        self._buffers = [_Buffer(device, arrays) for _ in range(_BUFFERS)]
         self._stream = self._cuda.Stream(non_blocking=True)
         # The tensors are zeroed on the current stream; copies must come after that.
         self._stream.wait_event(self._cuda.get_current_stream().record())
 
     def fill(self) -> list[NDArray[Any]]:
         """Local. The arrays to write the next batch into; their contents are undefined."""
-        if not self._slots:
+        if not self._buffers:
             return [tensor.array for tensor in self._tensors[0]]
-        self._slots[0].copied.synchronize()  # returns at once if nothing was sent from this slot yet
-        return self._slots[0].host
+        self._buffers[0].copied.synchronize()  # returns at once if nothing was sent from this buffer yet
+        return self._buffers[0].host
 
     def send(self) -> list[Tensor]:
         """Local. The tensors of the batch that was written into the arrays of `fill`; does not wait."""
-        if not self._slots:
+        if not self._buffers:
             self._tensors.append(self._tensors.pop(0))
             return self._tensors[-1]
-        slot, used_up, _ = self._slots
+        buffer, used_up, _ = self._buffers
         current = self._cuda.get_current_stream()
         # The batch before the previous one may be used no more. The work on the previous one, which is on the stream,
-        # too, does not hold up this copy: `slot.used` was recorded at the last call.
+        # too, does not hold up this copy: `buffer.used` was recorded at the last call.
         used_up.used.record(current)
-        self._stream.wait_event(slot.used)
-        for tensor, array in zip(slot.tensors, slot.host, strict=True):
+        self._stream.wait_event(buffer.used)
+        for tensor, array in zip(buffer.tensors, buffer.host, strict=True):
             tensor.array.set(array, self._stream)
-        slot.copied.record(self._stream)
-        self._keep_until(slot.copied, slot.host)
-        current.wait_event(slot.copied)
-        self._slots.append(self._slots.pop(0))
-        return slot.tensors
+        buffer.copied.record(self._stream)
+        self._keep_until(buffer.copied, buffer.host)
+        current.wait_event(buffer.copied)
+        self._buffers.append(self._buffers.pop(0))
+        return buffer.tensors

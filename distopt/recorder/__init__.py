@@ -1,9 +1,17 @@
-"""The flight record: the last collectives of every rank, in memory that the other processes of its host can read.
+"""Records of a rank: its last collectives, the time of each part of a step, and the cost of all that it sends.
 
-Each rank has a ring of records in an anonymous file (`ring`). The ranks of a host and their supervisor open each
-other's rings through /proc, so any of them can write the records of all, also of a rank that hangs or was killed
-(`recorder`). They do when a rank fails, and when one gets SIGQUIT, in the format of PyTorch's recorder, beside Python's
-stacks. The analysis is `python -m torch.distributed.flight_recorder.fr_trace FOLDER`.
+- `ring`, `flight`: the flight record. Each rank has a ring of records in an anonymous file. The ranks of a host and
+  their supervisor open each other's rings through /proc, so any of them can write the records of all, also of a rank
+  that hangs or was killed. They do when a rank fails, and when one gets SIGQUIT, in the format of PyTorch's recorder,
+  beside Python's stacks. The analysis is `python -m torch.distributed.flight_recorder.fr_trace FOLDER`.
+- `timeline`: bars in a file, where transfers end at the time in the ring; and the counts in the ring's head, which
+  `distopt run --watch` reads.
+- `statistics`: sums by bucket, which `stats()` returns.
 
-Imports the errors and settings of the package. Never knows which transport carries an operation out.
+Each event is reported at one place, by one reading of the clock. Phases of a step: the fronts. Parts of a reduction,
+and waits for its collectives: `codecs.reduction`, to timeline and statistics. Operations of PyTorch's process groups,
+which have no statistics: their queue.
+
+Imports the errors and settings of distopt. Never knows which transport carries an operation out. Its functions are
+local unless they say Collective.
 """

@@ -28,7 +28,7 @@ from .ring import MAX_GROUPS, GroupRecord, Ring
 _log = logging.getLogger("distopt")
 
 _STACK_LOOKS, _LOOK_SECONDS = 20, 0.03  # then this process no longer waits for the stacks of other processes
-_ASKED_NS = 2_000_000_000  # a SIGQUIT within this time of another rank's request belongs to it
+_REQUEST_NS = 2_000_000_000  # a SIGQUIT within this time of another rank's request belongs to it
 
 
 class FlightRecord:
@@ -41,10 +41,10 @@ class FlightRecord:
         self._has_failed = False
 
     def offer(self) -> dict[str, Any]:
-        """Local. This process's ring, made at first use, for `open_group` of other ranks, or `add` of a supervisor."""
+        """This process's ring, made at first use, for `open_group` of other ranks, or `add` of a supervisor."""
         settings = Settings.from_env()
         if self._mine is None and settings.flight_records and not self._has_failed:
-            with self._telling("there is no flight record"):
+            with self._one_warning("there is no flight record"):
                 fd = os.memfd_create("distopt flight record", os.MFD_CLOEXEC)
                 self._mine = Ring(fd, os.getpid(), settings.flight_records)
         folder = Path(settings.flight_folder or f"{tempfile.gettempdir()}/distopt-flight-{token_hex(4)}")
@@ -54,7 +54,7 @@ class FlightRecord:
     def open_group(
         self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[dict[str, Any]] = ()
     ) -> GroupRecord | None:
-        """Local. Record the operations of a group; None without a record.
+        """Record the operations of a group; None without a record.
 
         Args:
             name: equal on all ranks, which make groups of one name in the same order.
@@ -76,7 +76,7 @@ class FlightRecord:
         return GroupRecord(ring, index, own, ranks, rank)
 
     def add(self, about: Sequence[Any] | None) -> Ring | None:
-        """Local. Open the ring of another process of this host, as `offer` describes it, where that is possible."""
+        """Open the ring of another process of this host, as `offer` describes it, where that is possible."""
         if about is not None and about[1] != os.getpid():
             with contextlib.suppress(OSError, ValueError):  # it has ended, or is in another container
                 self._rings[about[3]] = ring = Ring(*about)
@@ -85,16 +85,16 @@ class FlightRecord:
 
     @property
     def progress(self) -> memoryview | None:
-        """Local. See `Ring.progress`, of this process; None before `offer` and without a record."""
+        """See `Ring.progress`, of this process; None before `offer` and without a record."""
         return None if self._mine is None else self._mine.progress
 
     def forget(self) -> None:
-        """Local. Forget the rings of other processes."""
+        """Forget the rings of other processes."""
         self._rings.clear()
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def write(self, reason: str, error: BaseException | None = None) -> str:
-        """Local. Write the record of this rank, and of each rank of its host that has not written its own.
+        """Write the record of this rank, and of each rank of its host that has not written its own.
 
         Args:
             reason: why, in a line.
@@ -106,7 +106,7 @@ class FlightRecord:
         own = self._mine if self._names else None
         if own is not None and own.about[1] != os.getpid():  # a forked child
             return ""
-        with self._telling("the flight record cannot be written"):
+        with self._one_warning("the flight record cannot be written"):
             every = [(ring, ring.read()) for ring in (own, *self._rings.values()) if ring is not None and ring.head[1]]
             folder = str(_path(every[0][1]).parent) if every else ""
             found = [(ring, content) for ring, content in every if ring is own or not _path(content).exists()]
@@ -115,10 +115,11 @@ class FlightRecord:
                     os.write(own.about[0], "".join(traceback.format_exception(error)).encode())
                 faulthandler.dump_traceback(own.about[0])
             _save(found, reason)  # at once, since a launcher may kill this process at any moment
-            asked = [ring for ring, content in found if ring is not own and content["answers"] and ring.ask()]
+            others = [ring for ring, content in found if ring is not own and content["answers"]]
+            requested = [ring for ring in others if ring.request_stacks()]
             before: list[int] = []
-            for _ in range(_STACK_LOOKS if asked else 0):
-                sizes = [len(ring.stacks()) for ring in asked]
+            for _ in range(_STACK_LOOKS if requested else 0):
+                sizes = [len(ring.stacks()) for ring in requested]
                 if all(sizes) and sizes == before:
                     break
                 before = sizes
@@ -130,10 +131,10 @@ class FlightRecord:
                     _replace(path, stacks)
             _save([(ring, ring.read()) for ring, _ in found], reason)  # others may have come to the same operation
             return folder
-        return ""  # type: ignore[unreachable] # where `_telling` has met an error
+        return ""  # type: ignore[unreachable] # where `_one_warning` has met an error
 
     @contextlib.contextmanager
-    def _telling(self, fact: str) -> Iterator[None]:
+    def _one_warning(self, fact: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # an error of the job is about to be raised, which matters more
@@ -143,12 +144,12 @@ class FlightRecord:
 
     # -- when --------------------------------------------------------------------------------------------------------
     def failed(self, error: BaseException) -> None:
-        """Local. An exception ends this process; one that the script catches leaves no record."""
+        """An exception ends this process; one that the script catches leaves no record."""
         usage = isinstance(error, DistoptError) and error.exit_code == UsageError.exit_code
         if isinstance(error, Exception) and not usage:
-            self._write_and_say(f"{type(error).__name__}: {error}", error)
+            self._write_and_log(f"{type(error).__name__}: {error}", error)
 
-    def _write_and_say(self, reason: str, error: BaseException | None = None) -> None:
+    def _write_and_log(self, reason: str, error: BaseException | None = None) -> None:
         if folder := self.write(reason, error):
             _log.warning("flight record in %s", folder)
 
@@ -160,20 +161,20 @@ class FlightRecord:
             before(kind, error, trace)
 
         def on_quit(*_: object) -> None:
-            if time.monotonic_ns() - ring.head[2] > _ASKED_NS:
-                self._write_and_say("SIGQUIT")
+            if time.monotonic_ns() - ring.head[2] > _REQUEST_NS:
+                self._write_and_log("SIGQUIT")
 
         sys.excepthook = hook
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGQUIT):
             return False  # the script has a use of its own for it
         signal.signal(signal.SIGQUIT, on_quit)
         faulthandler.register(signal.SIGQUIT, ring.about[0], chain=True)
-        atexit.register(_ignore)
+        atexit.register(_ignore_sigquit)
         return True
 
 
-def _ignore() -> None:
-    """Local. Python is about to restore the signal's default action, by which a request of another rank would kill."""
+def _ignore_sigquit() -> None:
+    """Python is about to restore the signal's default action, by which a request of another rank would kill."""
     faulthandler.unregister(signal.SIGQUIT)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
@@ -186,7 +187,7 @@ def _save(found: Sequence[tuple[Ring, dict[str, Any]]], reason: str) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Local. Write a file that is whole at any moment, though several processes write it and may be killed."""
+    """Write a file that is whole at any moment, though several processes write it and may be killed."""
     part = path.with_name(f"{os.getpid()}.part")
     part.write_bytes(content)
     part.replace(path)

@@ -32,8 +32,8 @@ _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
 # A ring: a head; for each group, the number of its last operation plus 1, and the endings; the records; and texts, one
 # JSON object a line. csrc/base/flight.h writes records and endings, too.
-_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last asked for stacks
-_HEAD_BYTES, _WORD, _END, _ASKED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
+_HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last requested stacks
+_HEAD_BYTES, _WORD, _END, _REQUESTED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
 # Words of the head, which `timeline` writes for `distopt run --watch`: steps and samples of training so far; ns of
 # waits for other ranks, and since when this rank waits now, or 0; whether it copies states; whether it writes them.
 STEPS, SAMPLES, WAITED, WAITS_SINCE, COPIES, SAVES = range(6)
@@ -86,7 +86,7 @@ class Ring:
     """
 
     def __init__(self, fd: int, pid: int, n_records: int, token: str = "") -> None:
-        """Local. Map the ring that is open as `fd` in process `pid`; without a token, a new one of this process.
+        """Map the ring that is open as `fd` in process `pid`; without a token, a new one of this process.
 
         Raises:
             OSError: the process has ended, or a limit has been reached.
@@ -114,11 +114,11 @@ class Ring:
 
     @property
     def head(self) -> tuple[bytes, int, int]:
-        """Local. Token, which tells this ring from others; bytes of text; time of the last request."""
+        """Token, which tells this ring from others; bytes of text; time of the last request."""
         return _HEAD.unpack_from(self.memory)
 
     def add_text(self, content: dict[str, Any]) -> int:
-        """Local. Append a text; its number, or 0 if the memory is full."""
+        """Append a text; its number, or 0 if the memory is full."""
         end, line = self.head[1], json.dumps(content).encode() + b"\n"
         if end + len(line) > _TEXT_BYTES:
             return 0
@@ -128,7 +128,7 @@ class Ring:
         return self._n_texts
 
     def learn(self, frame: FrameType, depth: int, label: str) -> int:
-        """Local. The number of the text with a label and the line of a script, `depth` frames above `caller`."""
+        """The number of the text with a label and the line of a script, `depth` frames above `caller`."""
         code = frame.f_code
         key = id(code), frame.f_lasti, depth, label if self.head[1] < _LABELLED_BYTES else ""
         if key not in self.places:
@@ -137,29 +137,29 @@ class Ring:
             self.places[key] = self.add_text({"label": key[3], "frames": [place]})
         return self.places[key]
 
-    def ask(self) -> bool:
-        """Local. Have another process append its stacks to its file, which takes it a moment; False if it has ended."""
+    def request_stacks(self) -> bool:
+        """Have another process append its stacks to its file, which takes it a moment; False if it has ended."""
         with contextlib.suppress(OSError):  # it has ended, and another process may have its number
             if os.path.samestat(self._path.stat(), self._file):
-                _WORD.pack_into(self.memory, _ASKED, _now())
+                _WORD.pack_into(self.memory, _REQUESTED, _now())
                 os.kill(self.about[1], signal.SIGQUIT)
                 return True
         return False
 
     def stacks(self) -> bytes:
-        """Local. The stacks in the file; nothing if the process has ended."""
+        """The stacks in the file; nothing if the process has ended."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:  # it has ended
             file.seek(self.texts + _TEXT_BYTES)
             return file.read()
         return b""
 
     def numbers(self) -> dict[str, int]:
-        """Local. The number of the operation noted last in each group, by its name."""
+        """The number of the operation noted last in each group, by its name."""
         last = [_WORD.unpack_from(self.memory, self.group_at(index))[0] for index in range(MAX_GROUPS)]
         return {self._group(index)["name"]: number - 1 for index, number in enumerate(last) if number}
 
     def oldest(self, before: int) -> NotedOperation | None:
-        """Local. The first operation that has not ended of those noted before that time."""
+        """The first operation that has not ended of those noted before that time."""
         for at, number, _, _, index, code, _, place in sorted(self._noted(), key=lambda record: record[-1]):
             if place and at < before and self.ending(index, number)[1] <= number:
                 group = self._group(index)
@@ -170,15 +170,15 @@ class Ring:
         return _RECORD.iter_unpack(self.memory[self.records : self.texts])
 
     def ending(self, index: int, number: int) -> tuple[int, int]:
-        """Local. When the last operation in the place of this one ended, and its number plus 1."""
+        """When the last operation in the place of this one ended, and its number plus 1."""
         return _PAIR.unpack_from(self.memory, self.ending_at(index, number))
 
     def group_at(self, index: int) -> int:
-        """Local. Where the memory of a group begins."""
+        """Where the memory of a group begins."""
         return _HEAD_BYTES + index * (_GROUP_HEAD_BYTES + self.n_records * _PAIR.size)
 
     def ending_at(self, index: int, number: int) -> int:
-        """Local. Where the ending of an operation lies."""
+        """Where the ending of an operation lies."""
         return self.group_at(index) + _GROUP_HEAD_BYTES + number % self.n_records * _PAIR.size
 
     def _group(self, index: int) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Ring:
         return self._groups[index]
 
     def read(self) -> dict[str, Any]:
-        """Local. The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
+        """The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
         # Records before texts: the process may note more, and its records refer to texts.
         records = sorted(self._noted(), key=lambda record: record[-1])
         raw = self.memory[self.texts : self.texts + self.head[1]]
@@ -227,7 +227,7 @@ class Ring:
 
 
 def _script(frame: FrameType) -> tuple[FrameType, int]:
-    """Local. The innermost frame of a script among `frame`, the second above this one, and those above; its depth."""
+    """The innermost frame of a script among `frame`, the second above this one, and those above; its depth."""
     depth = 2
     while _inner[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame, depth = outer, depth + 1
@@ -256,7 +256,7 @@ class GroupRecord:
         self._depths = dict.fromkeys(KINDS, 2)  # of the script's frame below `note`, in the last operation of a kind
 
     def note(self, kind: str, dtype: int, count: int, label: str, number: int) -> None:
-        """Local. Note an operation that is about to start.
+        """Note an operation that is about to start.
 
         Args:
             kind: a key of `KINDS`.
@@ -272,7 +272,7 @@ class GroupRecord:
         self._last[0] = number + 1
 
     def caller(self, kind: str, label: str) -> int:
-        """Local. The number of the text that says where the script calls an operation, and its label."""
+        """The number of the text that says where the script calls an operation, and its label."""
         # An operation of a kind is usually called at the same depth below the script: other frames are not looked at.
         ring, depth = self._ring, self._depths[kind]
         try:
@@ -284,14 +284,14 @@ class GroupRecord:
 
     @property
     def last(self) -> int:
-        """Local. The number of the operation noted last; -1 before the first."""
+        """The number of the operation noted last; -1 before the first."""
         return self._last[0] - 1
 
-    def end(self, number: int) -> None:
-        """Local. Note that an operation has ended, where csrc does not."""
+    def note_end(self, number: int) -> None:
+        """Note that an operation has ended, where csrc does not."""
         _PAIR.pack_into(self._ring.memory, self._ring.ending_at(self._index, number), _now(), number + 1)
 
-    def ended(self, number: int, before: float) -> float:
-        """Local. When an operation ended, if known, but not after `before`; in seconds of the monotonic clock."""
+    def end_time(self, number: int, latest: float) -> float:
+        """When an operation ended, in seconds of the monotonic clock; `latest` if that is unknown or later."""
         at, which = self._ring.ending(self._index, number)
-        return min(at / 1e9, before) if which == number + 1 else before
+        return min(at / 1e9, latest) if which == number + 1 else latest

@@ -17,7 +17,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ _log = logging.getLogger("distopt")
 TRACKS = 1000  # numbers of tracks for each rank
 _FLUSH_SECONDS = 0.5  # between two writes: as much is lost when a process is killed
 _ROUNDS = 24  # exchanges to compare the clocks of two hosts
-_NOTHING = nullcontext()
 # How many times Slurm has started the job before, and torchrun or `distopt run` its ranks.
 _ATTEMPTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _STATES = {"copy states": COPIES, "save": SAVES}
@@ -95,7 +93,7 @@ class Timeline:
             atexit.register(self._flush)
 
     def phase(self, name: str) -> None:
-        """Local. The training step enters this phase, and leaves the one before; "" is none."""
+        """The training step enters this phase, and leaves the one before; "" is none."""
         if self.is_on:
             now = _now()
             if self.phase_now:
@@ -104,45 +102,47 @@ class Timeline:
             if name == "update":
                 self._count(STEPS, 1)
 
-    def span(self, name: str, track: str = "", *, waits: bool = False) -> AbstractContextManager[None]:
-        """Local. A context for what is shown as one bar, in a line of its own where a track is named.
+    @contextlib.contextmanager
+    def span(self, name: str, track: str = "") -> Iterator[None]:
+        """A context for work on a checkpoint, which is one bar.
 
         Args:
-            name: of the bar.
-            track: of the line.
-            waits: whether it is a wait for other ranks.
+            name: "copy states" or "save".
+            track: the line of the bar; that of training by default.
         """
-        return self._span(name, track, waits) if self.is_on else _NOTHING
-
-    @contextlib.contextmanager
-    def _span(self, name: str, track: str, waits: bool) -> Iterator[None]:
-        began = self.begin_wait() if waits else _now()
-        if name in _STATES:
-            self._count(_STATES[name], 1)
+        began = _now()
+        self._count(_STATES[name], 1)
         try:
             yield
         finally:
-            ended = _now()
-            if name in _STATES:
-                self._count(_STATES[name], -1)
-            elif waits:
-                self._end_wait(began, ended)
-            self.add(name, began, ended, track)
+            self._count(_STATES[name], -1)
+            self.add(name, began, _now(), track)
+
+    @contextlib.contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """A context for a wait for other ranks, which is a bar of that name."""
+        began = self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait(name, began, _now())
 
     def begin_wait(self) -> float:
-        """Local. This rank begins to wait for others, which `add("wait", ...)` ends; the time, as `add` takes it."""
+        """This rank begins to wait for others; the time, for `end_wait`."""
         now = _now()
         if self._progress is not None:
             self._progress[WAITS_SINCE] = int(now * 1e9)
         return now
 
-    def _end_wait(self, began: float, ended: float) -> None:
+    def end_wait(self, name: str, began: float, ended: float, **details: object) -> None:
+        """This rank has waited for others; see `add`."""
         if self._progress is not None:
             self._progress[WAITED] += int((ended - began) * 1e9)
             self._progress[WAITS_SINCE] = 0
+        self.add(name, began, ended, "", **details)
 
     def trained_on(self, inputs: Iterable[Any]) -> None:
-        """Local. A training step computes on these inputs; the rows of the first array among them are its samples."""
+        """A training step computes on these inputs; the rows of the first array among them are its samples."""
         if self._progress is not None:
             self._count(SAMPLES, next((each.shape[0] for each in inputs if getattr(each, "shape", ())), 0))
 
@@ -151,9 +151,7 @@ class Timeline:
             self._progress[word] += more
 
     def add(self, name: str, began: float, ended: float, track: str = "", **details: object) -> None:
-        """Local. Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
-        if name == "wait":
-            self._end_wait(began, ended)
+        """Record what took from `began` to `ended`, in seconds of `time.perf_counter`."""
         if self._file is None:
             return
         if track not in self._tracks:

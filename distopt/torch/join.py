@@ -24,7 +24,7 @@ from .group.arguments import check_timeout
 from .group.process_group import DistoptProcessGroup
 from .hosts.communicator import HostsCommunicator
 from .hosts.gloo import Gloo
-from .phases import watch_phases
+from .phases import record_phases
 from .store_job import StoreJob
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def connected(
         communicator = (create or partial(_on_cpus, store))(job)
         try:
             if communicator.flight is None:  # else it is one that others use, too
-                begin_recording(communicator, job, name, ranks, watch_phases)
+                begin_recording(communicator, job, name, ranks, record_phases)
             communicator.barrier()  # all have read what is in the store
             job.forget()
             communicator.barrier()

@@ -13,7 +13,7 @@ from .private import call_after_backward, current_backward_pass
 _modules: list[torch.nn.Module] = []  # in their forward passes
 
 
-def watch_phases() -> None:
+def record_phases() -> None:
     """Local, once. Record the phases of all training steps from now on."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
     torch.nn.modules.module.register_module_forward_hook(_leave, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Every name outside PyTorch's documented interface that `distopt.torch` uses. No other file of the room has one.
+"""Every name outside PyTorch's documented interface that `distopt.torch` uses. No other file of the package has one.
 
 `USES` says what each name is for; `tests/torch/test_private.py` fails with a sentence if a version of PyTorch lacks
 one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.

@@ -122,11 +122,11 @@ class StoreJob(Job):
         self._client = StoreClient(store, ranks[rank], ranks, seconds)
         self._client.known = self.known
         note = [host_identity(), socket.gethostname(), os.getpid(), token_bytes(16).hex()]
-        identities, hosts, pids, secrets = zip(*self.exchange(note), strict=True)
+        identities, hosts, pids, keys = zip(*self.exchange(note), strict=True)
         self.processes = list(map(Process, ranks, hosts, pids))
         self.known.update(zip(ranks, self.processes, strict=True))
         self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
-        self._secret = bytes.fromhex(secrets[self.local_ranks[0]])
+        self._key = bytes.fromhex(keys[self.local_ranks[0]])
 
     def client(self) -> StoreClient:
         """Local here. See `Job.client`; through the store."""
@@ -138,4 +138,4 @@ class StoreJob(Job):
 
     def _make_host_group(self) -> HostGroup:
         local, limit = self.topology, Settings.from_env().stall_warning
-        return HostGroup(self._secret, local.local_rank, local.local_size, self.seconds, Absence(limit))
+        return HostGroup(self._key, local.local_rank, local.local_size, self.seconds, Absence(limit))

@@ -74,7 +74,7 @@ def public_modules() -> list[str]:
 
 @cache
 def public_names(page: str) -> dict[str, Any]:
-    """The public names of a module with their values; of PyTorch's room, which pages are built without, None each."""
+    """The public names of a module with their values; of `distopt.torch`, which pages are built without, None each."""
     if page == "torch":
         source = (ROOT / "distopt" / page / "__init__.py").read_text()
         return dict.fromkeys(re.findall(r'^    "(\w+)",$', source, re.M))

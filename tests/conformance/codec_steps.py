@@ -70,8 +70,8 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
     return results
 
 
-def on_backend(job: Job, backend: str, sizes: list[int]) -> list[list[np.ndarray]]:
-    with create(job, backend) as comm:
+def on_transport(job: Job, transport: str, sizes: list[int]) -> list[list[np.ndarray]]:
+    with create(job, transport) as comm:
         return [steps_of(comm, size) for size in sizes]
 
 

@@ -20,12 +20,12 @@ from distopt.comm.base import Communicator
 from distopt.comm.net.ucx import communicator_over_ucx
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
-from distopt.launch.end_together.watch import reach
+from distopt.launch.end_together.lifeline import reach
 from distopt.launch.gate import FOR_KEYS
 from distopt.launch.job.base import Job
 from distopt.launch.job.hosts import HostsJob
+from distopt.launch.job.offer import Offer, start
 from distopt.launch.job.topology import Topology
-from distopt.launch.job.watched import Offer, start
 from distopt.launch.rendezvous.host_group import HostGroup
 from distopt.launch.rendezvous.key_value import RemoteClient
 from distopt.settings import Settings
@@ -107,7 +107,7 @@ class HostsOfOneMachine(HostsJob):
     def __init__(self, job: Job, per_host: int) -> None:
         self._settings = Settings.from_env()
         rank, size, seconds = job.topology.rank, job.topology.world_size, self._settings.timeout
-        offer = Offer.of(job.all_gather(start(size, seconds, watches=False)[1] if rank == 0 else b"")[0])
+        offer = Offer.of(job.all_gather(start(size, seconds, end_together=False)[1] if rank == 0 else b"")[0])
         link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, "rank 0")
         self._client = RemoteClient(link, rank, range(size), seconds, "the server of rank 0")
         self._introduce(rank, f"host{rank // per_host}", f"host{rank // per_host}")

@@ -1,6 +1,6 @@
 """Run the checks in the processes of a job, e.g. under mpiexec:
 
-mpiexec -n 3 python -m tests.conformance.run --backend mpi --job distopt.launch.job.mpi:MpiJob
+mpiexec -n 3 python -m tests.conformance.run --transport mpi --job distopt.launch.job.mpi:MpiJob
 """
 
 import argparse
@@ -22,9 +22,9 @@ def load(path: str) -> type:
     return getattr(import_module(module), name)
 
 
-def run_checks(job: Job, backend: str, names: Iterable[str] = tuple(CHECKS)) -> dict[str, str | None]:
+def run_checks(job: Job, transport: str, names: Iterable[str] = tuple(CHECKS)) -> dict[str, str | None]:
     """Run each check twice; its traceback, or None where it passed. A failed check ends the run of this rank."""
-    communicator: Communicator = load(TRANSPORTS.get(backend, backend)).create(job)
+    communicator: Communicator = load(TRANSPORTS.get(transport, transport)).create(job)
     report: dict[str, str | None] = {}
     with communicator:
         for name in names:
@@ -41,12 +41,12 @@ def run_checks(job: Job, backend: str, names: Iterable[str] = tuple(CHECKS)) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", required=True, help="a key of distopt.comm.TRANSPORTS, or module:class")
+    parser.add_argument("--transport", required=True, help="a key of distopt.comm.TRANSPORTS, or module:class")
     parser.add_argument("--job", required=True, help="module:callable that gives this rank's Job")
     parser.add_argument("-k", default="", help="only checks whose name this regular expression finds")
     args = parser.parse_args()
     job = load(args.job)()
-    report = run_checks(job, args.backend, [name for name in CHECKS if re.search(args.k, name)])
+    report = run_checks(job, args.transport, [name for name in CHECKS if re.search(args.k, name)])
     failed = [f"rank {job.topology.rank}: {name}\n{trace}" for name, trace in report.items() if trace]
     print(f"rank {job.topology.rank}: {len(report) - len(failed)} checks passed", *failed, sep="\n", flush=True)
     job.close()

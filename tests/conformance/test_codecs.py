@@ -20,9 +20,9 @@ from distopt.codecs import (
     TopK,
     finish_all,
 )
-from distopt.codecs.statistics import CommunicationStatistics, Statistics
 from distopt.comm import Work
 from distopt.errors import GradientError, PeerLostError, StateError, UsageError
+from distopt.recorder.statistics import CommunicationStatistics, Statistics
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32

@@ -30,18 +30,18 @@ JOBS = [
 ]
 
 
-def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
+def outcomes(transport: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
     """One start of the ranks serves all checks."""
-    return run_ranks(run_checks, world_size, backend, checks)
+    return run_ranks(run_checks, world_size, transport, checks)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize(("backend", "world_size"), JOBS, ids=lambda value: str(value).rpartition(":")[2])
-def test_check(request, once, backend: str, world_size: int, check: str) -> None:
-    checks = tuple(name for name in values_beside(request, "check") if name not in LEFT_OUT.get(backend, ()))
+@pytest.mark.parametrize(("transport", "world_size"), JOBS, ids=lambda value: str(value).rpartition(":")[2])
+def test_check(request, once, transport: str, world_size: int, check: str) -> None:
+    checks = tuple(name for name in values_beside(request, "check") if name not in LEFT_OUT.get(transport, ()))
     if check not in checks:
         pytest.skip("Gloo has short tags, and lets nobody poll a message; tests/torch has its messages")
-    for rank, outcome in enumerate(once(f"{backend}-{world_size}", outcomes, backend, world_size, checks)):
+    for rank, outcome in enumerate(once(f"{transport}-{world_size}", outcomes, transport, world_size, checks)):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")

@@ -61,14 +61,14 @@ def take_away(lack: str, rank: int) -> None:
         cupy.cuda.runtime.getDeviceCount = insufficient
 
 
-def create(job: LocalJob, lack: str, backend: str, device: str) -> tuple[str, float, list[str]]:
+def create(job: LocalJob, lack: str, transport: str, device: str) -> tuple[str, float, list[str]]:
     """Name of the communicator or error, a sum of ranks + 1 or 0, and the lines of the log or the error."""
     os.environ["DISTOPT_DEVICE"] = device
     activate()
     take_away(lack, job.topology.rank)
     lines = log_of_distopt()
     try:
-        made = comm.create(job, backend)
+        made = comm.create(job, transport)
     except Exception as error:
         return type(error).__name__, 0.0, [str(error)]
     array = np.full(5, job.topology.rank + 1.0)
@@ -91,9 +91,9 @@ def test_auto_takes_the_cpu_and_says_so_in_one_line(lack: str) -> None:
 
 
 @pytest.mark.slow(kept=4)
-@pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("auto", "cuda")])
+@pytest.mark.parametrize(("transport", "device"), [("nccl", "auto"), ("auto", "cuda")])
 @pytest.mark.parametrize("lack", LACKS)
-def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, backend: str, device: str) -> None:
-    for name, _, lines in run_ranks_ok(create, 2, lack, backend, device):
+def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, transport: str, device: str) -> None:
+    for name, _, lines in run_ranks_ok(create, 2, lack, transport, device):
         assert name in {"LaunchError", "MissingDependencyError"}
         assert re.search(LACKS[lack], lines[0])

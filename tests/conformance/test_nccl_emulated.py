@@ -99,7 +99,7 @@ def test_dropped_inputs_live_until_they_are_sent(job: LocalJob) -> None:
 
 
 @with_ranks(2)
-def test_captures_of_the_whole_process_go_on_beside_the_watching_thread(job: LocalJob) -> None:
+def test_captures_of_the_whole_process_go_on_beside_the_detector_thread(job: LocalJob) -> None:
     """PyTorch captures in the global mode, in which a query by another thread ends the capture."""
     comm = connect(job, CONNECTED="1")
     array = comm.xp.arange(3.0) + job.topology.rank

@@ -1,10 +1,10 @@
-"""Faults of every kind under every backend, at random moments: whether the job ends, says why, and leaves nothing.
+"""Faults of every kind, for every way to start ranks, at random moments: does the job end, say why, leave nothing?
 
 python -m tests.faults --trials 500
 
-Draws as many trials, first one of each kind, then of others of the pairs of kind and backend; runs them side by side;
+Draws as many trials, first one of each kind, then of others of the pairs of kind and way; runs them side by side;
 prints a table, and all that a trial has written in which something did not hold. Two hosts are network namespaces and
-need root; without it, these backends are left out.
+need root; without it, these ways are left out.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from itertools import islice
 from benchmarks.networks.emulation import HostsUnavailableError, TwoHosts, two_hosts
 from tests.processes import heed_signals, is_open_mpi
 
-from .backends import TRANSPORTS, possible_backends
 from .kinds import KINDS
 from .trials import Outcome, Trial, is_possible, run
+from .ways import WAYS, possible_ways
 
 
-def draw(rng: random.Random, kinds: Iterable[str], backends: Iterable[str]) -> Iterator[Trial]:
-    """Trials without end: in turn one of each kind, each time with the next of its backends, in random order."""
-    backends = list(backends)
-    turns: dict[str, list[str]] = {kind: [] for kind in kinds if any(is_possible(kind, b) for b in backends)}
+def draw(rng: random.Random, kinds: Iterable[str], ways: Iterable[str]) -> Iterator[Trial]:
+    """Trials without end: in turn one of each kind, each time with the next of its ways, in random order."""
+    ways = list(ways)
+    turns: dict[str, list[str]] = {kind: [] for kind in kinds if any(is_possible(kind, way) for way in ways)}
     while True:
         for kind in rng.sample(list(turns), len(turns)):
             if not turns[kind]:
-                turns[kind] = rng.sample(possible := [b for b in backends if is_possible(kind, b)], len(possible))
+                turns[kind] = rng.sample(possible := [way for way in ways if is_possible(kind, way)], len(possible))
             yield Trial.draw(rng, kind, turns[kind].pop())
 
 
@@ -47,7 +47,7 @@ def hosts(count: int) -> Iterator[queue.SimpleQueue[TwoHosts]]:
             for number in range(count):
                 pairs.put(stack.enter_context(two_hosts(f"-{number}")))
         except HostsUnavailableError as error:
-            print(f"without backends of two hosts: {error}", flush=True)
+            print(f"without the ways over two hosts: {error}", flush=True)
         yield pairs
 
 
@@ -55,7 +55,7 @@ def run_all(trials: Sequence[Trial], jobs: int, pairs: queue.SimpleQueue[TwoHost
     """The outcomes, as they come."""
 
     def run_one(trial: Trial) -> Outcome:
-        if TRANSPORTS[trial.backend].hosts == 1:
+        if WAYS[trial.way].hosts == 1:
             return run(trial)
         net = pairs.get()
         try:
@@ -80,13 +80,13 @@ COUNTS = {
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """In Markdown: a line per kind, a column per backend with number, median and maximum of seconds."""
-    backends = [name for name in TRANSPORTS if any(o.trial.backend == name for o in outcomes)]
-    rows = [["kind", *backends, *COUNTS], ["---"] * (1 + len(backends) + len(COUNTS))]
+    """In Markdown: a line per kind, a column per way with number, median and maximum of seconds."""
+    ways = [name for name in WAYS if any(o.trial.way == name for o in outcomes)]
+    rows = [["kind", *ways, *COUNTS], ["---"] * (1 + len(ways) + len(COUNTS))]
     lines = {kind: [o for o in outcomes if o.trial.kind == kind] for kind in KINDS} | {"all": outcomes}
     for name, these in lines.items():
         if these:
-            cells = [cell([o for o in these if o.trial.backend == backend]) for backend in backends]
+            cells = [cell([o for o in these if o.trial.way == way]) for way in ways]
             rows.append([name, *cells, *(str(sum(test(o) for o in these)) for test in COUNTS.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="trials at a time")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
-    parser.add_argument("--backends", default=",".join(TRANSPORTS), help="names, separated by commas")
+    parser.add_argument("--ways", default=",".join(WAYS), help="names, separated by commas")
     parser.add_argument("--trial", action="append", type=Trial.parse, help="this one, as a failure prints it")
     parser.add_argument("--verbose", action="store_true", help="print what every job has written")
     options = parser.parse_args()
@@ -111,8 +111,8 @@ def main() -> None:
     began = time.monotonic()
     outcomes = []
     with hosts(options.jobs) as pairs:
-        backends = [b for b in possible_backends(hosts=not pairs.empty()) if b in options.backends.split(",")]
-        drawn = draw(random.Random(options.seed), options.kinds.split(","), backends)
+        ways = [way for way in possible_ways(hosts=not pairs.empty()) if way in options.ways.split(",")]
+        drawn = draw(random.Random(options.seed), options.kinds.split(","), ways)
         trials = options.trial or list(islice(drawn, options.trials))
         print(f"--seed {options.seed}, {'Open MPI' if is_open_mpi() else 'MPICH'}", flush=True)
         for outcome in run_all(trials, options.jobs, pairs):

@@ -1,4 +1,4 @@
-"""Jobs in shards whose ranks are killed at random, and whose hosts are lost and return: one hash for each front.
+"""Jobs in shards whose ranks are killed at random, and whose nodes are lost and return: one hash for each front.
 
     python -m tests.faults.elastic                    # needs root, for hosts that are network namespaces
     python -m tests.faults.elastic --hosts 1 --fronts nn --steps 500

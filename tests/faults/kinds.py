@@ -48,7 +48,7 @@ class Kind(NamedTuple):
         leaves: whether its exit code is 0, which no launcher takes for a failure.
         code: exit code that the job must have, if the launcher tells that of a rank.
         last: whether only the last rank can do it.
-        backends: regular expression for the names of the backends that have it.
+        ways: regular expression for the names of the ways that have it.
     """
 
     harm: Callable[..., None]
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
     leaves: bool = False
     code: int | None = None
     last: bool = False
-    backends: str = ""
+    ways: str = ""
 
 
 # -- a rank ends -------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ MISTAKES = {
     "skipped collective": mistake(functools.partial(other_order, labels=("first", "third")), "MismatchError"),
     "other order": mistake(functools.partial(other_order, labels=("second", "first", "third")), "MismatchError"),
     # MPI needs no shared memory of ours. The ranks extend one file; the last one's part is the end of it.
-    "shared memory full": mistake(limit_files, "WireMemoryError", last=True, backends="^main|^raw|^run|shm|hier"),
+    "shared memory full": mistake(limit_files, "WireMemoryError", last=True, ways="^main|^raw|^run|shm|hier"),
     "second thread": mistake(call_from_two_threads, "two threads|MismatchError"),
     "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed|after close"),
 }
@@ -253,13 +253,13 @@ def wait_for_harm(rank: Rank) -> None:
 ONE_HOST = "^(main|raw|mpiexec|run)"
 LAUNCHERS = {
     # No recipient is left.
-    "parent killed": Kind(wait_for_harm, ENDED, backends=f"{ONE_HOST}|hosts (mpi|hier)"),
-    "interrupt": Kind(wait_for_harm, ENDED, says="KeyboardInterrupt|SIGINT|Ctrl-C", backends=ONE_HOST),
-    "terminated": Kind(wait_for_harm, ENDED, backends=f"{ONE_HOST}|hosts (mpi|hier|run)"),
-    "unseen by mpiexec": Kind(leave_unseen, ENDED, PLACES, backends="^mpiexec"),
-    "link down": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
-    "packets lost": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
-    "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), backends="hosts run"),
+    "parent killed": Kind(wait_for_harm, ENDED, ways=f"{ONE_HOST}|hosts (mpi|hier)"),
+    "interrupt": Kind(wait_for_harm, ENDED, says="KeyboardInterrupt|SIGINT|Ctrl-C", ways=ONE_HOST),
+    "terminated": Kind(wait_for_harm, ENDED, ways=f"{ONE_HOST}|hosts (mpi|hier|run)"),
+    "unseen by mpiexec": Kind(leave_unseen, ENDED, PLACES, ways="^mpiexec"),
+    "link down": Kind(wait_for_harm, NAMED, (INSIDE,), ways="hosts"),
+    "packets lost": Kind(wait_for_harm, NAMED, (INSIDE,), ways="hosts"),
+    "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), ways="hosts run"),
 }
 LINKS = ("link down", "packets lost")
 
@@ -279,7 +279,7 @@ def nothing(rank: Rank) -> None:
 SETTINGS = {
     "forked child exits": Kind(fork, GOES_ON, (BETWEEN, INSIDE), inline=True),
     "fork before the meeting": Kind(fork, GOES_ON, (START,), inline=True),
-    "SIGCHLD ignored": Kind(nothing, GOES_ON, (START,), backends="^(?!raw)"),  # which multiprocessing does not bear
+    "SIGCHLD ignored": Kind(nothing, GOES_ON, (START,), ways="^(?!raw)"),  # which multiprocessing does not bear
     "stdout closed": Kind(nothing, GOES_ON, (START,)),
 }
 

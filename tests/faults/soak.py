@@ -25,7 +25,7 @@ from distopt import comm, launch
 from distopt.errors import MismatchError, UsageError
 from tests.processes import mpiexec_command
 
-from .backends import can_mount, own_memory
+from .ways import can_mount, own_memory
 
 COUNT = 1000  # elements
 ERROR_EVERY = 100  # jobs or collectives
@@ -111,12 +111,12 @@ def start_job(number: int) -> int:
 class Rank:
     """A rank that survives errors."""
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
         self._job = launch.join()
         self.number = self._job.topology.rank
         self._size = self._job.topology.world_size
-        self._communicator = comm.create(self._job, backend)
+        self._communicator = comm.create(self._job, transport)
 
     def call(self, number: int) -> int:
         """A collective; at its turn, one that is a mistake of the last rank."""
@@ -134,8 +134,8 @@ class Rank:
                 self._communicator.all_reduce(np.zeros(COUNT + odd)).wait()
             except MismatchError:
                 self._communicator.close()
-                self._communicator = comm.create(self._job, self._backend)
-                return KEPT_KIB.get(self._backend, 0)
+                self._communicator = comm.create(self._job, self._transport)
+                return KEPT_KIB.get(self._transport, 0)
         raise AssertionError("no error came")
 
     def _reduce(self, number: int) -> None:
@@ -148,9 +148,9 @@ class Rank:
         self._job.close()
 
 
-def call_collectives(backend: str, count: int) -> None:
-    rank = Rank(backend)
-    soak(f"collectives over {backend}, rank {rank.number}", rank.call, count)
+def call_collectives(transport: str, count: int) -> None:
+    rank = Rank(transport)
+    soak(f"collectives over {transport}, rank {rank.number}", rank.call, count)
     rank.close()
 
 

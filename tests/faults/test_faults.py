@@ -13,19 +13,19 @@ import pytest
 from tests.processes import Program
 
 from .__main__ import draw
-from .backends import TRANSPORTS, can_mount, nearly_full, possible_backends
 from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
 from .soak import PARTS, command
 from .trials import Trial, run
+from .ways import WAYS, can_mount, nearly_full, possible_ways
 
 # DISTOPT_TEST_SEED draws others.
 SEED = int(os.environ.get("DISTOPT_TEST_SEED", "17"))
-DRAWN = list(islice(draw(random.Random(SEED), KINDS, TRANSPORTS), 60))  # each kind at least once
+DRAWN = list(islice(draw(random.Random(SEED), KINDS, WAYS), 60))  # each kind at least once
 
 
 def matrix() -> list[Trial]:
     """Fixed trials, not drawn: ends with and without a message, at each place on each transport of one host."""
-    one_host = [name for name, backend in TRANSPORTS.items() if backend.hosts == 1]
+    one_host = [name for name, way in WAYS.items() if way.hosts == 1]
     trials = [Trial(*case) for case in product(("SIGKILL", "exception"), one_host, (START, BETWEEN, INSIDE))]
     # More ranks: those that are neither the first nor the lost one, and a first rank that is lost.
     trials += [Trial("SIGKILL", name, INSIDE, 4, 2) for name in one_host]
@@ -38,9 +38,9 @@ def matrix() -> list[Trial]:
 
 
 def check(trial: Trial, request: pytest.FixtureRequest) -> None:
-    if trial.backend not in possible_backends(hosts=True):
+    if trial.way not in possible_ways(hosts=True):
         pytest.skip("connects ranks on several hosts by MPICH only")
-    net = request.getfixturevalue("net") if TRANSPORTS[trial.backend].hosts == 2 else None
+    net = request.getfixturevalue("net") if WAYS[trial.way].hosts == 2 else None
     outcome = run(trial, net)
     assert not outcome.faults, outcome.output
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from benchmarks.networks.emulation import TwoHosts
 from tests.processes import Program, is_open_mpi, patience
 
-from .backends import TRANSPORTS, Backend, own_memory
 from .kinds import ENDED, GOES_ON, KINDS, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
+from .ways import WAYS, Way, own_memory
 
 # Seconds, on a quiet machine; see `patience`.
 TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank
@@ -28,14 +28,14 @@ LONG = 100.0  # of all others, however busy the machine: none of them may get th
 SURVIVAL = 5.0  # that the survivors of a fault may live on
 LINK_SURVIVAL = 10.0  # of the loss of a link
 FINISH = 60.0  # for a job to start, or to continue to its end
-LAUNCH_BACKENDS = [name for name, backend in TRANSPORTS.items() if backend.by_mpiexec and backend.hosts == 1]
+LAUNCH_WAYS = [name for name, way in WAYS.items() if way.by_mpiexec and way.hosts == 1]
 
 
 class Trial(NamedTuple):
-    """One job and its fault, by names of `KINDS`, `TRANSPORTS` and `PLACES`. `delay`: seconds into a collective."""
+    """One job and its fault, by names of `KINDS`, `WAYS` and `PLACES`. `delay`: seconds into a collective."""
 
     kind: str
-    backend: str
+    way: str
     place: str
     world_size: int = 2
     rank: int = 1
@@ -47,37 +47,37 @@ class Trial(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Trial:
-        kind, backend, place, world_size, rank, delay = text.split(":")
-        return cls(kind, backend, place, int(world_size), int(rank), float(delay))
+        kind, way, place, world_size, rank, delay = text.split(":")
+        return cls(kind, way, place, int(world_size), int(rank), float(delay))
 
     @classmethod
-    def draw(cls, rng: random.Random, kind: str, backend: str) -> Trial:
+    def draw(cls, rng: random.Random, kind: str, way: str) -> Trial:
         """A trial of this kind with what is left to chance."""
-        places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
-        size = rng.choice(TRANSPORTS[backend].sizes)
+        places = [place for place in KINDS[kind].places if place != LAUNCH or way in LAUNCH_WAYS]
+        size = rng.choice(WAYS[way].sizes)
         # The others see a mistake of rank 0 only as their difference from it.
         rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
-        return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
+        return cls(kind, way, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
 
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        kind, backend = KINDS[self.kind], TRANSPORTS[self.backend]
+        kind, way = KINDS[self.kind], WAYS[self.way]
         # MPI does not report such an end before the ranks have met, nor always a death between hosts.
-        missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
+        missed = (kind.leaves and way.by_mpi) or (kind.silent and way.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
 
 
 def explanation(trial: Trial) -> str:
     """Why the rank may go without a name; empty if it may not."""
-    if KINDS[trial.kind].silent and TRANSPORTS[trial.backend].by_mpiexec:
+    if KINDS[trial.kind].silent and WAYS[trial.way].by_mpiexec:
         return "mpiexec ends all ranks at once, and its report may be about another one"
     return ""
 
 
-def is_possible(kind: str, backend: str) -> bool:
-    """Whether a fault of this kind can come to that backend."""
-    return re.search(KINDS[kind].backends, backend) is not None
+def is_possible(kind: str, way: str) -> bool:
+    """Whether a fault of this kind can come to ranks started that way."""
+    return re.search(KINDS[kind].ways, way) is not None
 
 
 @dataclass
@@ -127,23 +127,23 @@ class Job:
     def __init__(self, trial: Trial, net: TwoHosts | None, folder: Path) -> None:
         self.trial, self.net = trial, net
         self.kind: Kind = KINDS[trial.kind]
-        self.backend: Backend = TRANSPORTS[trial.backend]
+        self.way: Way = WAYS[trial.way]
         self.told, memory, temporary = self.folders = [folder / name for name in ("told", "shm", "tmp")]
         for path in self.folders:
             path.mkdir()
         self.timeout = float(round(patience(TIMEOUT))) if trial.waits or trial.kind in STALLS else LONG
         env = {
-            "DISTOPT_TRANSPORT": self.backend.transport,
+            "DISTOPT_TRANSPORT": self.way.transport,
             "DISTOPT_TIMEOUT": str(self.timeout),
             "DISTOPT_STALL_WARNING": "0.5" if trial.kind in STALLS else "50",
             "TMPDIR": str(temporary),
         }
-        words = [self.backend.start, trial.kind, trial.place, trial.world_size, trial.rank, trial.delay, self.told]
+        words = [self.way.start, trial.kind, trial.place, trial.world_size, trial.rank, trial.delay, self.told]
         script = [*inherited(trial.kind), sys.executable, "-m", "tests.faults.job", *map(str, words)]
         self.lines: list[str] = []
         self.programs = [
             Program(own_memory(memory) + command, {**env, **more})
-            for command, more in self.backend.programs(trial.world_size, script, net)
+            for command, more in self.way.programs(trial.world_size, script, net)
         ]
         streams = [stream for program in self.programs for stream in (program.process.stdout, program.process.stderr)]
         self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]
@@ -212,7 +212,7 @@ def run(trial: Trial, net: TwoHosts | None = None) -> Outcome:
 
     Args:
         trial: the job and its fault.
-        net: the hosts, if the backend has two.
+        net: the hosts, if the way has two.
     """
     outcome = Outcome(trial)
     with tempfile.TemporaryDirectory() as name:
@@ -244,9 +244,9 @@ def is_alien(trial: Trial, path: Path) -> bool:
     """
     if path.name.startswith("distopt-flight-"):
         return True
-    backend = TRANSPORTS[trial.backend]
+    way = WAYS[trial.way]
     # Ranks that have not come out of MPI_Init, which mpiexec ends by SIGKILL: those of the other host, or all others.
-    if trial.place == LAUNCH or (trial.place == START and backend.by_mpiexec and backend.hosts == 2):
+    if trial.place == LAUNCH or (trial.place == START and way.by_mpiexec and way.hosts == 2):
         return path.name.startswith(("mpich_shm_", "ucx_shm_posix_"))
     return trial.kind == "parent killed" and path.name.startswith(("ompi.", "sm_segment."))
 
@@ -284,7 +284,7 @@ def survivors(job: Job, pid: int) -> list[int]:
     found = job.pids()
     if job.trial.kind == "unseen by mpiexec":  # the ranks alone; the launcher is stopped
         return [other for other, name in found.items() if name.startswith(sys.executable)]
-    unsupervised = job.kind.waits and (job.backend.start == "raw" or job.backend.apart)
+    unsupervised = job.kind.waits and (job.way.start == "raw" or job.way.apart)
     ignored = {pid, *(program.process.pid for program in job.programs)} if unsupervised else set()
     return [other for other, name in found.items() if other not in ignored and "resource_tracker" not in name]
 
@@ -332,12 +332,12 @@ def judge(job: Job, outcome: Outcome) -> None:
         if any(codes) or job.finished != trial.world_size:
             outcome.others.append(f"does not go on: exit codes {codes}, {job.finished} ranks finished")
         return
-    outcome.ends_well = not (any(codes) if job.backend.apart else all(codes))
+    outcome.ends_well = not (any(codes) if job.way.apart else all(codes))
     if job.finished:
         outcome.others.append(f"{job.finished} ranks finished")
-    if kind.code is not None and trial.place != LAUNCH and job.backend.tells_codes and codes[0] != kind.code:
+    if kind.code is not None and trial.place != LAUNCH and job.way.tells_codes and codes[0] != kind.code:
         outcome.others.append(f"exit codes {codes} instead of {kind.code}")
-    speechless = trial.kind == "interrupt" and job.backend.by_mpiexec and is_open_mpi()  # mpiexec ends all at once
+    speechless = trial.kind == "interrupt" and job.way.by_mpiexec and is_open_mpi()  # mpiexec ends all at once
     if kind.says and not speechless and not re.search(kind.says, job.text):
         outcome.others.append(f"does not say {kind.says!r}")
     outcome.unnamed = kind.end != ENDED and not is_named(job)
@@ -364,7 +364,7 @@ def names(rank: int, pid: int, host: str) -> list[str]:
         rf"for rank {rank} of \d+",
         rf"found no rank {rank} on this host",
         rf"a process of this job \(pid {pid}\) has ended",  # before they have met
-        rf"\(ranks? {rank}( to \d+)?\), {host} ",  # of distopt run, which names a lost host by its ranks
+        rf"\(ranks? {rank}( to \d+)?\), {host} ",  # of distopt run, which names a lost node by its ranks
         rf"PID {pid} RUNNING AT",  # of MPICH's mpiexec
         rf"process rank {rank} with PID \d+ on node",  # of Open MPI's
     ]

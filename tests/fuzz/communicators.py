@@ -18,8 +18,8 @@ from .ranks import TIMEOUT, Ranks
 
 SIZE = 3000  # elements of every memory of a rank; places of arrays in it are modulo what fits
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-BY_HOST = ("blocks", "round_robin")  # backends that sum host by host
-# Backends and numbers of ranks: shared memory and MPI with their usual and with small chunks, and both.
+BY_HOST = ("blocks", "round_robin")  # transports that sum host by host
+# Transports and numbers of ranks: shared memory and MPI with their usual and with small chunks, and both.
 JOBS = [*product(["shm"], [2, 1, 3, 4, 5]), *product(["small"], [2, 3, 5]), *product(["mpi", "mpi_small"], [2, 3]),
         *product(BY_HOST, [4])]  # fmt: skip
 PAIRS = ("reduce_scatter", "all_gather")  # whose array and result are a part and a whole
@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    backend: str
+    transport: str
     dtype: str
     wire: bool  # whether the memory of the world is wire memory
     members: dict[str, tuple[int, ...]]  # ranks of the "world" and, where there is one, of a "subgroup", in its order
@@ -64,9 +64,9 @@ class Program:
 
 @st.composite
 def programs(draw, jobs):
-    """Programs for some of the jobs, backend and number of ranks; half are for the first, as ranks start slowly."""
-    backend, ranks = draw(st.just(jobs[0]) | st.sampled_from(jobs))
-    dtype = draw(st.sampled_from(["float64", "int32", "bool"] if backend in BY_HOST else list(DTYPES)))
+    """Programs for some of the jobs, transport and number of ranks; half are for the first, as ranks start slowly."""
+    transport, ranks = draw(st.just(jobs[0]) | st.sampled_from(jobs))
+    dtype = draw(st.sampled_from(["float64", "int32", "bool"] if transport in BY_HOST else list(DTYPES)))
     members, world = {"world": tuple(range(ranks))}, st.sampled_from(range(ranks))
     if draw(st.booleans()):
         members["subgroup"] = draw(st.lists(world, min_size=1, unique=True).map(tuple))
@@ -82,7 +82,7 @@ def programs(draw, jobs):
     waits = st.builds(Wait, st.integers(0, 9), st.lists(world, unique=True).map(tuple),
                       st.sampled_from(["wait", "poll", "spin"]))  # fmt: skip
     steps = st.lists(calls | calls | waits | messages if ranks > 1 else calls | waits, max_size=12).map(tuple)
-    return Program(backend, dtype, draw(st.booleans()), members, draw(st.integers(0, 999)), draw(steps))
+    return Program(transport, dtype, draw(st.booleans()), members, draw(st.integers(0, 999)), draw(steps))
 
 
 PROGRAMS = programs(JOBS)
@@ -96,7 +96,7 @@ State: TypeAlias = dict[Any, Any]
 
 def _at_first(program, rank):
     values = np.random.default_rng([program.seed, rank]).standard_normal((3, SIZE)) * 2
-    if program.backend in BY_HOST or program.dtype not in FLOATS:
+    if program.transport in BY_HOST or program.dtype not in FLOATS:
         values = np.floor(values)  # any order of sums gives the same
     if program.dtype == "bfloat16":
         values = bfloat16_from(values)
@@ -243,7 +243,7 @@ _started = {}
 
 def run(program):
     """Check what the ranks of a real communicator have against the oracle."""
-    key = program.backend, len(program.members["world"])
+    key = program.transport, len(program.members["world"])
     if key not in _started:
         _started[key] = Ranks(*key, "tests.fuzz.communicators:on_rank")
     try:
@@ -265,7 +265,7 @@ def run(program):
 def _compare(program, array, values, what):
     if program.dtype == "bfloat16" and array.ndim:
         array, values = (bfloat16_to(a.view(np.uint16)) for a in (array, values))
-    if program.dtype == "float64" and program.backend in BY_HOST:
+    if program.dtype == "float64" and program.transport in BY_HOST:
         np.testing.assert_allclose(array, values, 1e-12, err_msg=what)
     else:
         np.testing.assert_array_equal(array, values, what)

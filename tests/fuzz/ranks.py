@@ -21,13 +21,13 @@ START = 120.0  # seconds until all ranks are there, which import everything anew
 
 
 class Ranks:
-    """The ranks of one backend and world size; each runs `body(communicator, program)`."""
+    """The ranks of one transport and world size; each runs `body(communicator, program)`."""
 
-    def __init__(self, backend, world_size, body):
+    def __init__(self, transport, world_size, body):
         self._folder, ticket = tempfile.TemporaryDirectory(), secrets.token_hex(16)
         address = f"{self._folder.name}/ranks"
-        command = [sys.executable, "-m", "tests.fuzz.ranks", address, body, backend]
-        if backend in ("shm", "small"):
+        command = [sys.executable, "-m", "tests.fuzz.ranks", address, body, transport]
+        if transport in ("shm", "small"):
             commands = [[*command, ticket, str(rank), str(world_size)] for rank in range(world_size)]
         else:
             commands = [[*mpiexec_command(world_size), *command]]
@@ -72,18 +72,18 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _communicator(backend, ticket="", rank="", world_size=""):
+def _communicator(transport, ticket="", rank="", world_size=""):
     if ticket:
         job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size))
-        chunk = {"chunk_bytes": 4096} if backend == "small" else {}
+        chunk = {"chunk_bytes": 4096} if transport == "small" else {}
         return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
     from distopt.comm.net.mpi import MpiCommunicator
     from distopt.launch.job.mpi import MpiJob
     from tests.conformance import fake_hosts
 
-    if backend == "mpi_small":
+    if transport == "mpi_small":
         return MpiCommunicator(MpiJob(), inline_bytes=64, chunk_bytes=1024)
-    return create(MpiJob(), "mpi") if backend == "mpi" else create(getattr(fake_hosts, backend)(), "hierarchical")
+    return create(MpiJob(), "mpi") if transport == "mpi" else create(getattr(fake_hosts, transport)(), "hierarchical")
 
 
 def _serve(address, body, *place):

@@ -13,9 +13,9 @@ def test_random_programs(family, monkeypatch):
     if family is communicators:
         jobs = [("shm", 2), ("small", 3)]
         monkeypatch.setattr(family, "PROGRAMS", family.programs(jobs))
-        for backend, ranks in jobs:  # the time is that of programs, once the ranks are there
+        for transport, ranks in jobs:  # the time is that of programs, once the ranks are there
             members = {"world": tuple(range(ranks))}
-            communicators.run(communicators.Program(backend, "int32", False, members, 0, ()))
+            communicators.run(communicators.Program(transport, "int32", False, members, 0, ()))
     found = search(family, 35, 1.5, least=4)
     communicators.close()
     assert found.program is None, found.script(family)

@@ -1,4 +1,4 @@
-"""The kernels of `ops.gpu` for NumPy arrays, so that the tests of `ops.cpu` serve for both."""
+"""The kernels of `nn.numerics.gpu` for NumPy arrays, so that the tests of `nn.numerics.cpu` serve for both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_host(value: Any) -> Any:
 
 
 class Hosted:
-    """Every function of `ops.gpu`. NumPy arguments are copied to the device and back, as functions may change them."""
+    """Every function of `numerics.gpu`. NumPy arguments are copied there and back, as functions may change them."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(gpu, name)

@@ -39,7 +39,7 @@ ROOMS = {
     "distopt/engine": "conformance/test_engine* conformance/test_skipped* ranks/test_guards* ranks/test_drift* "
     "ranks/test_by_hand* ranks/test_join* ranks/test_training* ranks/test_gpu_emulated* unit/test_digest* "
     "one_hash/test_tr*",
-    "distopt/codecs": "conformance/test_codecs.py conformance/test_codecs_on_backends* conformance/test_skipped* "
+    "distopt/codecs": "conformance/test_codecs.py conformance/test_codecs_on_transports* conformance/test_skipped* "
     "conformance/test_engine* unit/test_codec_options* one_hash/test_tree*",
     "distopt/comm": WIRE + "ranks/test_mpi* ranks/test_world* unit/test_checks* unit/test_hierarchical* "
     "unit/test_launch_mpi* unit/test_waits* unit/test_world* unit/test_nccl* conformance/test_nccl*",

@@ -35,7 +35,7 @@ def layouts() -> Iterator[Layout]:
         for n in ranks:
             yield Layout(front, "one host", n, run(n))
     for n in (2, 4, 8):
-        yield Layout("nn", "one host", n, mpi(n), ("--backend", "mpi"))
+        yield Layout("nn", "one host", n, mpi(n), ("--transport", "mpi"))
     for n, hosts, text in ((4, "blocks", "2 x 2"), (3, "blocks", "2 + 1"), (4, "round-robin", "2 x 2, round robin")):
         yield Layout("nn", text, n, mpi(n), ("--hosts", hosts))
         yield Layout("torch", text, n, run(n), ("--hosts", hosts))

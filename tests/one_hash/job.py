@@ -101,16 +101,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("front", choices=["nn", "torch", "ddp"])
     parser.add_argument("net", choices=nets.SIDES)
-    parser.add_argument("--backend", default="auto", help="of communication; for ddp and torch, of the process group")
+    parser.add_argument("--transport", default="auto", help="for nn")
+    parser.add_argument("--backend", default="distopt", help="of the process group, for ddp and torch")
     parser.add_argument("--hosts", choices=HOSTS, help="emulate hosts")
     args = parser.parse_args()
     if args.front == "nn":
-        with closing(job_of(args.hosts)) as job, comm.create(job, args.backend) as communicator:
+        with closing(job_of(args.hosts)) as job, comm.create(job, args.transport) as communicator:
             states, rank, kind = train(args.net, communicator), job.topology.rank, communicator.name
     else:
         if args.hosts:
             pretend(args.hosts)
-        kind = "distopt" if args.backend == "auto" else args.backend
+        kind = args.backend
         states, rank = train_torch(args.net, args.front, kind), launch.join().topology.rank
     sys.stdout.write(f"rank {rank} over {kind}: {nets.hash_of(states)}\n")  # one write: whole lines
 

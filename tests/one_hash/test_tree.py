@@ -72,8 +72,8 @@ def test_bits_are_those_of_the_slow_tree(shards, world_size):
     check(on_ranks(world_size, lambda comm: steps(comm, shards)), shards)
 
 
-def over(job, backend: str, shards: int) -> list[np.ndarray]:
-    with create(job, backend) as comm:
+def over(job, transport: str, shards: int) -> list[np.ndarray]:
+    with create(job, transport) as comm:
         return steps(comm, shards)
 
 

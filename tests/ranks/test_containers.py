@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from benchmarks.networks.emulation import LINK
-from tests.faults.backends import own_memory
+from tests.faults.ways import own_memory
 from tests.processes import ROOT, Ended, Program, free_port, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
 

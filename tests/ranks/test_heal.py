@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.backends import can_mount, nearly_full
 from tests.faults.healing import JOB, RUN, Job, without_heal
+from tests.faults.ways import can_mount, nearly_full
 from tests.processes import ROOT, patience, remove_group
 
 TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]

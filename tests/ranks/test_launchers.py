@@ -51,8 +51,8 @@ def said(stdout: str) -> list[str]:
 def test_torchrun_on_one_host_needs_no_mpi(n):
     ended = Program([TORCHRUN, "--standalone", "--nproc-per-node", str(n), SCRIPT, "ok"]).end()
     assert ended.code == 0, ended.stderr
-    here, backend = os.uname().nodename, "single" if n == 1 else "shm"
-    expected = [f"rank {rank} of {n}, {rank} of {n} on {here}: LaunchedJob {backend} mpi=False" for rank in range(n)]
+    here, transport = os.uname().nodename, "single" if n == 1 else "shm"
+    expected = [f"rank {rank} of {n}, {rank} of {n} on {here}: LaunchedJob {transport} mpi=False" for rank in range(n)]
     assert said(ended.stdout) == expected
 
 

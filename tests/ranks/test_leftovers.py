@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.networks.emulation import LINK
-from tests.faults.backends import can_mount, own_memory
+from tests.faults.ways import can_mount, own_memory
 from tests.processes import ROOT, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.faults.backends import can_mount
+from tests.faults.ways import can_mount
 from tests.processes import LIMIT_SECONDS, ROOT, Program, patience
 from tests.ranks.test_run_hosts import told
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.faults.backends import can_mount
+from tests.faults.ways import can_mount
 from tests.processes import LIMIT_SECONDS, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case

@@ -43,10 +43,10 @@ def test_variables_and_a_secret_of_each_job():
 def test_ranks_meet_without_mpi(n):
     ended = start(n, LAUNCHED, "ok").end()
     assert ended.code == 0, ended.stderr
-    backend = "single" if n == 1 else "shm"
+    transport = "single" if n == 1 else "shm"
     marks = ["", *(f"[rank {rank}] " for rank in range(1, n))]
     expected = [
-        f"{marks[rank]}rank {rank} of {n}, {rank} of {n} on {HOST}: LaunchedJob {backend} mpi=False"
+        f"{marks[rank]}rank {rank} of {n}, {rank} of {n} on {HOST}: LaunchedJob {transport} mpi=False"
         for rank in range(n)
     ]
     assert sorted(ended.stdout.splitlines()) == sorted(expected)

@@ -89,6 +89,16 @@ def test_the_slow_rank_is_named(tmp_path, slow, capsys):
     assert "Its other takes" in told
 
 
+def test_waits_of_partial_updates_are_recorded(tmp_path, capsys):
+    ranks = run("partial", 0, tmp_path)
+    check_phases(ranks)
+    waits = ranks[1].named("wait")
+    assert sum(wait["dur"] for wait in waits) > STEPS * SLOW_SECONDS * 1e6 / 2
+    assert len({wait["args"]["bucket"] for wait in waits}) > 1
+    assert main(["timeline", "summary", str(tmp_path)]) == 0
+    assert "All ranks wait" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("front", ["nn", "ddp", "distopt"])
 def test_the_clocks_of_two_hosts_are_aligned(net, tmp_path, front):

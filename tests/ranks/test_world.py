@@ -1,4 +1,4 @@
-"""`distopt.init` and what a world computes, on ranks of every launcher and backend; and what ranks in error say."""
+"""`distopt.init` and what a world computes, on ranks of every launcher and transport; and what ranks in error say."""
 
 import multiprocessing
 import re
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 SCRIPT = str(ROOT / "tests" / "ranks" / "world_script.py")
 
 
-def run(start: str, n: int, *how: str, backend: str = "auto") -> Ended:
-    env = {"DISTOPT_TRANSPORT": backend}
+def run(start: str, n: int, *how: str, transport: str = "auto") -> Ended:
+    env = {"DISTOPT_TRANSPORT": transport}
     if start == "mpiexec":
         return mpiexec(n, SCRIPT, start, *how, env=env)
     return Program([sys.executable, SCRIPT, str(n) if start == "spawn" else start, *how], env).end()
@@ -26,19 +26,19 @@ def run(start: str, n: int, *how: str, backend: str = "auto") -> Ended:
 
 STARTS = [
     ("alone", 1, "auto", "single"),
-    *(("spawn", n, "auto", backend) for n, backend in ((1, "single"), (2, "shm"), (3, "shm"))),
-    *(("mpiexec", n, "auto", backend) for n, backend in ((1, "single"), (2, "shm"), (3, "shm"))),
+    *(("spawn", n, "auto", transport) for n, transport in ((1, "single"), (2, "shm"), (3, "shm"))),
+    *(("mpiexec", n, "auto", transport) for n, transport in ((1, "single"), (2, "shm"), (3, "shm"))),
     *(("mpiexec", n, "mpi", "mpi") for n in (1, 2, 3)),
 ]
 
 
 @pytest.mark.sweep(rest=2)
-@pytest.mark.parametrize(("start", "n", "choice", "backend"), STARTS)
-def test_every_method_agrees_with_numpy(start, n, choice, backend):
-    ended = run(start, n, backend=choice)
+@pytest.mark.parametrize(("start", "n", "choice", "transport"), STARTS)
+def test_every_method_agrees_with_numpy(start, n, choice, transport):
+    ended = run(start, n, transport=choice)
     assert (ended.code, ended.stderr) == (0, "")
     told = sorted(re.sub(r"^\[rank \d\] ", "", line) for line in ended.stdout.splitlines())
-    assert told == [f"{rank} {n} {rank} {rank == 0} {backend}: 10 checks passed" for rank in range(n)]
+    assert told == [f"{rank} {n} {rank} {rank == 0} {transport}: 10 checks passed" for rank in range(n)]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -97,7 +97,7 @@ def test_a_mismatch_names_both_calls_on_both_ranks(how):
 
 
 def test_a_mismatch_names_both_calls_over_mpi():
-    ended = run("mpiexec", 2, "number", backend="mpi")
+    ended = run("mpiexec", 2, "number", transport="mpi")
     assert ended.code == 0
     check_mismatch(ended.stdout, "number")
 
@@ -124,9 +124,9 @@ def check_mismatch(stdout: str, how: str) -> None:
         ("exit", 3, "left with exit code 3"),
     ],
 )
-@pytest.mark.parametrize(("start", "backend"), [("spawn", "auto"), ("mpiexec", "auto"), ("mpiexec", "mpi")])
-def test_one_rank_that_leaves_the_body_by_an_exception_ends_all_by_its_name(start, backend, how, code, last):
-    ended = run(start, 3, how, backend=backend)
+@pytest.mark.parametrize(("start", "transport"), [("spawn", "auto"), ("mpiexec", "auto"), ("mpiexec", "mpi")])
+def test_one_rank_that_leaves_the_body_by_an_exception_ends_all_by_its_name(start, transport, how, code, last):
+    ended = run(start, 3, how, transport=transport)
     assert ended.code == code
     assert last in ended.stderr.splitlines()[-1]
     assert "has closed" not in ended.stderr, "the cause alone is told, not its consequences"

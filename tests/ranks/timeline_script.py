@@ -13,17 +13,17 @@ STEPS = 12
 SLOW_SECONDS = 0.2  # far from what another program on the machine can make a rank wait
 
 
-def train_nn(slow: int) -> None:
+def train_nn(slow: int, front: str) -> None:
     import distopt
     from distopt import opt
-    from tests.ranks.small_net import SMALL, batch, build
+    from tests.ranks.small_net import SMALL, batch, build, step_of
 
     optimizer = opt.DistOpt(opt.SGD(lr=0.05), codec="fp16", bucket_elements=SMALL)
-    net = build(optimizer)
+    net, update = build(optimizer), step_of(optimizer, "partialUpdate") if front == "partial" else optimizer
     for step in range(STEPS):
         if optimizer.global_rank == slow:
             time.sleep(SLOW_SECONDS)
-        net(*batch(step, optimizer.global_rank), optimizer)
+        net(*batch(step, optimizer.global_rank), update)
     assert distopt.init().world_size == optimizer.world_size
 
 
@@ -98,7 +98,7 @@ if __name__ == "__main__":
             print(f"has caught {type(error).__name__}")
     elif front == "fail":
         fail(argument)
-    elif front == "nn":
-        train_nn(int(argument))
+    elif front in ("nn", "partial"):
+        train_nn(int(argument), front)
     else:
         train_torch(int(argument), front)

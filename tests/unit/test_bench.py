@@ -17,8 +17,8 @@ from benchmarks.networks.site import ListedSite, Site
 from benchmarks.peers import lineup
 from benchmarks.peers.crew import Crew, rank_command
 from benchmarks.peers.lineup import Candidate
+from benchmarks.peers.ranks.libraries import COLLECTIVES
 from benchmarks.peers.ranks.pattern import PERIOD, Pattern
-from benchmarks.peers.ranks.transports import COLLECTIVES
 from benchmarks.train import Result
 from distopt import _core
 from distopt.errors import UsageError
@@ -99,7 +99,7 @@ def test_a_small_real_run(tmp_path, capsys):
 def test_other_collectives(collective, tmp_path, capsys):
     pytest.importorskip("mpi4py")
     path = tmp_path / "out.json"
-    words = f"--np 3 --collective {collective} --sizes 20000,100 -n 4 --turns 2 --backend shm,mpi --json {path}"
+    words = f"--np 3 --collective {collective} --sizes 20000,100 -n 4 --turns 2 --transport shm,mpi --json {path}"
     code, out = bench(words, capsys)
     assert code == 0, out
     report = json.loads(path.read_text())

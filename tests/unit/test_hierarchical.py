@@ -20,39 +20,39 @@ FEW = "^(all_reduce-(float32-mean|bfloat16-sum)|reduce_scatter-float32-sum|all_g
 @pytest.mark.slow(kept=1)
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
-    ("backend", "order", "hosts", "checks"),
+    ("transport", "order", "hosts", "checks"),
     [
         ("hierarchical", "auto", "blocks", FEW),
         ("tests.conformance.small_parts:SmallPartsCommunicator", "auto", "blocks", FEW),
         *(
-            (backend, order, hosts, CHECKS)
-            for backend, order in (("hierarchical", "auto"), ("hierarchical", "rank"), ("mpi", "auto"))
+            (transport, order, hosts, CHECKS)
+            for transport, order in (("hierarchical", "auto"), ("hierarchical", "rank"), ("mpi", "auto"))
             for hosts in ("blocks", "round_robin")
         ),
     ],
 )
-def test_conformance(backend, order, hosts, checks):
-    words = ("--backend", backend, "--job", f"tests.conformance.fake_hosts:{hosts}", "-k", checks)
+def test_conformance(transport, order, hosts, checks):
+    words = ("--transport", transport, "--job", f"tests.conformance.fake_hosts:{hosts}", "-k", checks)
     ended = mpiexec(4, "-m", "tests.conformance.run", *words, env={"DISTOPT_SUM_ORDER": order})
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" checks passed") == 4
 
 
 def told(stdout: str) -> list[tuple[str, str]]:
-    """Every rank's line: the backend, and the rest."""
+    """Every rank's line: the transport, and the rest."""
     return re.findall(r"^rank \d on \S+ over (\w+): (.*)$", stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "backend"), [("aabb", "hierarchical"), ("abba", "hierarchical"), ("aab", "mpi"), ("abc", "mpi")]
+    ("hosts", "transport"), [("aabb", "hierarchical"), ("abba", "hierarchical"), ("aab", "mpi"), ("abc", "mpi")]
 )
-def test_backend_suits_the_hosts_and_has_the_same_bits_everywhere(hosts, backend):
+def test_transport_suits_the_hosts_and_has_the_same_bits_everywhere(hosts, transport):
     ended = mpiexec(len(hosts), SCRIPT, "check", hosts)
     assert ended.code == 0, ended.stderr
     assert "leaked" not in ended.stderr, "nanobind says so of objects that outlive the interpreter"
     ranks = told(ended.stdout)
-    assert [name for name, _ in ranks] == [backend] * len(hosts)
+    assert [name for name, _ in ranks] == [transport] * len(hosts)
     assert len({digest for _, digest in ranks}) == 1
     assert ("the hosts have 1 or 2 ranks: all communication goes through MPI" in ended.stderr) == (hosts == "aab")
 
@@ -64,7 +64,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize(("hosts", "backend"), [("abab", "hierarchical"), ("aabb", "mpi")])
+@pytest.mark.parametrize(("hosts", "transport"), [("abab", "hierarchical"), ("aabb", "mpi")])
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -92,12 +92,12 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
         ),
     ],
 )
-def test_failures_name_ranks_and_hosts(how, expected, hosts, backend):
+def test_failures_name_ranks_and_hosts(how, expected, hosts, transport):
     timeout = f"{patience(1.5) if how in {'op', 'late'} else 120:.0f}"
-    ended = mpiexec(4, SCRIPT, how, hosts, env={"DISTOPT_TIMEOUT": timeout, "DISTOPT_TRANSPORT": backend})
+    ended = mpiexec(4, SCRIPT, how, hosts, env={"DISTOPT_TIMEOUT": timeout, "DISTOPT_TRANSPORT": transport})
     assert ended.code == 0, ended.stderr
     ranks = told(ended.stdout)
-    assert [name for name, _ in ranks] == [backend] * 4
+    assert [name for name, _ in ranks] == [transport] * 4
     for _, text in ranks:
         assert not text or re.search(expected.replace("TIMEOUT s:", f"{timeout} s:"), text), text
     assert sum(bool(text) for _, text in ranks) >= 3
@@ -130,5 +130,5 @@ def test_sum_is_that_of_the_flat_communicator_and_has_the_same_bits_everywhere(n
     told = re.findall(r"^rank (\d) on (\S+) over (\w+): (\w+)$", ended.stdout, re.MULTILINE)
     first, second = (host.name for host in net.hosts)
     assert sorted((rank, host) for rank, host, *_ in told) == [("0", first), ("1", first), ("2", second), ("3", second)]
-    assert {backend for _, _, backend, _ in told} == {"hierarchical"}
+    assert {transport for _, _, transport, _ in told} == {"hierarchical"}
     assert len({digest for *_, digest in told}) == 1

@@ -22,12 +22,12 @@ VIOLATIONS = {
         "distopt.nn.b -> distopt.engine",
     ),
     "the package needs none of its instruments": ({"data.c": "examples"}, "distopt.data.c -> examples"),
-    "PyTorch is imported by its own room": ({"comm.d": "torch"}, "distopt.comm.d -> torch"),
-    "imports inside the PyTorch room go down only": (
+    "PyTorch is imported by its own package": ({"comm.d": "torch"}, "distopt.comm.d -> torch"),
+    "imports inside distopt.torch go down only": (
         {"torch.hosts.e": "distopt.torch.group"},
         "distopt.torch.hosts.e -> distopt.torch.group",
     ),
-    "no cycles inside a room": (
+    "no cycles inside a package": (
         {"engine.f": "distopt.engine.g", "engine.g": "distopt.engine.f"},
         "No cycles are allowed in distopt.engine.",
     ),

@@ -20,8 +20,8 @@ from distopt.launch.agents.options import RunOptions
 from distopt.launch.agents.owner import Owner
 from distopt.launch.agents.variables import secret_of_ranks
 from distopt.launch.end_together import siblings
+from distopt.launch.end_together.lifeline import reach, start_server
 from distopt.launch.end_together.server import Server
-from distopt.launch.end_together.watch import reach, start_server
 from distopt.launch.gate import FOR_KEYS
 from distopt.launch.keys import MISSING, VALUES, Missing, Values, Wanted, pack, unpack
 from distopt.launch.launchers import LauncherInfo
@@ -72,7 +72,7 @@ class OverTcp:
         self._size, self._key = size, secrets.token_bytes(32)
         listener = listen(0, size)
         self._port = listener.getsockname()[1]
-        self.server = Server(listener, self._key, size, 60.0, os.getppid(), watches=False)
+        self.server = Server(listener, self._key, size, 60.0, os.getppid(), end_together=False)
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
         self._clients = []
@@ -487,7 +487,7 @@ def test_four_thousand_clients(files):
     with listen(0, 2 * size + 16) as listener:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
         key, port = secrets.token_bytes(32), listener.getsockname()[1]
-        server = start_server(listener, key, size, 600.0, watches=False)
+        server = start_server(listener, key, size, 600.0, end_together=False)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, size + 200), hard))
     clients = []
     try:
@@ -522,7 +522,7 @@ def test_a_server_without_files_says_so():
     size = 40
     with listen(0, 2 * size) as listener:
         key, port = secrets.token_bytes(32), listener.getsockname()[1]
-        server = start_server(listener, key, size, 60.0, watches=False)
+        server = start_server(listener, key, size, 60.0, end_together=False)
     clients = []
     try:
         for rank in range(size):

@@ -40,15 +40,15 @@ def test_the_suite_passes_under_mpiexec(n):
 @pytest.mark.slow(kept=1)
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
-    ("n", "backend", "checks"),
+    ("n", "transport", "checks"),
     [
         (2, "mpi", FEW),
         pytest.param(3, SMALL_PARTS, FEW, marks=pytest.mark.sweep(rest=99)),
-        *((n, backend, "") for n in (2, 1, 3, 4) for backend in ("mpi", "shm")),
+        *((n, transport, "") for n in (2, 1, 3, 4) for transport in ("mpi", "shm")),
     ],
 )
-def test_conformance_under_mpiexec(n, backend, checks):
-    words = ("--backend", backend, "--job", "distopt.launch.job.mpi:MpiJob", "-k", checks)
+def test_conformance_under_mpiexec(n, transport, checks):
+    words = ("--transport", transport, "--job", "distopt.launch.job.mpi:MpiJob", "-k", checks)
     ended = mpiexec(n, "-m", "tests.conformance.run", *words)
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" checks passed") == n
@@ -77,9 +77,9 @@ def test_exception_in_one_rank_ends_the_job_and_is_shown_whole():
 
 # -- a script that calls MPI_Finalize itself ---------------------------------------------------------------------------
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("backend", ["shm", "mpi"])
-def test_a_rank_that_finalizes_because_of_an_exception_leaves_no_other_waiting(backend):
-    ended = mpiexec(2, SCRIPT, "finalize", backend, env={"DISTOPT_TIMEOUT": "1000"})  # longer than a test waits
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_a_rank_that_finalizes_because_of_an_exception_leaves_no_other_waiting(transport):
+    ended = mpiexec(2, SCRIPT, "finalize", transport, env={"DISTOPT_TIMEOUT": "1000"})  # longer than a test waits
     assert ended.code != 0
     assert re.search(r"^rank 1 on \S+ \(pid \d+\) failed:\nTraceback", ended.stderr, re.M), ended.stderr
     assert "\nValueError: the cause\n" in ended.stderr
@@ -88,15 +88,15 @@ def test_a_rank_that_finalizes_because_of_an_exception_leaves_no_other_waiting(b
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
-    ("how", "backend", "text"),
+    ("how", "transport", "text"),
     [
         ("use", "shm", "ClosedError: rank {} (host "),
         ("use", "mpi", "ClosedError: rank {} (host "),
         ("make", "shm", "LaunchError: rank {} on "),
     ],
 )
-def test_what_follows_mpi_finalize_is_refused(how, backend, text):
-    ended = mpiexec(2, SCRIPT, how, backend)
+def test_what_follows_mpi_finalize_is_refused(how, transport, text):
+    ended = mpiexec(2, SCRIPT, how, transport)
     assert ended.code != 0
     assert any(text.format(rank) in ended.stderr for rank in (0, 1)), ended.stderr
     if how == "make":
@@ -254,10 +254,10 @@ def test_join_without_mpi4py_and_without_launcher_is_a_job_of_one(monkeypatch):
 EARLY_EXIT = str(ROOT / "tests" / "ranks" / "early_exit_script.py")
 
 
-def leave(n: int, backend: str, how: str, where: str, seconds: float = 1000.0) -> Ended:
+def leave(n: int, transport: str, how: str, where: str, seconds: float = 1000.0) -> Ended:
     """`seconds`: how long the others continue, longer than a test waits if they must be ended."""
     return mpiexec(
-        n, EARLY_EXIT, how, where, str(seconds), env={"DISTOPT_TRANSPORT": backend, "DISTOPT_TIMEOUT": "120"}
+        n, EARLY_EXIT, how, where, str(seconds), env={"DISTOPT_TRANSPORT": transport, "DISTOPT_TIMEOUT": "120"}
     )
 
 
@@ -265,9 +265,9 @@ def leave(n: int, backend: str, how: str, where: str, seconds: float = 1000.0) -
 @pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("how", ["os._exit", "exit of C"])
 @pytest.mark.parametrize("where", ["between steps", "after the last step"])
-@pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])
-def test_rank_that_leaves_with_0_before_the_others(n, backend, where, how):
-    ended = leave(n, backend, how, where)
+@pytest.mark.parametrize(("n", "transport"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])
+def test_rank_that_leaves_with_0_before_the_others(n, transport, where, how):
+    ended = leave(n, transport, how, where)
     pid = ended.stdout.split()[0]
     assert ended.code != 0
     assert "done" not in ended.stdout
@@ -278,9 +278,9 @@ def test_rank_that_leaves_with_0_before_the_others(n, backend, where, how):
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "mpi")])
-def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend):
-    ended = leave(n, backend, "_exit of C", "after the last step")  # the code is mpiexec's
+@pytest.mark.parametrize(("n", "transport"), [(2, "shm"), (3, "mpi")])
+def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, transport):
+    ended = leave(n, transport, "_exit of C", "after the last step")  # the code is mpiexec's
     pid = ended.stdout.split()[0]
     named = re.findall(r"^rank (\d) on \S+ \(pid (\d+)\) has ended before the others", ended.stderr, re.M)
     assert named == [(str(n - 1), pid)], ended.stderr
@@ -299,9 +299,9 @@ def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend
         ("return", "finalized"),
     ],
 )
-@pytest.mark.parametrize(("n", "backend"), [(2, "mpi"), (3, "shm")])
-def test_rank_that_leaves_as_it_should_is_not_accused(n, backend, how, where):
-    ended = leave(n, backend, how, where, 0.5)
+@pytest.mark.parametrize(("n", "transport"), [(2, "mpi"), (3, "shm")])
+def test_rank_that_leaves_as_it_should_is_not_accused(n, transport, how, where):
+    ended = leave(n, transport, how, where, 0.5)
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("done") == n - 1
     assert not ended.stderr

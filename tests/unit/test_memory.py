@@ -16,7 +16,7 @@ from distopt.checkpoint.adapters import InPlace, State
 from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import _FAR_EVERY, Kept, Label, Memory
 from distopt.launch.end_together.report import supervisor
-from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
+from distopt.launch.heal.state_slots import HEADER, VARIABLE, StateSlots
 from distopt.launch.job.topology import Topology
 from tests.conformance import thread_ranks
 from tests.conformance.thread_ranks import OracleCommunicator
@@ -45,12 +45,12 @@ def slots(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    slots = Slots(1)
+    slots = StateSlots(1)
     yield slots
     slots.close()
 
 
-def memory_of(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> Memory:
+def memory_of(slots: StateSlots, monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
     memory = Memory.of_agent(Together(0, 1, {}))
     assert memory is not None
@@ -218,16 +218,16 @@ NODES = ["0", "0", "1"]  # of three ranks
 
 
 @pytest.fixture
-def nodes() -> Iterator[dict[str, Slots]]:
+def nodes() -> Iterator[dict[str, StateSlots]]:
     """The slots of two nodes."""
-    slots = {node: Slots(NODES.count(node), 3) for node in ("0", "1")}
+    slots = {node: StateSlots(NODES.count(node), 3) for node in ("0", "1")}
     yield slots
     for each in slots.values():
         each.close()
 
 
 def on_ranks(
-    nodes: dict[str, Slots], body: Callable[[int, Memory], object], of: Sequence[str] = NODES, attempt=0
+    nodes: dict[str, StateSlots], body: Callable[[int, Memory], object], of: Sequence[str] = NODES, attempt=0
 ) -> None:
     """Call `body` on each rank of an attempt, in a thread; `of` names the nodes of the ranks."""
 
@@ -314,7 +314,7 @@ def test_other_ranks_get_all_states(nodes, after):
     for node in [*lost, "2"]:
         if node in nodes:
             nodes[node].close()
-        nodes[node] = Slots(2, 3)
+        nodes[node] = StateSlots(2, 3)
     on_ranks(nodes, resume, after, 1)
     on_ranks(nodes, resume_again, after, 2)
 
@@ -332,6 +332,6 @@ def test_an_agent_that_was_absent_does_not_offer_old_states(nodes):
 
     on_ranks(nodes, train(last))
     nodes["0"].close()
-    nodes["0"] = Slots(2, 3)
+    nodes["0"] = StateSlots(2, 3)
     on_ranks(nodes, without_it, ["0", "0"], 1)
     on_ranks(nodes, together, NODES, 2)

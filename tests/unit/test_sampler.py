@@ -257,7 +257,7 @@ def test_shards_are_at_least_as_many_as_ranks_and_fill_a_batch():
     with pytest.raises(UsageError, match="2 shards leave nothing to some of 3 ranks"):
         ShardedSampler(101, 3, 0, 3, shards=2)
     with pytest.raises(
-        UsageError, match=r"larger than a shard: 101 samples over 8 shards give 12 each; .*fewer shards"
+        UsageError, match=r"larger than the share of a shard: 101 samples over 8 shards give 12 each; .*fewer shards"
     ):
         ShardedSampler(101, 3, 0, 13, shards=8)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from distopt.launch import stopwatch
-from distopt.launch.end_together.watch import Watch, start_server
+from distopt.launch.end_together.lifeline import Lifeline, start_server
 from distopt.launch.sockets import listen
 from distopt.launch.stopwatch import Stopwatch
 from tests.processes import Program
@@ -16,17 +16,17 @@ from tests.processes import Program
 MEETS = """
 import socket, sys
 from distopt.launch.sockets import listen
-from distopt.launch.end_together.watch import Watch, start_server
+from distopt.launch.end_together.lifeline import Lifeline, start_server
 key, port, timeout = bytes(32), int(sys.argv[1]), float(sys.argv[2])
 if not port:
     with listen(0, 8) as listener:
         port = listener.getsockname()[1]
         server = start_server(listener, key, 2, timeout)
 print(port, flush=True)
-watch = Watch(0, 2, key, [("localhost", port)], timeout)
+lifeline = Lifeline(0, 2, key, [("localhost", port)], timeout)
 print("connected", flush=True)
-watch._link.settimeout(None)
-print(watch._read_line(), flush=True)
+lifeline._link.settimeout(None)
+print(lifeline._read_line(), flush=True)
 """
 
 
@@ -47,9 +47,9 @@ def test_server_of_a_job_that_is_suspended_while_ranks_join():
     assert len(program.pids()) == 2
     suspend(program, 7.0)
     time.sleep(0.5)  # in which a server that counts the suspension would end the job
-    watch = Watch(1, 2, bytes(32), [("localhost", int(port))], 5.0)
+    lifeline = Lifeline(1, 2, bytes(32), [("localhost", int(port))], 5.0)
     assert program.read_lines(1) == ["go"]
-    watch.close()
+    lifeline.close()
     ended = program.end()
     assert ended.code == 0, ended.stderr
 
@@ -121,21 +121,21 @@ class Clock:
 def test_stopwatch_counts_slices_and_no_suspension(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(stopwatch, "time", clock)
-    watch = Stopwatch()
+    waited = Stopwatch()
     expected = 0.0
     for slice_ in (0.05, 0.1, 0.9):
         clock.now += slice_
         expected += slice_
-        assert watch.seconds() == pytest.approx(expected)
+        assert waited.seconds() == pytest.approx(expected)
     clock.now += 500.0
-    assert watch.seconds() == pytest.approx(expected)
+    assert waited.seconds() == pytest.approx(expected)
     for _ in range(9):  # peers may take a second
         clock.now += 0.1
-        assert watch.seconds() == pytest.approx(expected)
+        assert waited.seconds() == pytest.approx(expected)
     clock.now += 0.2
-    watch.seconds()
+    waited.seconds()
     clock.now += 0.1
-    assert watch.seconds() > expected
-    before = watch.seconds()
+    assert waited.seconds() > expected
+    before = waited.seconds()
     clock.now += 0.5
-    assert watch.seconds() == pytest.approx(before + 0.5)
+    assert waited.seconds() == pytest.approx(before + 0.5)

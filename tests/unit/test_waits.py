@@ -59,7 +59,7 @@ class Core:
         self.clock.now += seconds
         return False
 
-    def look(self, patience: object, waited: float, tell, warn) -> None:
+    def check_patience(self, patience: object, waited: float, tell, warn) -> None:
         text, late = tell()
         if waited > TIMEOUT:
             raise StalledError(text, ranks=late)

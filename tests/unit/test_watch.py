@@ -79,12 +79,12 @@ def test_ranks_that_there_are_no_more_are_forgotten():
         def write(self, text: bytes) -> None:
             self.text += text
 
-    watch, shown = Monitor("json", Lines(), "a"), Lines()
+    monitor, shown = Monitor("json", Lines(), "a"), Lines()
     for rank in range(4):
-        watch.take(asdict(running(rank)))
-    watch.forget(3)
-    watch._output = shown
-    watch._show([watch._rows[rank] for rank in sorted(watch._rows)], 0.0, at_the_end=True)
+        monitor.take(asdict(running(rank)))
+    monitor.forget(3)
+    monitor._output = shown
+    monitor._show([monitor._rows[rank] for rank in sorted(monitor._rows)], 0.0, at_the_end=True)
     assert [json.loads(line)["rank"] for line in shown.text.splitlines()] == [0, 1, 2]
 
 

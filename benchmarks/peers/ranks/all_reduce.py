@@ -8,19 +8,19 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from .libraries import LIBRARIES, Call, Library
 from .pattern import Pattern
 from .train import interface_bytes
-from .transports import TRANSPORTS, Call, Transport
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """A description of this rank, and a function that measures."""
-    transport = TRANSPORTS[setup["library"]](rank, world_size, setup)
-    hello = {"rank": transport.rank, "about": transport.about, "buffers": transport.buffers}
-    return hello, partial(measure, transport, world_size)
+    library = LIBRARIES[setup["library"]](rank, world_size, setup)
+    hello = {"rank": library.rank, "about": library.about, "buffers": library.buffers}
+    return hello, partial(measure, library, world_size)
 
 
-def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> dict[str, Any]:
+def measure(library: Library, world_size: int, request: dict[str, Any]) -> dict[str, Any]:
     """Collective. Check the results, then time `samples` batches of `calls` collectives after `warm_up` untimed ones.
 
     Timed are sums of zeros, which stay zeros in place. The calls of a batch follow one another at once. In a broadcast
@@ -34,28 +34,28 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
         timed batch: when it began, on the clock of the host, and seconds per call of processor time and of each phase.
     """
     calls, collective = request["calls"], request["collective"]
-    call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
-    wrong = sum(check(transport, world_size, root, call, request) for root in range(world_size))
+    call = library.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
+    wrong = sum(check(library, world_size, root, call, request) for root in range(world_size))
     call.input.fill(0)
     interface, profile = request.get("interface"), request.get("profile")
     seconds, sent, spans = [], [], []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
         counts = interface is not None and batch < request["warm_up"]
-        transport.sync()
+        library.sync()
         before = interface_bytes(interface) if counts else 0
         if profile:
-            transport.phases()
+            library.phases()
         used, start = time.process_time(), time.perf_counter()
         for root in roots:
             call.run(root)
         seconds.append((time.perf_counter() - start) / calls)
         if profile:
-            phases = {"cpu": time.process_time() - used, **transport.phases()}
+            phases = {"cpu": time.process_time() - used, **library.phases()}
             spans.append({"begin": start, **{name: spent / calls for name, spent in phases.items()}})
         if counts:
             sent.append((interface_bytes(interface) - before) / calls)
-    transport.sync()  # a peer may still be reading this buffer
+    library.sync()  # a peer may still be reading this buffer
     timed = seconds[request["warm_up"] :]
     return {
         "seconds": timed,
@@ -65,24 +65,24 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
     }
 
 
-def check(transport: Transport, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:
+def check(library: Library, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:
     """Collective. How many elements of a result are wrong on this rank."""
-    pattern = Pattern(request["dtype"], transport.rank, world_size)
+    pattern = Pattern(request["dtype"], library.rank, world_size)
     if call.result is not call.input:
         call.result.fill(0)
     pattern.fill(call.input)
-    transport.sync()
+    library.sync()
     call.run(root)
-    transport.sync()
+    library.sync()
     match request["collective"]:
         case "all_reduce":
             wrong = pattern.wrong(call.result)
         case "reduce_scatter":
-            wrong = pattern.wrong(call.result, first=call.result.size * transport.rank)
+            wrong = pattern.wrong(call.result, first=call.result.size * library.rank)
         case "broadcast":
             wrong = pattern.strange(call.result, root)
         case _:
             parts = call.result.reshape(world_size, -1)
             wrong = sum(pattern.strange(part, rank) for rank, part in enumerate(parts))
-    transport.sync()  # a peer may still be reading this buffer
+    library.sync()  # a peer may still be reading this buffer
     return wrong

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from distopt.recorder.timeline import timeline
 
 
-def watch() -> Callable[[], dict[str, float]]:
+def count_seconds() -> Callable[[], dict[str, float]]:
     """Local. Count events in place of writing them; a function that gives the seconds of each kind since its last call."""
     seconds: dict[str, float] = defaultdict(float)
 

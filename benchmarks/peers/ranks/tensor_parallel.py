@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .phases import watch
-from .transports import join_torch
+from .libraries import join_torch
+from .phases import count_seconds
 
 HEAD, CONTEXT = 64, 128  # units of a head; tokens that the cache holds
 
@@ -65,7 +65,7 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
     random = torch.Generator().manual_seed(rank)
     layers = [Layer(setup["hidden"], world_size, random) for _ in range(setup["layers"])]
     inputs = torch.randn(16, 1, setup["hidden"], generator=torch.Generator().manual_seed(99))
-    phases = watch() if setup.get("profile") else dict
+    phases = count_seconds() if setup.get("profile") else dict
     return {"rank": rank, "about": f"torch {torch.__version__}"}, partial(measure, layers, inputs, sums, phases)
 
 

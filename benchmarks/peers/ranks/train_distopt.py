@@ -1,6 +1,6 @@
 """A network in distopt.
 
-Of the setup, "backend" names the communicator, "codec" has the arguments of `codecs.create`; with "partial", the updates
+Of the setup, "transport" names the transport, "codec" has the arguments of `codecs.create`; with "partial", the updates
 of the reference CNN are partial.
 """
 
@@ -18,7 +18,7 @@ from distopt import codecs, device, opt
 from distopt.tensor import Tensor
 
 from . import train
-from .transports import communicator
+from .libraries import communicator
 
 
 class _TimedDistOpt(opt.DistOpt):

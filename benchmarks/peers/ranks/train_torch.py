@@ -3,7 +3,7 @@
 Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
 the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
 DistributedDataParallel: "fp16", "power-sgd", "nothing", which leaves gradients as they are and moves no bytes, or "waiting",
-which sums one element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel. With
+which sums one element of each bucket. With "fsdp2", FSDP2 takes the place of DistributedDataParallel. With
 "profile", the phases of the collectives of a group of distopt are recorded.
 """
 
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from . import train
+from .libraries import join_torch
 from .networks_torch import build
-from .phases import watch
-from .transports import join_torch
+from .phases import count_seconds
 
 
 class Trainer(train.Trainer):
@@ -41,7 +41,7 @@ class Trainer(train.Trainer):
         if tuned:
             self._x = self._x.contiguous(memory_format=torch.channels_last)
             nn.utils.convert_conv2d_weight_memory_format(self._net, torch.channels_last)
-        if setup.get("sharded"):
+        if setup.get("fsdp2"):
             from torch.distributed.fsdp import fully_shard
 
             for part in (*filter(_has_parameters, self._net), self._net):
@@ -68,7 +68,7 @@ class Trainer(train.Trainer):
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bfloat16 else nullcontext
         self._criterion = nn.CrossEntropyLoss()
         if setup.get("profile") and group == "distopt":
-            self.calls = watch()
+            self.calls = count_seconds()
 
     def step(self) -> None:
         start = perf_counter()

@@ -46,14 +46,14 @@ class Probe:
     """A check; `needed` if training on the CPUs of one machine depends on it."""
 
     name: str
-    look: Callable[[], Finding]
+    run: Callable[[], Finding]
     needed: bool = False
 
 
 def examine(probe: Probe) -> Finding:
     """Run one probe; an exception becomes a failed finding."""
     try:
-        return probe.look()
+        return probe.run()
     except Exception as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return failed(f"the probe failed: {what}", "repair what it names, or report it as a fault of distopt")

@@ -110,8 +110,8 @@ class NetCommunicator(NativeCommunicator):
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + n_bytes].view(storage_of(dtype))
 
-    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
-        return self._network.subgroup(ranks, secret)
+    def _subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
+        return self._network.subgroup(ranks, key)
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         message = self._messages.make(sends, array, dtype, peer, tag)

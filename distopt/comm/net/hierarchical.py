@@ -49,9 +49,7 @@ class HierarchicalCommunicator(NetCommunicator):
         hosts = job.ranks_of_hosts
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
-            raise UsageError(
-                f"the hierarchical communicator needs as many ranks on every host, not {counts}; choose mpi"
-            )
+            raise UsageError(f"transport hierarchical needs as many ranks on every host, not {counts}; choose mpi")
         super().__init__(job, network, settings)
         group, local = job.host_group(), job.topology
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)

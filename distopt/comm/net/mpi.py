@@ -14,6 +14,7 @@ from ...launch.job.mpi import MpiJob
 from ...launch.rendezvous.mpi import import_mpi
 from ..base import Communicator
 from .communicator import NetCommunicator
+from .network import Network
 
 
 class MpiNetwork:
@@ -61,9 +62,9 @@ class MpiNetwork:
             if self._owns_job:
                 self._job.close()
 
-    def subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+    def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. See `Network.subgroup`."""
-        job = self._job.subgroup(ranks, secret)
+        job = self._job.subgroup(ranks, key)
         return MpiCommunicator(job, MpiNetwork(job, owns_job=True))
 
 
@@ -79,7 +80,11 @@ class MpiCommunicator(NetCommunicator):
             raise UsageError(
                 f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
             )
-        return cls(job, MpiNetwork(job))
+        return cls(job)
+
+    def __init__(self, job: MpiJob, network: Network | None = None, **sizes: int | None) -> None:
+        """Collective. `network`: the job's (default: a new one); `sizes`: see `NetCommunicator`."""
+        super().__init__(job, network or MpiNetwork(job), **sizes)
 
 
 def _source_offset(mpi: Any) -> int:

@@ -58,5 +58,5 @@ class Network(Protocol):
             idle: whether nothing is under way; else the library may still write to the memory of messages.
         """
 
-    def subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+    def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. Their communicator; see `MpiJob.subgroup`."""

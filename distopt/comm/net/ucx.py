@@ -10,6 +10,7 @@ import atexit
 import ctypes.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -78,11 +79,11 @@ class UcxNetwork:
         if idle:
             _live.discard(self._number)
 
-    def subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+    def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. See `Network.subgroup`."""
         if not isinstance(self._job, HostsJob):
             raise UsageError("this communicator serves a process group of PyTorch; call torch.distributed.new_group")
-        job = self._job.subgroup(ranks, secret)
+        job = self._job.subgroup(ranks, key)
         return UcxCommunicator(job, UcxNetwork(job))
 
 
@@ -133,10 +134,8 @@ def library() -> str:
     if path := os.environ.get("DISTOPT_UCX_LIBRARY"):
         return path
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError, OSError):  # it is not installed, or not whole
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
-        except (PackageNotFoundError, OSError):  # it is not installed, or not whole
-            continue
     if found := ctypes.util.find_library("ucp"):
         return found
     raise MissingDependencyError(f"there is no UCX; {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to libucp.so.0")

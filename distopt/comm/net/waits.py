@@ -124,13 +124,13 @@ class Waits:
             quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
-        watch = Stopwatch()
+        clock = Stopwatch()
         answer = min(_ANSWER_SECONDS, timeout / 4)
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
         patience = _core.Patience(timeout, warn_at)
         asks = [warn_at - answer, timeout - answer]
         while not move():
-            waited = watch.seconds()
+            waited = clock.seconds()
             _core.pause(quiet(waited))
             asks_now = bool(asks) and waited > asks[0]
             if asks_now:
@@ -141,7 +141,7 @@ class Waits:
             if lost is not None:
                 ended, text = self.processes[lost], describe()[0]
                 self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
-            self.core.look(patience, waited, describe, _log.warning)
+            self.core.check_patience(patience, waited, describe, _log.warning)
 
     def close(self, *, says: bool) -> None:
         """Local. Notify the others, if it `says` so, that this rank leaves, and how many operations it has finished."""

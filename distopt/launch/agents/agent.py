@@ -105,7 +105,7 @@ class _Agent:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
         self._find_owner()
         while self._code is None:
-            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.look_seconds)
+            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.poll_seconds)
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
@@ -120,7 +120,7 @@ class _Agent:
         return self._code
 
     def close(self) -> None:
-        """Local. Kill ranks that still run, and write the output that waits for a reader."""
+        """Kill ranks that still run, and write the output that waits for a reader."""
         for part in (self._ranks, self._warm, self._owner):
             if part is not None:
                 part.close()
@@ -149,7 +149,7 @@ class _Agent:
         caller = Caller(self._options, self._key, self._me.wanted, is_first=self._ranks is None)
         link: socket.socket | None = None
         while link is None and self._code is None:
-            if (link := caller.attempt(seconds)) is None:
+            if (link := caller.call_once(seconds)) is None:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
@@ -188,7 +188,7 @@ class _Agent:
         before, self._held = self._held, _hold_port()  # every attempt gets another
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
-        steps = self._warm.slots.steps if self._warm is not None else []
+        steps = self._warm.state_slots.steps if self._warm is not None else []
         message = {"say": say, "port": port, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
@@ -239,7 +239,7 @@ class _Agent:
         options = self._options
         self._common = variables(order, options, self._key)
         if self._warm is not None:
-            self._common |= self._warm.slots.variable
+            self._common |= self._warm.state_slots.variable
         try:
             for local_rank in range(order["ranks"]):
                 rank = order["first"] + local_rank

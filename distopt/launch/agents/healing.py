@@ -23,12 +23,12 @@ class Healing:
         self._failures: list[tuple[int, str]] = []  # since a new step was done: the step before each, and its text
         self._reached = 0  # the newest step that any rank had done when the ranks ended
 
-    def look_at_steps(self) -> None:
-        """Local. Note the newest step, when all ranks have ended; an attempt without a new step changes nothing."""
+    def read_steps(self) -> None:
+        """Note the newest step, when all ranks have ended; an attempt without a new step changes nothing."""
         self._reached = max(self._reached, self._nodes.newest_step)
 
     def healed(self, step: int, seconds: float) -> str:
-        """Local. What a healing has cost, once `step`, the first one of the new ranks, has been done."""
+        """What a healing has cost, once `step`, the first one of the new ranks, has been done."""
         before = step - 1
         lost, self._reached = max(0, self._reached - before), 0
         return (
@@ -37,11 +37,11 @@ class Healing:
         )
 
     def can_mend(self, first: Failure) -> bool:
-        """Local. Whether another start may succeed where `first` has ended this one."""
+        """Whether another start may succeed where `first` has ended this one."""
         return first.is_of_node or not first.is_final or self._spare(first) is not None
 
     def judge(self, first: Failure) -> tuple[bool, str]:
-        """Local. Whether all ranks are to start again after `first`, and the line that says why, or why not."""
+        """Whether all ranks are to start again after `first`, and the line that says why, or why not."""
         steps = self._nodes.steps()
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._failures and step > self._failures[-1][0]:

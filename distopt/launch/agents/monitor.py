@@ -76,7 +76,7 @@ class _Meter:
         self._cpu = (0.0, 0.0)  # time of the last look, and the rank's seconds of computing until then
 
     def row(self, rank: Rank, host: str, beginning: str) -> Row:
-        """Local. What the rank does now; `beginning` is its state until its first step."""
+        """What the rank does now; `beginning` is its state until its first step."""
         row = Row(rank.rank, host, "running", at=time.monotonic())
         idle = False
         if rank.exit_code is not None:
@@ -156,7 +156,7 @@ class Monitor:
         *,
         at_the_end: bool = False,
     ) -> None:
-        """Local. Once a second, show the rows of all ranks that are known, or send those of this node.
+        """Once a second, show the rows of all ranks that are known, or send those of this node.
 
         Args:
             ranks: of this node.
@@ -178,11 +178,11 @@ class Monitor:
             self._output.show()
 
     def forget(self, n_ranks: int) -> None:
-        """Local. Drop the rows of ranks from this number on, which no longer exist."""
+        """Drop the rows of ranks from this number on, which no longer exist."""
         self._rows = {rank: row for rank, row in self._rows.items() if rank < n_ranks}
 
     def take(self, row: dict[str, Any]) -> None:
-        """Local. A row of another node."""
+        """A row of another node."""
         operation = row.pop("operation")
         taken = Row(**row, operation=operation and NotedOperation(*operation))
         taken.at = time.monotonic()
@@ -203,7 +203,7 @@ class Monitor:
 
 # -- what rows say ---------------------------------------------------------------------------------------------------
 def states(rows: Sequence[Row]) -> dict[int, str]:
-    """Local. The states of ranks in words: which others they wait for, and which one the others wait for."""
+    """The states of ranks in words: which others they wait for, and which one the others wait for."""
     numbers = {row.rank: row.numbers for row in rows}
     said, now = {row.rank: row.state for row in rows}, max(row.at for row in rows)
     for row in rows:
@@ -224,7 +224,7 @@ def states(rows: Sequence[Row]) -> dict[int, str]:
 
 
 def straggler(rows: Sequence[Row]) -> int | None:
-    """Local. The rank that waits least, if the others wait for much of their time, and it does not."""
+    """The rank that waits least, if the others wait for much of their time, and it does not."""
     shares = {row.rank: row.wait_share for row in rows if row.wait_share is not None}
     if len(shares) < 2:
         return None
@@ -241,7 +241,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def as_json(row: Row, state: str) -> str:
-    """Local. A line of JSON."""
+    """A line of JSON."""
     hidden = {"waits", "operation", "numbers", "at"}
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(row).items()}
     shown = {key: value for key, value in shown.items() if key not in hidden}
@@ -249,7 +249,7 @@ def as_json(row: Row, state: str) -> str:
 
 
 def as_text(row: Row, state: str) -> str:
-    """Local. A line for a log."""
+    """A line for a log."""
     units = ("{} steps", "{:.1f} steps/s", "{:.0f} samples/s", "{:.0%} of the time waiting", "{:.0f} MB")
     parts = [unit.format(value) for value, unit in zip(_figures(row), units, strict=True) if value is not None]
     return ", ".join([f"rank {row.rank} on {row.host}: {state}", *parts])
@@ -260,7 +260,7 @@ _COLUMNS = ("rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "
 
 
 def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int) -> list[str]:
-    """Local. The rows below a heading, cut to the width of a terminal of that size; they fill less than half of it."""
+    """The rows below a heading, cut to the width of a terminal of that size; they fill less than half of it."""
     room = max(lines // 2 - 2, 1)
     cells = [_COLUMNS, *(_cells(row, states[row.rank]) for row in chosen(rows, states, room))]
     upright = {head: [head, *column] for head, *column in zip(*cells, strict=True)}
@@ -281,7 +281,7 @@ def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int)
 
 
 def chosen(rows: Sequence[Row], states: dict[int, str], room: int) -> list[Row]:
-    """Local. As many rows as there is room for: first those whose state differs from "running"."""
+    """As many rows as there is room for: first those whose state differs from "running"."""
     first = sorted(rows, key=lambda row: (states[row.rank] == "running", row.rank))[:room]
     return sorted(first, key=lambda row: row.rank)
 

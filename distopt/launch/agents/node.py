@@ -78,59 +78,59 @@ class Nodes(list[Node]):
 
     @property
     def is_elastic(self) -> bool:
-        """Local. Whether nodes may be lost or come."""
+        """Whether nodes may be lost or come."""
         return self.least < self.most
 
     @property
     def n_present(self) -> int:
-        """Local. How many are not away."""
+        """How many are not away."""
         return sum(not node.away for node in self)
 
     @property
     def members(self) -> list[Node]:
-        """Local. The nodes of this attempt."""
+        """The nodes of this attempt."""
         return [node for node in self if node.number >= 0]
 
     @property
     def n_ranks(self) -> int:
-        """Local. How many ranks all nodes start."""
+        """How many ranks all nodes start."""
         return sum(node.ranks for node in self)
 
     @property
     def signals(self) -> list[int]:
-        """Local. The signals that agents have passed on to their ranks."""
+        """The signals that agents have passed on to their ranks."""
         return [signum for node in self for signum in node.signals]
 
     @property
     def ending_signals(self) -> list[int]:
-        """Local. The signals among them that end the job."""
+        """The signals among them that end the job."""
         return [signum for signum in self.signals if signum in ENDING_SIGNALS]
 
     @property
     def names(self) -> str:
-        """Local. Their names in messages."""
+        """Their names in messages."""
         return ", ".join(node.name for node in self)
 
     @property
     def newest_step(self) -> int:
-        """Local. The newest step that a rank of this attempt has done; 0: none. Others may have older ones."""
+        """The newest step that a rank of this attempt has done; 0: none. Others may have older ones."""
         return max((step for node in self.members for step in node.steps), default=0)
 
     def number(self) -> None:
-        """Local. Number them as their command lines say, and the others after the owner, by their names."""
+        """Number them as their command lines say, and the others after the owner, by their names."""
         free = [number for number in range(self.most) if number not in [node.wanted for node in self]]
         for node in sorted(self, key=lambda node: (node is not self._own, node.host, node.pid)):
             node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
         self.sort(key=lambda node: node.number)
 
     def first_rank(self, node: Node) -> int:
-        """Local. The first rank of a node that has a number."""
+        """The first rank of a node that has a number."""
         return sum(other.ranks for other in self[: node.number])
 
     def of_rank(self, rank: int) -> Node:
-        """Local. The node that starts a rank of this attempt."""
+        """The node that starts a rank of this attempt."""
         return max((node for node in self.members if self.first_rank(node) <= rank), key=self.first_rank)
 
     def steps(self) -> list[int]:
-        """Local. The newest step that each rank has done, in rank order; 0 of ranks whose agent reports none."""
+        """The newest step that each rank has done, in rank order; 0 of ranks whose agent reports none."""
         return [step for node in self for step in (node.steps or [0] * node.ranks)[: node.ranks]]

@@ -57,7 +57,7 @@ class Owner(KeyGate):
     Args:
         own: the node of this agent.
         options: its command line.
-        key: the secret of all nodes.
+        key: of all nodes.
         selector: waits for the connections.
         warn: prints a line.
 
@@ -102,11 +102,11 @@ class Owner(KeyGate):
 
     # -- reports of agents -----------------------------------------------------------------------------------------
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Act on a report of the agent of this process."""
+        """Act on a report of the agent of this process."""
         self.hear(self._own, message)
 
     def hear(self, node: Node, message: dict[str, Any]) -> None:
-        """Local. Act on a report of an agent."""
+        """Act on a report of an agent."""
         say = message["say"]
         node.heard = Stopwatch()
         if say == "beat":
@@ -163,7 +163,7 @@ class Owner(KeyGate):
             self._nodes.number()
             if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                 self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
-                self._healing.look_at_steps()
+                self._healing.read_steps()
             self._start("")
 
     def _take_in(self) -> None:
@@ -181,7 +181,7 @@ class Owner(KeyGate):
                 self._end_link(link)
 
     def check_times(self) -> None:
-        """Local. Act on timeouts."""
+        """Act on timeouts."""
         self._drop_slow_strangers()
         now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension
         if self._phase is Phase.GATHERING:
@@ -399,7 +399,7 @@ class Owner(KeyGate):
             self._finish(first.code, f"{first.text}{cure}")
 
     def _start_again(self, cause: str) -> None:
-        self._healing.look_at_steps()
+        self._healing.read_steps()
         self._start(f"{self._cause}; no step was done since" if self._cause else "")
         self._cause = cause
 

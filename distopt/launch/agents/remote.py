@@ -24,7 +24,7 @@ class Caller:
 
     Args:
         options: the command line.
-        key: the secret of all nodes.
+        key: of all nodes.
         wanted: number of this node, or `NO_RANK`.
         is_first: whether this node has not met the owner before; later, names may fail with the network.
     """
@@ -34,8 +34,8 @@ class Caller:
         self._clock = Stopwatch(LONGEST_CALL_SECONDS)
         self._foreign_since = float("inf")  # on that clock
 
-    def attempt(self, seconds: float) -> socket.socket | None:
-        """Local. A connection to the owner; None if it is to be called again.
+    def call_once(self, seconds: float) -> socket.socket | None:
+        """A connection to the owner; None if it is to be called again.
 
         Args:
             seconds: how long the connection may take.
@@ -102,11 +102,11 @@ class RemoteOwner:
         self._selector.register(link, selectors.EVENT_READ, self._read)
 
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Send the owner a report of this agent; see `distopt.launch.agents.owner`."""
+        """Send the owner a report of this agent; see `distopt.launch.agents.owner`."""
         say(self._link, json.dumps(message))
 
     def close(self) -> None:
-        """Local. Close the connection; idempotent."""
+        """Close the connection; idempotent."""
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
             self._link.close()

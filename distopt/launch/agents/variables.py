@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..gate import proof
-from ..heal.slots import VARIABLE as SLOTS
+from ..heal.state_slots import VARIABLE as STATE_SLOTS
 from ..launchers import LAUNCHERS
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..threads import thread_variables
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .options import RunOptions
 
 # Variables of a launcher that has started the agent would contradict the ranks' own.
-_FOREIGN_PREFIXES = (SLOTS, *(prefix for one in LAUNCHERS for prefix in one.prefixes))
+_FOREIGN_PREFIXES = (STATE_SLOTS, *(prefix for one in LAUNCHERS for prefix in one.prefixes))
 
 
 def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
-    """Local. The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
+    """The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
     return {
         "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
@@ -42,7 +42,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
 
 
 def secret_of_ranks(key: bytes, salt: str) -> bytes:
-    """Local. The secret of the ranks of a job. Never sent; as secret as the nodes' key, and on one node nobody else's.
+    """The secret of the ranks of a job. Never sent; as secret as the nodes' key, and on one node nobody else's.
 
     Args:
         key: of the nodes.

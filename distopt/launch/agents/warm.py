@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..heal.slots import Slots
+from ..heal.state_slots import StateSlots
 from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ class WarmStart:
         warn: prints a line.
 
     Attributes:
-        slots: the memory.
+        state_slots: the memory of the ranks' states.
         server: the process; None before the first start of the ranks.
     """
 
     def __init__(self, options: RunOptions, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
-        self.slots = Slots(options.ranks, 3 if options.nodes > 1 else 2)
+        self.state_slots = StateSlots(options.ranks, 3 if options.nodes > 1 else 2)
         self.server: ForkServer | None = None
         self._options = options
         self._selector, self._warn = selector, warn
@@ -44,12 +44,12 @@ class WarmStart:
         self._stopped_at = float("inf")  # when ranks were first seen stopped, on that clock
 
     @property
-    def look_seconds(self) -> float:
-        """Local. How soon to call `fail_stopped` again."""
+    def poll_seconds(self) -> float:
+        """How soon to call `fail_stopped` again."""
         return float("inf") if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
 
     def prepare(self, ranks: LocalRanks, env: Mapping[str, str]) -> None:
-        """Local. Start the process that forks ranks, with their environment; give it the modules that a rank names."""
+        """Start the process that forks ranks, with their environment; give it the modules that a rank names."""
         said, server = ranks.ranks[0].said.get("modules") if ranks.ranks else None, self.server
         if said is not None and server is not None and server.ready and not server.modules:
             server.close()  # the ranks have started again before one had named its modules: it lacks some
@@ -63,7 +63,7 @@ class WarmStart:
             server.complete(said["names"])
 
     def is_worth_waiting_for(self) -> bool:
-        """Local. Whether ranks that start again are to wait: the process is importing what they would have to import.
+        """Whether ranks that start again are to wait: the process is importing what they would have to import.
 
         They would do it no faster beside it.
         """
@@ -77,7 +77,7 @@ class WarmStart:
         return now < self._waits_until
 
     def fail_stopped(self, ranks: LocalRanks) -> None:
-        """Local. Have ranks that have been stopped for a moment fail, if others run."""
+        """Have ranks that have been stopped for a moment fail, if others run."""
         now, stopped = self._clock.seconds(), ranks.stopped
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")
@@ -88,7 +88,7 @@ class WarmStart:
                 ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP or the freezer, while others ran")
 
     def close(self) -> None:
-        """Local. End the process, and give the memory back."""
+        """End the process, and give the memory back."""
         if self.server is not None:
             self.server.close()
-        self.slots.close()
+        self.state_slots.close()

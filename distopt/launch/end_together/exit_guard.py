@@ -12,7 +12,7 @@ one rank:
 
 This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
-`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.watch`.
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.end_together.lifeline`.
 
 Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes. In a
 script that imports mpi4py.MPI before distopt, mpi4py itself calls MPI_Finalize at the end of every forked child, which
@@ -41,22 +41,22 @@ from ... import _core
 from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
+from .lifeline import Lifeline
 from .report import supervisor
 from .siblings import end_with_parent
-from .watch import Watch
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
 
 
 class Closable(Protocol):
-    """A communicator, for this room."""
+    """A communicator, for this package."""
 
     @property
     def closed(self) -> bool:
-        """Local. Whether it has been closed."""
+        """Whether it has been closed."""
 
     def close(self) -> None:
-        """Local. Release it; the other ranks' operations then fail."""
+        """Release it; the other ranks' operations then fail."""
 
 
 class ExitGuard:
@@ -67,13 +67,13 @@ class ExitGuard:
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: functions to call after that.
-        others: reports the ends of other ranks; None without a watch.
+        others: reports the ends of other ranks; None without a lifeline.
     """
 
     def __init__(self) -> None:
         self.communicators: list[Closable] = []
         self.farewells: list[Callable[[], object]] = []
-        self.others: Watch | None = None
+        self.others: Lifeline | None = None
         self._jobs: set[int] = set()
         self._left = False  # all jobs were closed
         self._exit_code = 0
@@ -82,7 +82,7 @@ class ExitGuard:
         self._pid = 0
 
     def arm(self, mpi: ModuleType) -> None:
-        """Local. From now on, leaving early ends the job."""
+        """From now on, leaving early ends the job."""
         if self._mpi is None:
             self._mpi, self._pid, self._rank = mpi, os.getpid(), mpi.COMM_WORLD.rank
             # MPI_Finalize, which the script may call, begins with the attributes of COMM_SELF.
@@ -99,19 +99,19 @@ class ExitGuard:
             end_with_parent(launched=True)
 
     def joined(self, job: object) -> None:
-        """Local. This process has joined a job, which it may not leave early."""
+        """This process has joined a job, which it may not leave early."""
         self._jobs.add(id(job))
         self._left = False
 
     def closed(self, job: object) -> None:
-        """Local. This process has closed a job. After the last one, it may end early."""
+        """This process has closed a job. After the last one, it may end early."""
         if id(job) in self._jobs:
             self._jobs.remove(id(job))
             self._left = not self._jobs
 
     @property
     def armed(self) -> bool:
-        """Local. Whether leaving early ends the job."""
+        """Whether leaving early ends the job."""
         return self._mpi is not None
 
     @property
@@ -187,7 +187,7 @@ class ExitGuard:
         return f"rank {self._rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
 
     def abort(self, code: int) -> None:
-        """Local. End all ranks of the launcher's job."""
+        """End all ranks of the launcher's job."""
         for stream in (sys.stdout, sys.stderr):
             _try(stream.flush)
         time.sleep(mpi_quirks.FORWARD_SECONDS)
@@ -208,7 +208,7 @@ def _try(use: Callable[[], object]) -> None:
 
 
 def finalize_at_exit(mpi: Any) -> None:
-    """Local. Call MPI_Finalize when the interpreter of this process ends.
+    """Call MPI_Finalize when the interpreter of this process ends.
 
     mpi4py would also call it in a forked child, where it breaks the connections of the rank.
     """
@@ -221,13 +221,13 @@ def _finalize(mpi: Any, pid: int) -> None:
 
 
 def close_at_exit(communicator: Closable) -> None:
-    """Local. Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
+    """Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
     if guard.armed:
         guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
 
 
 def after_closing(farewell: Callable[[], object]) -> None:
-    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
+    """Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
     guard.farewells.append(farewell)
 
 

@@ -31,7 +31,7 @@ from ...errors import DistoptError
 from ..mpi_quirks import shortened
 
 # Process id of the supervisor, and the descriptor that its rank has inherited: -1 for a rank of `spawn`.
-VARIABLE = "DISTOPT_AGENT"
+VARIABLE = "DISTOPT_SUPERVISOR"
 
 
 class Supervisor:
@@ -43,24 +43,24 @@ class Supervisor:
         self._before: Callable[..., object] | None = None
 
     def find(self) -> None:
-        """Local. Find the pipe that the supervisor of this process has named in a variable, if there is one."""
-        agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
-        if agent == str(os.getppid()):  # else the variable belongs to an ancestor
+        """Find the pipe that the supervisor of this process has named in a variable, if there is one."""
+        pid, _, fd = os.environ.get(VARIABLE, "").partition(" ")
+        if pid == str(os.getppid()):  # else the variable belongs to an ancestor
             with contextlib.suppress(OSError):  # the program has closed it
                 if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
                     self.open(int(fd))
 
     def open(self, fd: int) -> None:
-        """Local. This process is a rank, and its supervisor reads from the other end of `fd`."""
+        """This process is a rank, and its supervisor reads from the other end of `fd`."""
         self._fd, self._pid = fd, os.getpid()
 
     @property
     def is_there(self) -> bool:
-        """Local. Whether this process has a supervisor that reads its reports."""
+        """Whether this process has a supervisor that reads its reports."""
         return self._fd >= 0 and os.getpid() == self._pid
 
     def send(self, what: str, **content: Any) -> None:
-        """Local. Send a message, if there is a supervisor."""
+        """Send a message, if there is a supervisor."""
         if self.is_there:
             line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
             with contextlib.suppress(OSError):  # the supervisor has ended
@@ -70,7 +70,7 @@ class Supervisor:
     def report_failure(
         self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False
     ) -> None:
-        """Local. Say why this rank fails, once; later failures follow from it.
+        """Say why this rank fails, once; later failures follow from it.
 
         Args:
             code: the exit code of its end.
@@ -86,18 +86,18 @@ class Supervisor:
             )
 
     def report_exception(self, error: BaseException, code: int = 1) -> None:
-        """Local. Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""
+        """Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""
         if self.is_there and not isinstance(error, KeyboardInterrupt):
             lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
             self.report_failure(code, next((line for line in lines if line[:1].strip()), "").strip(), error)
 
     def hook(self) -> None:
-        """Local. From now on, report uncaught exceptions, if there is a supervisor."""
+        """From now on, report uncaught exceptions, if there is a supervisor."""
         if self.is_there:
             self._before, sys.excepthook = sys.excepthook, self._uncaught
 
     def unhook(self) -> Callable[..., object]:
-        """Local. Do not report uncaught exceptions any more. Return the `sys.excepthook` to call instead."""
+        """Do not report uncaught exceptions any more. Return the `sys.excepthook` to call instead."""
         return self._before if self._before is not None and sys.excepthook == self._uncaught else sys.excepthook
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -109,7 +109,7 @@ class Supervisor:
             self._before(kind, error, trace)
 
     def shown(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-        """Local. An exception as it is printed.
+        """An exception as it is printed.
 
         Without its traceback if it follows from another rank's end, whose reason a supervisor prints: it would only say
         where this rank has waited.

@@ -59,22 +59,22 @@ class Server(KeyGate):
         size: number of ranks.
         timeout: seconds that the ranks have to join.
         parent: process id of rank 0, the parent of this process.
-        watches: whether the ranks end together; else only values are served, and a rank leaves by its end.
+        end_together: whether the ranks end together; else only values are served, and a rank leaves by its end.
     """
 
     def __init__(
-        self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int, *, watches: bool = True
+        self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int, *, end_together: bool = True
     ) -> None:
         super().__init__(key, selectors.DefaultSelector())
         self.most_strangers = max(self.most_strangers, 2 * size)
         self.listen(listener)
-        self._watches = watches
+        self._end_together = end_together
         self._job = proof(key, b"name")[:8].hex()
         self._size = size
         self._timeout = timeout
         self._parent = parent
         self._mpi: dict[int, Link] = {}
-        self._watchers: dict[int, Link] = {}
+        self._lifelines: dict[int, Link] = {}
         self._names: dict[int, str] = {}
         self._values: dict[str, str] = {}
         self._waiting: set[int] = set()  # in the barrier
@@ -83,7 +83,7 @@ class Server(KeyGate):
         self._ended = False
 
     def run(self) -> None:
-        """Local. Serve; return at the end of the job, with all connections closed."""
+        """Serve; return at the end of the job, with all connections closed."""
         try:
             self._run()
         finally:
@@ -95,8 +95,8 @@ class Server(KeyGate):
         while not self._ended and len(self._finalized) < self._size:
             handle_events(self._selector)
             self._drop_slow_strangers()
-            if self._watches and clock.seconds() > self._timeout and len(self._watchers) < self._size:
-                absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
+            if self._end_together and clock.seconds() > self._timeout and len(self._lifelines) < self._size:
+                absent = [str(rank) for rank in range(self._size) if rank not in self._lifelines]
                 noun = "ranks" if len(absent) > 1 else "rank"
                 self._end(
                     1,
@@ -107,7 +107,7 @@ class Server(KeyGate):
                 self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
-        links = {FOR_PMI: self._mpi, FOR_KEYS: self._clients}.get(link.purpose, self._watchers)
+        links = {FOR_PMI: self._mpi, FOR_KEYS: self._clients}.get(link.purpose, self._lifelines)
         name = f"rank {link.rank} on {link.host} (pid {link.pid})"
         if size != self._size:
             return f"{name} expects {size} ranks, rank 0 expects {self._size}"
@@ -121,21 +121,21 @@ class Server(KeyGate):
         if link.purpose == FOR_KEYS:
             super()._admitted(link)
             return
-        links = self._mpi if link.purpose == FOR_PMI else self._watchers
+        links = self._mpi if link.purpose == FOR_PMI else self._lifelines
         links[link.rank] = link
-        if links is self._watchers and len(self._watchers) == self._size:
+        if links is self._lifelines and len(self._lifelines) == self._size:
             self._began = True
-            for watcher in self._watchers.values():
-                say(watcher.socket, "go")
+            for lifeline in self._lifelines.values():
+                say(lifeline.socket, "go")
 
     def _lost(self, link: Link) -> None:
         if link.purpose == FOR_KEYS:
             super()._lost(link)
-            if not self._watches:
+            if not self._end_together:
                 self._finalized.add(link.rank)
             return
         # The last messages of the rank may still be unread on its other connection.
-        other = self._watchers.get(link.rank, link)
+        other = self._lifelines.get(link.rank, link)
         if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
             self._read(other)
         self._gone(link.rank, unreachable=link.unreachable)
@@ -158,13 +158,13 @@ class Server(KeyGate):
             self._ended = True
             if text:
                 self.fail(text)
-            others = [rank for rank in sorted(self._watchers) if rank != but]
+            others = [rank for rank in sorted(self._lifelines) if rank != but]
             if text and self._began:
                 with contextlib.suppress(OSError):  # its reader has ended
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(others, default=-1)
             for rank in others:
-                say(self._watchers[rank].socket, f"{kind} {code} {speaker} {text}")
+                say(self._lifelines[rank].socket, f"{kind} {code} {speaker} {text}")
 
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
@@ -206,12 +206,14 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve with the arguments that `distopt.launch.end_together.watch.start_server` has passed to this program."""
-    fd, size, timeout, parent, watches = sys.argv[1:]
+    """Serve with the arguments that `distopt.launch.end_together.lifeline.start_server` has passed to this program."""
+    fd, size, timeout, parent, end_together = sys.argv[1:]
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # up to three connections for each rank
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     key = sys.stdin.buffer.read()
-    Server(socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent), watches=watches == "1").run()
+    Server(
+        socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent), end_together=end_together == "1"
+    ).run()

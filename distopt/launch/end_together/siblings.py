@@ -45,7 +45,7 @@ class Absence:
     def check(
         self, who: str | Callable[[], str], absent: float, *, present: Container[int] = (), patience: float = 0.5
     ) -> None:
-        """Local. Call this repeatedly while waiting for ranks.
+        """Call this repeatedly while waiting for ranks.
 
         Args:
             who: clause that names the missing ranks, or gives it.
@@ -75,7 +75,7 @@ class Absence:
 
 @contextlib.contextmanager
 def ends_of_siblings() -> Iterator[dict[int, int]]:
-    """Local. For each sibling, by process id, a descriptor that becomes readable when it ends."""
+    """For each sibling, by process id, a descriptor that becomes readable when it ends."""
     running, ended = _survey()
     with contextlib.ExitStack() as stack:
         fds = {}
@@ -106,7 +106,7 @@ def _siblings() -> tuple[set[int], set[int]]:
 
 
 def end_with_parent(*, launched: bool = False) -> None:
-    """Local. End this process by SIGTERM when the process that started it ends.
+    """End this process by SIGTERM when the process that started it ends.
 
     A parent that exits normally waits for its children first, but one that is killed does not: without this, Open MPI
     leaves ranks running when their mpiexec is killed.
@@ -142,12 +142,12 @@ def _process(pid: str) -> tuple[bytes, bytes]:
 
 
 def note_running() -> None:
-    """Local. Record the siblings that run now as seen."""
+    """Record the siblings that run now as seen."""
     _seen.clear()
     _seen.update(_siblings()[0])
 
 
 def remember() -> None:
-    """Local. From now on, and in forked children from their start on, know the siblings that have run."""
+    """From now on, and in forked children from their start on, know the siblings that have run."""
     note_running()
     os.register_at_fork(after_in_child=note_running)

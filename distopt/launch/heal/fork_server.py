@@ -36,7 +36,7 @@ from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import die_with
 from ..threads import THREAD_VARIABLES
 from .modules import Installed, imports_of, script_of
-from .slots import slots_in
+from .state_slots import state_slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a forked rank
@@ -96,7 +96,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(*fds, *slots_in(env)),
+                pass_fds=(*fds, *state_slots_in(env)),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )
@@ -104,7 +104,7 @@ class ForkServer:
         self._selector.register(self._link, selectors.EVENT_READ, self._hear)
 
     def complete(self, modules: Sequence[str]) -> None:
-        """Local. Import these modules, too, in this order, and be ready; failing imports are left out.
+        """Import these modules, too, in this order, and be ready; failing imports are left out.
 
         Args:
             modules: names of what a rank has imported; none if the ranks start again before one has reported them.
@@ -114,7 +114,7 @@ class ForkServer:
             _send(self._link, list(modules), ())
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Local. Have a spare become a rank.
+        """Have a spare become a rank.
 
         Args:
             order: `program`, the words that start it, and `env`.
@@ -134,7 +134,7 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
-        """Local. End the process; idempotent."""
+        """End the process; idempotent."""
         self.ready, self.ended, self.is_importing = False, True, False
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)

@@ -31,7 +31,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def installed_modules() -> list[str]:
-    """Local. Names of the modules that this process has imported and that are installed, in the order of imports."""
+    """Names of the modules that this process has imported and that are installed, in the order of imports."""
     known = _folders()
     specs = {name: getattr(module, "__spec__", None) for name, module in [*sys.modules.items()]}  # some lack it
     origins = {name: str(getattr(spec, "origin", None)) for name, spec in specs.items()}
@@ -63,7 +63,7 @@ class Installed(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Local. See `importlib.abc.MetaPathFinder`.
+        """See `importlib.abc.MetaPathFinder`.
 
         Raises:
             LeftToRanksError: the ranks must import it.
@@ -87,7 +87,7 @@ class Installed(MetaPathFinder):
 
 
 def imports_of(script: Path, folder: Path) -> list[str]:
-    """Local. Names of the modules that a script, and its own modules in a folder, import at their top level.
+    """Names of the modules that a script, and its own modules in a folder, import at their top level.
 
     A module that a condition or a function imports is left out: it may never be used.
     """
@@ -118,7 +118,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def script_of(program: Sequence[str]) -> tuple[Path, Path]:
-    """Local. The file that an interpreter's command runs, a script or `-m` and a module, and its modules' folder."""
+    """The file that an interpreter's command runs, a script or `-m` and a module, and its modules' folder."""
     if program[1] == "-m":
         folder = Path.cwd()
         path = folder.joinpath(*program[2].split("."))

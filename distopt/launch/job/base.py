@@ -57,7 +57,7 @@ class Job(ABC):
         return self._group
 
     def close(self) -> None:
-        """Local. Release sockets and handles; idempotent."""
+        """Release sockets and handles; idempotent."""
         self._closed = True
         if self._group is not None:
             self._group.close()

@@ -53,9 +53,9 @@ class HostsJob(Job):
         self._settings = Settings.from_env()
         self.endpoint = met.address
         seconds = self._settings.timeout
-        watch = Member(info, met, seconds, for_mpi=False)
-        link = watch.client_link(seconds)
-        assert link is not None  # the first one of this watch
+        lifeline = Member(info, met, seconds, for_mpi=False)
+        link = lifeline.client_link(seconds)
+        assert link is not None  # the first one of this lifeline
         self._client = RemoteClient(
             link,
             info.rank,
@@ -66,8 +66,8 @@ class HostsJob(Job):
         )
         self._introduce(info.rank, host_identity(), socket.gethostname())
         end_with_parent(launched=True)
-        watch.end_with_others()
-        leave_at_exit(watch)
+        lifeline.end_with_others()
+        leave_at_exit(lifeline)
 
     def _introduce(self, rank: int, identity: str, host: str) -> None:
         """Collective. Learn where the ranks are."""
@@ -87,20 +87,20 @@ class HostsJob(Job):
         self._identities = identities
         self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
 
-    def subgroup(self: _Made, ranks: Sequence[int], secret: bytes) -> _Made:
+    def subgroup(self: _Made, ranks: Sequence[int], key: bytes) -> _Made:
         """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
 
         Args:
             ranks: this rank and others, each once; equal on all of them.
-            secret: 16 bytes that they have in common.
+            key: 16 secret bytes that they have in common.
         """
         self._check_open()
         made = copy(self)
         made.numbers = tuple(self.numbers[rank] for rank in ranks)
         identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))
         made._take_places([*ranks].index(self.topology.rank), identities, hosts)
-        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % made.local_ranks[0]).digest()[:16])
-        name = hashlib.sha256(b"distopt keys " + secret).hexdigest()[:16]
+        made._ticket = Ticket(hashlib.sha256(key + b"%d" % made.local_ranks[0]).digest()[:16])
+        name = hashlib.sha256(b"distopt keys " + key).hexdigest()[:16]
         made._client = self._client.within(name, [self._client.ranks[rank] for rank in ranks])
         made._group = None
         return made
@@ -115,6 +115,6 @@ class HostsJob(Job):
         return HostGroup(self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence)
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent."""
+        """Leave the job; idempotent."""
         super().close()
         self._client.close()

@@ -6,13 +6,13 @@ import atexit
 import sys
 
 from ...settings import Settings
+from ..end_together.lifeline import Lifeline
 from ..end_together.siblings import end_with_parent
-from ..end_together.watch import Watch
 from ..launchers import LauncherInfo, launcher_of
 from ..rendezvous.meeting import Meeting
 from ..threads import cap_threads, cores
 from .multiprocess import MultiprocessJob, Ticket
-from .watched import watch_ranks
+from .offer import connect_lifelines
 
 
 class LaunchedJob(MultiprocessJob):
@@ -29,7 +29,7 @@ class LaunchedJob(MultiprocessJob):
     """
 
     def __init__(self, info: LauncherInfo, met: Meeting) -> None:
-        self._watch: Watch | None = None
+        self._lifeline: Lifeline | None = None
         self._has_agents = launcher_of(info).has_agents  # they end the other ranks when one fails
         super().__init__(Ticket(met.key[:16]), info.rank, info.size)
 
@@ -37,24 +37,24 @@ class LaunchedJob(MultiprocessJob):
         end_with_parent(launched=True)
         cap_threads(self.topology.world_size, self.exchange(sorted(cores())))
         if self.topology.world_size > 1 and not self._has_agents:
-            self._watch = watch_ranks(self, Settings.from_env().timeout)
-        if self._watch is not None:
-            self._watch.end_with_others()
-            leave_at_exit(self._watch)
+            self._lifeline = connect_lifelines(self, Settings.from_env().timeout)
+        if self._lifeline is not None:
+            self._lifeline.end_with_others()
+            leave_at_exit(self._lifeline)
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent."""
+        """Leave the job; idempotent."""
         super().close()
-        if self._watch is not None:
-            self._watch.leave()
+        if self._lifeline is not None:
+            self._lifeline.leave()
 
 
-def leave_at_exit(watch: Watch) -> None:
-    """Local. At the end of the interpreter, leave the job, unless an uncaught exception has ended it."""
-    atexit.register(_leave, watch)
+def leave_at_exit(lifeline: Lifeline) -> None:
+    """At the end of the interpreter, leave the job, unless an uncaught exception has ended it."""
+    atexit.register(_leave, lifeline)
 
 
-def _leave(watch: Watch) -> None:
+def _leave(lifeline: Lifeline) -> None:
     """At the end of the interpreter, leave the job, unless an uncaught exception has ended it: that is a failure."""
     if getattr(sys, "last_value", None) is None:
-        watch.leave()
+        lifeline.leave()

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.exit_guard import guard
+from ..end_together.lifeline import Lifeline, reach
 from ..end_together.siblings import Absence
-from ..end_together.watch import Watch, reach
 from ..gate import FOR_KEYS
 from ..rendezvous.key_value import KeyValueClient, RemoteClient, client_alone
 from ..rendezvous.mpi import check_launcher, import_mpi, start_mpi
 from ..rendezvous.mpi_address import share_address
 from ..stopwatch import GRACE_SECONDS
 from .hosts import HostsJob
+from .offer import Offer, start
 from .topology import host_identity
-from .watched import Offer, start
 
 _SOURCE = "the address that MPI has carried"
 _Made = TypeVar("_Made", bound="MpiJob")
@@ -48,41 +48,41 @@ class MpiJob(HostsJob):
         check_launcher(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._settings = Settings.from_env()
-        self._client, watch = self._meet(MPI, parent, is_world=comm is None)
+        self._client, lifeline = self._meet(MPI, parent, is_world=comm is None)
         self._introduce(parent.rank, host or host_identity(), host or socket.gethostname())
         self.comm: Any = parent.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         size = self.comm.size
         if size > 1:
             guard.joined(self)
-        if watch is not None:
-            watch.speaks = self.topology.local_rank == 0
-            watch.end_with_others(guard.abort)
+        if lifeline is not None:
+            lifeline.speaks = self.topology.local_rank == 0
+            lifeline.end_with_others(guard.abort)
 
-    def _meet(self, mpi: Any, comm: Any, *, is_world: bool) -> tuple[KeyValueClient, Watch | None]:
-        """Collective over `comm`. The client of this rank, and its watch if it is a new one."""
+    def _meet(self, mpi: Any, comm: Any, *, is_world: bool) -> tuple[KeyValueClient, Lifeline | None]:
+        """Collective over `comm`. The client of this rank, and its lifeline if it is a new one."""
         rank, size, seconds = comm.rank, comm.size, self._settings.timeout
         if size == 1:
             return client_alone(seconds), None
-        watch, link = None, None
+        lifeline, link = None, None
         if is_world and guard.others is None:
-            offer = self._share_offer(mpi, comm, watches=True)
-            watch = guard.others = Watch(rank, size, offer.key, offer.addresses, seconds, source=_SOURCE)
+            offer = self._share_offer(mpi, comm, end_together=True)
+            lifeline = guard.others = Lifeline(rank, size, offer.key, offer.addresses, seconds, source=_SOURCE)
         if is_world and guard.others is not None:
             link = guard.others.client_link(seconds)
         if link is None:
-            offer = self._share_offer(mpi, comm, watches=False)
+            offer = self._share_offer(mpi, comm, end_together=False)
             link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, _SOURCE)
         limit = min(self._settings.stall_warning, seconds / 2)
         return RemoteClient(
             link, rank, range(size), seconds, "the server of rank 0", absence=partial(Absence, limit)
-        ), watch
+        ), lifeline
 
-    def _share_offer(self, mpi: Any, comm: Any, *, watches: bool) -> Offer:
+    def _share_offer(self, mpi: Any, comm: Any, *, end_together: bool) -> Offer:
         content = b""
         if comm.rank == 0:
             try:
-                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, watches=watches)
+                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, end_together=end_together)
             except OSError as error:
                 content = json.dumps(str(error)).encode()
         content = share_address(mpi, comm, content, self._settings)
@@ -91,9 +91,9 @@ class MpiJob(HostsJob):
         except ValueError:
             raise LaunchError(f"rank 0 cannot start the server of the job: {content.decode()}") from None
 
-    def subgroup(self: _Made, ranks: Sequence[int], secret: bytes) -> _Made:
+    def subgroup(self: _Made, ranks: Sequence[int], key: bytes) -> _Made:
         """Collective among `ranks`, which have all come. See `HostsJob.subgroup`."""
-        made = super().subgroup(ranks, secret)
+        made = super().subgroup(ranks, key)
         made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
         return made
@@ -104,7 +104,7 @@ class MpiJob(HostsJob):
         return self._client
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
+        """Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         guard.closed(self)
         super().close()
         if self.comm is not None and not import_mpi().Is_finalized():

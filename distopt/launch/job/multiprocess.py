@@ -36,12 +36,12 @@ _TICKET_BYTES = 16
 
 
 def is_importing() -> bool:
-    """Local. Whether this is a child of multiprocessing that has yet to import its target."""
+    """Whether this is a child of multiprocessing that has yet to import its target."""
     return getattr(current_process(), "_inheriting", False)  # multiprocessing's own flag
 
 
 def refuse_worker(endpoint: tuple[str, int] | None = None) -> None:
-    """Local. Raise if this is a process that a rank has started by multiprocessing, which has inherited its variables.
+    """Raise if this is a process that a rank has started by multiprocessing, which has inherited its variables.
 
     Args:
         endpoint: host and port where PyTorch's ranks meet. If it is not the launcher's, the process has named a place,

@@ -45,7 +45,7 @@ class Topology:
 def places_of(
     rank: int, identities: Sequence[str], hosts: Sequence[str]
 ) -> tuple[Topology, list[list[int]], list[int]]:
-    """Local. Who is where: the topology of a rank, the ranks of each host, by the first of them, and those of its own.
+    """Who is where: the topology of a rank, the ranks of each host, by the first of them, and those of its own.
 
     Args:
         rank: this rank.
@@ -61,7 +61,7 @@ def places_of(
 
 
 def host_identity() -> str:
-    """Local. An identity that is equal for two processes if and only if they can share memory.
+    """An identity that is equal for two processes if and only if they can share memory.
 
     Neither the host name (cloned machines) nor the kernel (containers) is enough: abstract sockets need a common
     network namespace, and /proc/<pid> a common process namespace.
@@ -72,5 +72,5 @@ def host_identity() -> str:
 
 
 def network_of(identity: str) -> list[str]:
-    """Local. The part of a `host_identity` that is equal for processes that reach each other at "localhost"."""
+    """The part of a `host_identity` that is equal for processes that reach each other at "localhost"."""
     return identity.split(" ")[-3:-1]

@@ -26,7 +26,7 @@ LAUNCHERS = (DISTOPT_RUN, Torchrun(), OpenMpi(), Mpich(), Horovodrun(), SRUN, Su
 
 
 def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
-    """Local. The launcher that started this process, or None for a process started by hand.
+    """The launcher that started this process, or None for a process started by hand.
 
     Args:
         env: the environment (default: that of the process).
@@ -51,5 +51,5 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
 
 
 def launcher_of(info: LauncherInfo) -> Launcher:
-    """Local. The launcher whose view `info` is."""
+    """The launcher whose view `info` is."""
     return next(one for one in LAUNCHERS if one.name == info.name)

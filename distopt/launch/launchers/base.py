@@ -30,7 +30,7 @@ class LauncherInfo:
     source: str
 
     def agrees(self, other: LauncherInfo) -> bool:
-        """Local. Whether both give this process the same rank of the same number."""
+        """Whether both give this process the same rank of the same number."""
         return (self.rank, self.size) == (other.rank, other.size)
 
 
@@ -64,7 +64,7 @@ class Launcher(ABC):
     address = ""
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. This launcher's view of the process with these variables; None if it has not started the process.
+        """This launcher's view of the process with these variables; None if it has not started the process.
 
         Raises:
             LaunchError: a variable has an invalid value, or is missing.
@@ -90,19 +90,19 @@ class Launcher(ABC):
         return LauncherInfo(self.name, rank, size, local_rank, local_size, source)
 
     def is_certain(self, env: Mapping[str, str]) -> bool:
-        """Local. Whether the variables that have been read can only be this launcher's."""
+        """Whether the variables that have been read can only be this launcher's."""
         return True
 
     def one_host(self, info: LauncherInfo, env: Mapping[str, str]) -> bool:
-        """Local. Whether the variables show that all ranks run on this host."""
+        """Whether the variables show that all ranks run on this host."""
         return info.local_size == info.size
 
     def host_of_rank_0(self, env: Mapping[str, str]) -> str:
-        """Local. The host that the variable `address` names."""
+        """The host that the variable `address` names."""
         return env[self.address]
 
     def connects(self, library: str) -> bool:
-        """Local. Whether the launcher connects the ranks of an MPI library by itself.
+        """Whether the launcher connects the ranks of an MPI library by itself.
 
         Args:
             library: the library's description of its version.
@@ -111,7 +111,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """Local. Why ranks with this MPI library cannot be connected, as a clause about it; empty if they can."""
+        """Why ranks with this MPI library cannot be connected, as a clause about it; empty if they can."""
 
 
 def _number(name: str, text: str, cure: str) -> int:

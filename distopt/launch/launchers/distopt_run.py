@@ -22,7 +22,7 @@ class DistoptRun(Torchrun):
     prefixes = (ENDPOINT,)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. See `Launcher.read`; None if a torchrun within has named the job anew."""
+        """See `Launcher.read`; None if a torchrun within has named the job anew."""
         is_own = _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
         return super().read(env) if is_own else None
 
@@ -40,7 +40,7 @@ class DistoptRun(Torchrun):
         restarts: int,
         endpoint: str,
     ) -> dict[str, str]:
-        """Local. The variables that all ranks of a node have in common.
+        """The variables that all ranks of a node have in common.
 
         Args:
             job: name of the job, different for every start of `distopt run`.

@@ -20,5 +20,5 @@ class Horovodrun(Launcher):
     job_variables = (address, "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """Local. See `Launcher.misfit`; Open MPI needs its own mpiexec."""
+        """See `Launcher.misfit`; Open MPI needs its own mpiexec."""
         return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

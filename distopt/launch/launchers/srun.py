@@ -33,25 +33,25 @@ class Srun(Launcher):
     address = "SLURM_STEP_NODELIST"
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. See `Launcher.read`; None outside a step."""
+        """See `Launcher.read`; None outside a step."""
         return super().read(env) if in_step(env) else None
 
     def one_host(self, info: LauncherInfo, env: Mapping[str, str]) -> bool:
-        """Local. Whether the step has one node."""
+        """Whether the step has one node."""
         return env.get("SLURM_STEP_NUM_NODES") == "1"
 
     def host_of_rank_0(self, env: Mapping[str, str]) -> str:
-        """Local. The first name of Slurm's compressed list: node[07-12,20],other gives node07."""
+        """The first name of Slurm's compressed list: node[07-12,20],other gives node07."""
         nodes = env[self.address]
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
         return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
     def connects(self, library: str) -> bool:
-        """Local. See `Launcher.connects`; not those of MPICH, which need no plugin."""
+        """See `Launcher.connects`; not those of MPICH, which need no plugin."""
         return not is_mpich(library)
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """Local. See `Launcher.misfit`; any other library than MPICH needs the plugin of srun for it."""
+        """See `Launcher.misfit`; any other library than MPICH needs the plugin of srun for it."""
         fits = not self.connects(library) or _VARIABLES_OF_PLUGINS[plugin(library)] in env
         return "" if fits else "needs an MPI plugin of srun"
 
@@ -60,24 +60,24 @@ SRUN = Srun()
 
 
 def plugin(library: str) -> str:
-    """Local. The value of srun's option --mpi for an MPI library."""
+    """The value of srun's option --mpi for an MPI library."""
     return "pmix" if is_open_mpi(library) else "pmi2"
 
 
 def in_step(env: Mapping[str, str]) -> bool:
-    """Local. Whether a process with these variables is a task of srun, or of one that it started."""
+    """Whether a process with these variables is a task of srun, or of one that it started."""
     return env.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
 
 
 def unstarted_tasks(env: Mapping[str, str]) -> int:
-    """Local. The tasks of the Slurm job whose script runs this process outside any step; 0 elsewhere."""
+    """The tasks of the Slurm job whose script runs this process outside any step; 0 elsewhere."""
     tasks = env.get(SRUN.size, "")
     return int(tasks) if not in_step(env) and tasks.isascii() and tasks.isdigit() else 0
 
 
 @cache  # once
 def warn_of_unstarted_tasks() -> None:
-    """Local. Warn that this process trains alone, although its Slurm job has more tasks."""
+    """Warn that this process trains alone, although its Slurm job has more tasks."""
     if (tasks := unstarted_tasks(os.environ)) > 1:
         logging.getLogger("distopt").warning(
             "this process trains alone, although its Slurm job has %d tasks; start all of them by: srun python %s",

@@ -21,9 +21,9 @@ class Submitit(Launcher):
     job_variables = ("SUBMITIT_LOCAL_JOB_ID", "SUBMITIT_LOCAL_COMMAND")
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. See `Launcher.read`; None in the process that starts the tasks, and in a single task."""
+        """See `Launcher.read`; None in the process that starts the tasks, and in a single task."""
         return super().read(env) if self.rank in env and env.get(self.size) != "1" else None
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """Local. See `Launcher.misfit`; ranks of one host need no MPI."""
+        """See `Launcher.misfit`; ranks of one host need no MPI."""
         return ""

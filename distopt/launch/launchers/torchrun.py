@@ -33,18 +33,18 @@ class Torchrun(Launcher):
     job_variables = (address, port, "TORCHELASTIC_RUN_ID", _ATTEMPT)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """Local. See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
+        """See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
         is_alone = self.size not in env and in_step(env)
         return super().read(env) if self.rank in env and not is_alone else None
 
     def is_certain(self, env: Mapping[str, str]) -> bool:
-        """Local. Whether torchrun itself set the variables, and not a script."""
+        """Whether torchrun itself set the variables, and not a script."""
         return "TORCHELASTIC_RUN_ID" in env
 
     def attempt(self, env: Mapping[str, str]) -> int:
-        """Local. How many times the ranks have been started before; 0 if the launcher does not count that."""
+        """How many times the ranks have been started before; 0 if the launcher does not count that."""
         return int(env.get(_ATTEMPT, "0"))
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """Local. See `Launcher.misfit`; Open MPI needs its own mpiexec."""
+        """See `Launcher.misfit`; Open MPI needs its own mpiexec."""
         return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

@@ -1,8 +1,8 @@
 """The ranks of one host find each other, and pass file descriptors.
 
-Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
-names vanish with their process, so nothing is left behind. They are public: the name must not reveal the ticket, and
-another user may have taken it, so that rank 0 has a choice of several. Both sides prove that they know the ticket
+Rank 0 listens on an abstract Unix socket whose name is a hash of the job's key, and the others connect. Abstract
+names vanish with their process, so nothing is left behind. They are public: the name must not reveal the key, and
+another user may have taken it, so that rank 0 has a choice of several. Both sides prove that they know the key
 (`distopt.launch.gate`). The connections then serve a key-value client (`distopt.launch.rendezvous.key_value`).
 """
 
@@ -39,7 +39,7 @@ class HostGroup:
     """The ranks of one host, connected through rank 0.
 
     Args:
-        ticket: 16 secret bytes that the launcher gave to every rank.
+        key: 16 secret bytes that the launcher gave to every rank.
         rank: number of this process on its host.
         size: number of processes on the host.
         timeout: seconds to wait for the others to join, and in each later exchange.
@@ -50,12 +50,12 @@ class HostGroup:
         pids: the process of each rank.
 
     Raises:
-        LaunchError: a rank is missing or duplicated, has another world size, or does not know the ticket.
+        LaunchError: a rank is missing or duplicated, has another world size, or does not know the key.
     """
 
     client: KeyValueClient
 
-    def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
+    def __init__(self, key: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
         self.rank = rank
         self.size = size
         self.pids: tuple[int, ...] = (os.getpid(),)
@@ -67,11 +67,11 @@ class HostGroup:
         absence = absence or Absence()
         try:
             if rank == 0:
-                self._server = server = _Server(ticket, size, timeout, absence)
+                self._server = server = _Server(key, size, timeout, absence)
                 self.client = LocalClient(0, range(size), timeout, server.values, server.serve, server.fail)
                 self.pids = (os.getpid(), *server.gather())
             else:
-                link = _find_rank_0(ticket, rank, size, timeout, absence)
+                link = _find_rank_0(key, rank, size, timeout, absence)
                 self.client = RemoteClient(link, rank, range(size), timeout, "rank 0", patience=GRACE_SECONDS)
             self.pids = struct.unpack(
                 f"!{size}i", self.client.all_gather(struct.pack(f"!{len(self.pids)}i", *self.pids))[0]
@@ -101,7 +101,7 @@ class HostGroup:
         return _receive_fd(self.client) if isinstance(self.client, RemoteClient) else fd
 
     def close(self) -> None:
-        """Local. Close the connections; idempotent."""
+        """Close the connections; idempotent."""
         if self._server is not None:
             self._server.close()
         if hasattr(self, "client"):
@@ -149,11 +149,11 @@ def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
 
 
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
-def _address(ticket: bytes, choice: int = 0) -> str:
-    return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + ticket).hexdigest()[:32]
+def _address(key: bytes, choice: int = 0) -> str:
+    return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + key).hexdigest()[:32]
 
 
-def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> socket.socket:
+def _find_rank_0(key: bytes, rank: int, size: int, timeout: float, absence: Absence) -> socket.socket:
     """The connection to rank 0, which has admitted this rank."""
     deadline = Deadline(timeout)
     foreign = ""
@@ -162,11 +162,11 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
             link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
                 link.settimeout(deadline.left())
-                link.connect(_address(ticket, choice))
+                link.connect(_address(key, choice))
                 if peer_of(link)[1] != os.geteuid():
                     foreign = "; a process of another user listens in its place, so use a fresh ticket"
                     raise ConnectionRefusedError
-                introduce(link, ticket, FOR_HOST_GROUP, rank, size, deadline)
+                introduce(link, key, FOR_HOST_GROUP, rank, size, deadline)
                 stack.pop_all()
                 return link
             except TimeoutError:
@@ -198,10 +198,9 @@ class _Server(KeyGate):
 
     purpose_of_clients = FOR_HOST_GROUP
 
-    def __init__(self, ticket: bytes, size: int, timeout: float, absence: Absence) -> None:
+    def __init__(self, key: bytes, size: int, timeout: float, absence: Absence) -> None:
         # Not epoll: a forked child that closes its copy would take the connections out of this process's, too.
-        super().__init__(ticket, selectors.PollSelector())
-        self._ticket = ticket
+        super().__init__(key, selectors.PollSelector())
         self._size = size
         self._deadline = Deadline(timeout)
         self._absence = absence
@@ -210,7 +209,7 @@ class _Server(KeyGate):
         self.peers = self._clients
 
     def gather(self) -> list[int]:
-        """Local. The processes of all other ranks, in their order, once they have joined.
+        """The processes of all other ranks, in their order, once they have joined.
 
         Raises:
             LaunchError: a rank is missing or has ended, or two have one number or expect different sizes.
@@ -231,7 +230,7 @@ class _Server(KeyGate):
         return [link.pid for _, link in sorted(self.peers.items())]
 
     def serve(self, deadline: Deadline, waits: bool) -> bool:
-        """Local. Serve for a moment; whether all have been sent their answers.
+        """Serve for a moment; whether all have been sent their answers.
 
         Args:
             deadline: for all of it.
@@ -244,7 +243,7 @@ class _Server(KeyGate):
         return not self._unsent
 
     def close(self) -> None:
-        """Local. Close all connections; idempotent."""
+        """Close all connections; idempotent."""
         super().close()
         self._selector.close()
 
@@ -263,7 +262,7 @@ class _Server(KeyGate):
     def _bound(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         for choice in range(_N_ADDRESSES):
-            name = _address(self._ticket, choice)
+            name = _address(self._key, choice)
             try:
                 listener.bind(name)
                 listener.listen(self._size)

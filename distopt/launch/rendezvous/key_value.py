@@ -70,11 +70,11 @@ class KeyValueClient(ABC):
         self._size, self._prefix, self.rounds = len(ranks), "", 0
 
     def set(self, key: str, value: bytes) -> None:
-        """Local. Set a key, perhaps again."""
+        """Set a key, perhaps again."""
         self._request(key=key, value=value)
 
     def delete(self, key: str) -> None:
-        """Local. Delete a key, if it is set."""
+        """Delete a key, if it is set."""
         self._request(deleted=key)
 
     def get(self, key: str) -> bytes:
@@ -108,7 +108,7 @@ class KeyValueClient(ABC):
         self.all_gather(b"")
 
     def within(self, prefix: str, ranks: Sequence[int]) -> KeyValueClient:
-        """Local. A client of the same connection for some of the ranks, whose keys begin with `prefix`.
+        """A client of the same connection for some of the ranks, whose keys begin with `prefix`.
 
         Args:
             prefix: equal on these ranks, and no other client's.
@@ -119,7 +119,7 @@ class KeyValueClient(ABC):
         return made
 
     def close(self) -> None:  # noqa: B027
-        """Local. Leave, with the last of the clients that share a connection. Idempotent."""
+        """Leave, with the last of the clients that share a connection. Idempotent."""
 
     # For subclasses.
     @abstractmethod
@@ -205,7 +205,7 @@ class LocalClient(KeyValueClient):
 
 
 def client_alone(seconds: float) -> LocalClient:
-    """Local. The client of a job of one rank, which needs no server, and waits in vain for what it has not set."""
+    """The client of a job of one rank, which needs no server, and waits in vain for what it has not set."""
 
     def serve(deadline: Deadline, waits: bool) -> bool:
         time.sleep(min(SLICE_SECONDS, deadline.left()) if waits else 0.0)
@@ -245,12 +245,12 @@ class RemoteClient(KeyValueClient):
         _links.add(link)
 
     def within(self, prefix: str, ranks: Sequence[int]) -> KeyValueClient:
-        """Local. See `KeyValueClient`."""
+        """See `KeyValueClient`."""
         self._users[0] += 1
         return super().within(prefix, ranks)
 
     def close(self) -> None:
-        """Local. See `KeyValueClient`."""
+        """See `KeyValueClient`."""
         self._users[0] -= self._is_open
         self._is_open = False
         if not self._users[0]:
@@ -359,7 +359,7 @@ def _request(deleted: str, key: str, value: bytes, wanted: Wanted | None) -> byt
 
 
 def client_of_endpoint(info: LauncherInfo, seconds: float, env: Mapping[str, str] | None = None) -> RemoteClient:
-    """Local. A client of the owner of the endpoint, in a rank that `distopt run` has started on several nodes.
+    """A client of the owner of the endpoint, in a rank that `distopt run` has started on several nodes.
 
     The owner forgets all values when it starts the ranks again.
 

@@ -17,8 +17,8 @@ from ... import _core
 from ...errors import LaunchError, MissingDependencyError, pip_install
 from ...settings import Settings
 from ..end_together.exit_guard import finalize_at_exit, guard
+from ..end_together.lifeline import Lifeline
 from ..end_together.siblings import ends_of_siblings
-from ..end_together.watch import Watch
 from ..launchers import LauncherInfo, launcher, launcher_of
 from ..launchers.srun import plugin
 from ..mpi_quirks import is_open_mpi, library_of, remove_shared_files, spare_reads
@@ -47,7 +47,7 @@ def start_mpi() -> ModuleType:
 
 
 def import_mpi() -> ModuleType:
-    """Local. `mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
+    """`mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -92,7 +92,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
 
 
 @contextlib.contextmanager
-def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[None]:
+def _bounded_init(info: LauncherInfo, lifeline: Lifeline | None = None) -> Iterator[None]:
     """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
     who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
@@ -105,9 +105,9 @@ def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[No
             (fd, f"{who} waits in MPI_Init, and a process of this job (pid {pid}) has ended; see the output\n")
             for pid, fd in ends.items()
         ]
-        if watch is not None:
+        if lifeline is not None:
             lost = "a rank of this job has ended or cannot be reached"
-            signs.append((watch.fileno(), f"{who} waits in MPI_Init, and {lost}; see the output\n"))
+            signs.append((lifeline.fileno(), f"{who} waits in MPI_Init, and {lost}; see the output\n"))
         watchdog = _core.Watchdog(seconds, late, 1, signs)
         try:
             yield

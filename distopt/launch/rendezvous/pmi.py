@@ -11,7 +11,7 @@ from functools import partial
 
 from ... import _core
 from ...errors import LaunchError
-from ..end_together.watch import Watch, start_server
+from ..end_together.lifeline import Lifeline, start_server
 from ..gate import CONNECT_SECONDS, FOR_PMI
 from ..launchers import LauncherInfo, launcher_of
 from ..processes import environment
@@ -25,7 +25,7 @@ _AGENTS_SECONDS = 3.0
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
-class Member(Watch):
+class Member(Lifeline):
     """A rank's connections to the key-value server of its job; rank 0 starts the server.
 
     Collective.
@@ -65,7 +65,7 @@ class Member(Watch):
             _core.exit_after(self.server.pid, self.fileno())
 
     def environment(self) -> contextlib.AbstractContextManager[None]:
-        """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
+        """The variables that lead MPI_Init to the server; processes started later must not inherit them."""
         self._mpi.settimeout(None)
         variables = {
             "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
@@ -76,7 +76,7 @@ class Member(Watch):
         return environment(variables)
 
     def leave(self) -> None:
-        """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
+        """This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
         if self._for_mpi:
             self._left = True
         else:
@@ -112,6 +112,6 @@ class Member(Watch):
 
 
 def ports(key: bytes) -> list[int]:
-    """Local. The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
+    """The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
     numbers = struct.unpack(f"!{_N_CANDIDATES}I", hashlib.sha256(b"distopt ports " + key).digest()[: 4 * _N_CANDIDATES])
     return [_FIRST_PORT + number % _N_PORTS for number in numbers]

@@ -57,7 +57,7 @@ class Child(Rank):
         self.pid = self._process.pid or 0
 
     def release(self) -> None:
-        """Local. See `Rank.release`."""
+        """See `Rank.release`."""
         super().release()
         self._process.join()
         self._process.close()
@@ -80,7 +80,7 @@ class Child(Rank):
 
 # -- before ----------------------------------------------------------------------------------------------------------
 def _check_sendable(fn: Callable[..., object], args: Sequence[Any]) -> None:
-    """Local. Find out why `fn` and `args` could not be pickled for a child process.
+    """Find out why `fn` and `args` could not be pickled for a child process.
 
     Raises:
         UsageError: names the part that is at fault. None is raised if no part is.
@@ -100,7 +100,7 @@ def _check_part(name: str, part: Any, cure: str) -> None:
 
 
 def check_script(fn: object) -> None:
-    """Local. Check that child processes can import the script with `fn`, and that this process is not one that does.
+    """Check that child processes can import the script with `fn`, and that this process is not one that does.
 
     Raises:
         UsageError: `fn` is defined in a script from stdin, or in a notebook; or this process imports the script, but
@@ -124,7 +124,7 @@ def check_script(fn: object) -> None:
 
 
 def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[Any]) -> None:
-    """Local. Check that `fn` takes the arguments named `first`, followed by `args`.
+    """Check that `fn` takes the arguments named `first`, followed by `args`.
 
     Raises:
         UsageError: it does not, or is not a function, or a generator or coroutine, or `args` is not a tuple or list.

@@ -40,13 +40,13 @@ class Orphans:
             )
 
     def add(self, pid: int) -> None:
-        """Local. Add the session of a rank that has been started."""
+        """Add the session of a rank that has been started."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # the rank or this helper has ended
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:
-        """Local. End the process: the ranks have ended, and this process continues. Idempotent."""
+        """End the process: the ranks have ended, and this process continues. Idempotent."""
         if self._process is not None:
             with self._process:
                 self._process.kill()

@@ -43,7 +43,7 @@ class _MarkedStream:
 
 
 def open_standard_streams() -> None:
-    """Local. Open each of stdin, stdout and stderr on /dev/null if the parent of this process has closed it.
+    """Open each of stdin, stdout and stderr on /dev/null if the parent of this process has closed it.
 
     Otherwise sockets and shared memory would get the numbers 0 to 2, and the ranks' output would be written there.
     """
@@ -58,7 +58,7 @@ def open_standard_streams() -> None:
 
 
 def mark_output(rank: int) -> None:
-    """Local. Make stdout and stderr of this process write whole lines, on ranks above 0 with a mark: "[rank 1] ".
+    """Make stdout and stderr of this process write whole lines, on ranks above 0 with a mark: "[rank 1] ".
 
     The output of rank 0 is not marked.
     """
@@ -113,12 +113,12 @@ class Output:
         self._arrange()
 
     def make_room(self) -> None:
-        """Local. From now on, the ranks may write so much that they can save their states without a reader."""
+        """From now on, the ranks may write so much that they can save their states without a reader."""
         self.room = _ROOM_BYTES
         self._arrange()
 
     def write(self, data: bytes, writer: object = None) -> None:
-        """Local. Write as much as the reader takes now, and the rest later.
+        """Write as much as the reader takes now, and the rest later.
 
         Args:
             data: whole lines; only a `writer` may leave a line unfinished, which others then end.
@@ -136,7 +136,7 @@ class Output:
             self._flush()
 
     def close(self) -> None:
-        """Local. Drop all output that the reader has not taken."""
+        """Drop all output that the reader has not taken."""
         self._wait_for(self._fd, False)
         self._wait_for(self.sources, False)
         self._files.close()
@@ -209,7 +209,7 @@ class Relay:
                 self.finish()
 
     def pass_on(self) -> bool:
-        """Local. Pass on some of the output; False at the end. Raises BlockingIOError if there is nothing now."""
+        """Pass on some of the output; False at the end. Raises BlockingIOError if there is nothing now."""
         part = os.read(self.source, _RELAY_BYTES)
         *lines, self._rest = (self._rest + part).splitlines(keepends=True) or [b""]
         if self._rest.endswith((b"\n", b"\r")) or len(self._rest) > _RELAY_BYTES:
@@ -218,7 +218,7 @@ class Relay:
         return bool(part)
 
     def finish(self) -> None:
-        """Local. Pass on the rest of the output, with an unfinished line, and close all; idempotent."""
+        """Pass on the rest of the output, with an unfinished line, and close all; idempotent."""
         if self.source < 0:
             return
         self._target.sources.unregister(self.source)

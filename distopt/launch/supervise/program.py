@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..end_together.report import VARIABLE
-from ..heal.slots import slots_in
+from ..heal.state_slots import state_slots_in
 from ..processes import describe_exit, die_with
 from .output import Output, Relay
 from .ranks import Rank
@@ -76,20 +76,20 @@ class Program(Rank):
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=(self.sink, *slots_in(env)),
+                    pass_fds=(self.sink, *state_slots_in(env)),
                     start_new_session=True,
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
                 )
                 self.pid = self._process.pid
 
     def kill(self) -> None:
-        """Local. Kill the process, and the group of processes that it has started, even if it has ended itself."""
+        """Kill the process, and the group of processes that it has started, even if it has ended itself."""
         super().kill()
         with contextlib.suppress(ProcessLookupError):  # killed before it had a group, between fork and exec
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Local. See `Rank.release`; the rest of the output is passed on before."""
+        """See `Rank.release`; the rest of the output is passed on before."""
         super().release()
         self._finish()
         if self._process is not None:

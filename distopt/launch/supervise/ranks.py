@@ -62,7 +62,7 @@ class Failure:
 
 @contextlib.contextmanager
 def starting(rank: int) -> Iterator[None]:
-    """Local. Turn errors of the system in the block, which starts a rank, into a usage error that names the limit."""
+    """Turn errors of the system in the block, which starts a rank, into a usage error that names the limit."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -73,7 +73,7 @@ def starting(rank: int) -> Iterator[None]:
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
-    """Local. The failure that caused the others; `failures` are in the order of their arrival.
+    """The failure that caused the others; `failures` are in the order of their arrival.
 
     A lost node comes before ranks, and consequences come last. Among equals the earliest counts. Between hosts, a crash
     of MPI may be a consequence, too.
@@ -146,7 +146,7 @@ class Rank:
         return False
 
     def release(self) -> None:
-        """Local. Reap the process, which has ended or been killed."""
+        """Reap the process, which has ended or been killed."""
         os.close(self.source)
 
     @property
@@ -167,24 +167,24 @@ class Rank:
         return bool(self.said.get("leaves", {}).get("does"))
 
     def signal(self, signum: int) -> None:
-        """Local. Send a signal, if the process runs."""
+        """Send a signal, if the process runs."""
         if self.running:
             if signum in (signal.SIGTERM, signal.SIGKILL):  # in MPI_Init, they end it at once
                 remove_shared_files(self.pid)
             os.kill(self.pid, signum)
 
     def end(self, signum: int) -> None:
-        """Local. End the process by this signal, if it runs: its end is then a consequence of another's."""
+        """End the process by this signal, if it runs: its end is then a consequence of another's."""
         if self.running:
             self._sent.add(signum)
             self.signal(signum)
 
     def kill(self) -> None:
-        """Local. Kill the process."""
+        """Kill the process."""
         self.end(signal.SIGKILL)
 
     def poll(self, now: int) -> None:
-        """Local. Notice whether the rank has ended or failed."""
+        """Notice whether the rank has ended or failed."""
         self.ended = not self.running  # before the pipe is read: a rank reports before it ends
         self.read()
         report = self.said.get("failed") if self.exit_code or self.fails_by_report else None
@@ -199,7 +199,7 @@ class Rank:
         self.failure = Failure(self.rank, code, text, is_consequence or code - 128 in self._sent)
 
     def read(self) -> bool:
-        """Local. Read the rank's reports; False if there can be no more."""
+        """Read the rank's reports; False if there can be no more."""
         with contextlib.suppress(BlockingIOError):  # no more now
             while part := os.read(self.source, 1 << 16):
                 *lines, self._received = (self._received + part).split(b"\n")
@@ -233,7 +233,7 @@ class LocalRanks:
         self._orphans = Orphans(f"{VARIABLE}={os.getpid()} ")
 
     def add(self, rank: Rank) -> None:
-        """Local. Supervise a rank that has been started."""
+        """Supervise a rank that has been started."""
         self.ranks.append(rank)
         self._orphans.add(rank.pid)
         self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
@@ -254,7 +254,7 @@ class LocalRanks:
         return [rank for rank in self.running if rank.stopped or rank in self._frozen]
 
     def poll(self) -> None:
-        """Local. Notice the ranks that have failed or ended."""
+        """Notice the ranks that have failed or ended."""
         now = time.monotonic_ns()
         before = [rank for rank in self.ranks if rank.failure is not None]
         for rank in self.ranks:
@@ -267,7 +267,7 @@ class LocalRanks:
         self.failures += [rank.failure for rank in found if rank.failure is not None]
 
     def _write_records(self, found: list[Rank]) -> None:
-        """Local. Write the flight records of all ranks of this node; the texts of these failures say where."""
+        """Write the flight records of all ranks of this node; the texts of these failures say where."""
         for rank in found:
             failure = rank.failure
             if failure is None or failure.code == UsageError.exit_code:
@@ -276,24 +276,24 @@ class LocalRanks:
                 rank.failure = replace(failure, text=f"{failure.text.rstrip()}; flight record in {folder}")
 
     def fail(self, rank: Rank, code: int, text: str) -> None:
-        """Local. Count a rank as failed although it has not ended."""
+        """Count a rank as failed although it has not ended."""
         if rank.failure is None:
             who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
             rank.failure = Failure(rank.rank, code, f"{who} {text}")
             self.failures.append(rank.failure)
 
     def signal(self, signum: int) -> None:
-        """Local. Send a signal to all ranks that run."""
+        """Send a signal to all ranks that run."""
         for rank in self.ranks:
             rank.signal(signum)
 
     def kill(self) -> None:
-        """Local. Kill all ranks, and processes that they have started and left behind."""
+        """Kill all ranks, and processes that they have started and left behind."""
         for rank in self.ranks:
             rank.kill()
 
     def terminate(self) -> None:
-        """Local. Send SIGTERM to all ranks that run, except those that have reported a failure of their own.
+        """Send SIGTERM to all ranks that run, except those that have reported a failure of their own.
 
         Such a rank ends by itself, and may not have printed its traceback yet. A rank that fails as a consequence of
         another's failure gets the signal, since it may be waiting for a rank.
@@ -304,7 +304,7 @@ class LocalRanks:
                 rank.end(signal.SIGTERM)
 
     def end(self, seconds: float) -> None:
-        """Local. End all ranks by SIGTERM and, after `seconds`, by SIGKILL."""
+        """End all ranks by SIGTERM and, after `seconds`, by SIGKILL."""
         self.terminate()
         clock = Stopwatch()
         while self.running:
@@ -314,12 +314,12 @@ class LocalRanks:
             self.poll()
 
     def close(self) -> None:
-        """Local. Release the ranks' resources; idempotent."""
+        """Release the ranks' resources; idempotent."""
         self.release()
         self._orphans.close()
 
     def release(self) -> None:
-        """Local. Forget all ranks; if any still run, kill them first."""
+        """Forget all ranks; if any still run, kill them first."""
         flight_record.forget()
         if self.running:
             self.kill()

@@ -33,12 +33,12 @@ class Screen(Output):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Local. Columns and rows."""
+        """Columns and rows."""
         columns, rows = os.get_terminal_size(self._fd)
         return columns or 80, rows or 24
 
     def write(self, data: bytes, writer: object = None) -> None:
-        """Local. Write output above the table, which `show` draws again; without moves of the cursor."""
+        """Write output above the table, which `show` draws again; without moves of the cursor."""
         pieces = _MOVES.sub(b"", data).splitlines(keepends=True)
         if pieces:
             cut = b"".join(_CUT + piece + _WRAP if piece.endswith(b"\r") else piece for piece in pieces)
@@ -46,7 +46,7 @@ class Screen(Output):
             super().write(self._erased() + cut)
 
     def show(self, table: Sequence[str] | None = None) -> None:
-        """Local. Draw a new table, or the last one if output has removed it; not while the terminal takes nothing."""
+        """Draw a new table, or the last one if output has removed it; not while the terminal takes nothing."""
         if self.unread or (table is None and (self._up or not self._table)):
             return
         if time.monotonic() - self._shown_at > _SUSPENDED_SECONDS:
@@ -59,7 +59,7 @@ class Screen(Output):
         self._up = len(rows)
 
     def leave(self) -> None:
-        """Local. Leave the table where it is, as output."""
+        """Leave the table where it is, as output."""
         self._table, self._up, self._is_unfinished = (), 0, False
 
     def _erased(self) -> bytes:
@@ -90,16 +90,16 @@ class Streams:
             self.outputs = (Output(1, selector, self.print), Output(2, selector, self.print))
 
     def print(self, text: str) -> None:
-        """Local. Write a line of this process to stderr."""
+        """Write a line of this process to stderr."""
         self.outputs[1].write(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
 
     def make_room(self) -> None:
-        """Local. From now on, ranks that end need not wait for readers; see `Output.make_room`."""
+        """From now on, ranks that end need not wait for readers; see `Output.make_room`."""
         for output in self.outputs:
             output.make_room()
 
     def close(self, may_drop: Callable[[], bool]) -> None:
-        """Local. Wait until readers have taken all output, and close.
+        """Wait until readers have taken all output, and close.
 
         Args:
             may_drop: whether the rest is dropped as soon as the readers take nothing for a second.

@@ -1,4 +1,4 @@
 """Tensors, the base of the operations that compute them, and the backward pass.
 
-Imports kernels and devices only; never knows a layer, an optimizer or another rank.
+Imports `numerics` and `devices` of `nn` only; never knows a layer, an optimizer or another rank.
 """

@@ -80,9 +80,9 @@ class BatchNorm2d(TensorLayer):
         return self.running_mean.array, self.running_var.array
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Local. Let an optimizer with `watch_statistics` update the running statistics at the end of a step."""
-        watch = getattr(optimizer, "watch_statistics", None)
-        self.running = None if watch is None else watch(self, self.arrays, 1 - self.momentum)
+        """Local. Let an optimizer with `add_statistics` update the running statistics at the end of a step."""
+        add = getattr(optimizer, "add_statistics", None)
+        self.running = None if add is None else add(self, self.arrays, 1 - self.momentum)
 
 
 class SyncBatchNorm2d(BatchNorm2d):

@@ -36,7 +36,7 @@ CAPTURES = 3  # most captures of one kind: each follows a move of parameters or 
 _log = logging.getLogger("distopt")
 
 
-class _Watched:
+class _Observed:
     """An optimizer whose methods report their calls to `seen`."""
 
     def __init__(self, optimizer: Any, seen: Callable[[Any, OptimizerCall], Any]) -> None:
@@ -75,12 +75,12 @@ class StepGraphs:
 
     Attributes:
         replays: number of steps that were replayed.
-        watch: during an observed step, wraps the optimizer in an object that reports its calls; else None.
+        observe: during an observed step, wraps the optimizer in an object that reports its calls; else None.
     """
 
     def __init__(self, device: Device) -> None:
         self.replays = 0
-        self.watch: Callable[[Any], Any] | None = None
+        self.observe: Callable[[Any], Any] | None = None
         self._device = device
         self._generation = self._current()
         self._kinds: dict[Any, _Kind] = {}
@@ -158,7 +158,7 @@ class StepGraphs:
             calls.append(call)
             return call.on(optimizer)
 
-        with self._watching(seen):
+        with self._observing(seen):
             results = train(*inputs, **options)
         kind.rehearsals += 1
         losses = sum(call.place is not None for call in calls)
@@ -181,7 +181,7 @@ class StepGraphs:
         step = CapturedStep(self._device, inputs, options, states().values())
         failure = _calls_text(0)
         try:
-            with self._watching(step.seen):
+            with self._observing(step.seen):
                 step.capture.begin("forward")
                 results = train(*step.inputs, **step.options)
         except Exception as error:
@@ -204,12 +204,12 @@ class StepGraphs:
         return results
 
     @contextlib.contextmanager
-    def _watching(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:
-        self.watch = lambda optimizer: _Watched(optimizer, seen)
+    def _observing(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:
+        self.observe = lambda optimizer: _Observed(optimizer, seen)
         try:
             yield
         finally:
-            self.watch = None
+            self.observe = None
 
     @staticmethod
     def _tell(reason: object) -> None:

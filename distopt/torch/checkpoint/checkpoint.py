@@ -41,9 +41,9 @@ class Checkpoint(checkpoint.Checkpoint):
     Gradients that no optimizer has used are saved, too, so `step` may be called after each batch of an update that
     accumulates over several. With another number of ranks, each rank resumes with the mean of theirs.
 
-    Parameters of DDP's models and of a `DistOpt` with shards, and the states of their optimizers, are the same on all
-    ranks, and each rank writes a share. Each rank writes all of its other states, such as buffers and the shards of
-    FSDP2. Jobs with shards of FSDP2 resume with the same number of ranks only.
+    Parameters of DDP's models and of a `DistOpt` with `shards=`, and the states of their optimizers, are the same on
+    all ranks, and each rank writes a share. Each rank writes all of its other states, such as buffers and the shards of
+    FSDP2. Jobs of FSDP2 resume with the same number of ranks only.
 
     Args:
         folder: of the checkpoints, on a file system that all ranks see; with None, nothing is saved.

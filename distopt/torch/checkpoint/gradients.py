@@ -49,7 +49,7 @@ class Gradients(StateDict):
         return {name: _to_save(grad) for name, grad in waiting.items()}
 
     def snapshot(self) -> State:
-        """Local. See `StateDict.look`."""
+        """Local. See `Adapter.snapshot`."""
         arrays: dict[str, Any] = {}
         return State(arrays, {"tree": encode(self.state_dict(), "", arrays)})
 

@@ -104,7 +104,7 @@ class ResumableSampler(ShardedSampler):
     def _ended(self) -> None:
         """Leave the place: a loader that fetches ahead comes to the end before the steps do."""
 
-    def _was_look(self, iteration: Any) -> bool:
+    def _was_peek(self, iteration: Any) -> bool:
         return not iteration.has_stepped
 
     def finish_step(self) -> None:

@@ -106,7 +106,7 @@ class StateDict(Adapter):
         return narrowed(numbers, dtype, state.arrays[key].dtype)
 
     def _wholes(self) -> Callable[[str], Any]:
-        """The argument `whole` of `decode`; without use here, since only models and optimizers have shards."""
+        """The argument `whole` of `decode`; without use here, since only models and optimizers have DTensors."""
         return str
 
 
@@ -125,7 +125,7 @@ class ModelState(StateDict):
         self._buckets: list[str] = []  # their order, when it no longer changes
 
     def snapshot(self) -> State:
-        """Local; collective if DDP is about to change its buckets. See `StateDict.look`; with the buckets' order."""
+        """Local; collective if DDP is about to change its buckets. See `Adapter.snapshot`; with the buckets' order."""
         state = super().snapshot()
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
@@ -191,7 +191,7 @@ class OptimizerState(StateDict):
         return [parameter for group in self._thing.param_groups for parameter in group["params"]]
 
     def snapshot(self) -> State:
-        """Local. See `StateDict.look`; with the share of a `ZeroRedundancyOptimizer`."""
+        """Local. See `Adapter.snapshot`; with the share of a `ZeroRedundancyOptimizer`."""
         if self._zero is not None:
             # Schedules change the learning rates of the outer optimizer, and its `step` copies them to the inner one.
             _copy_options(self._zero.param_groups, self._thing.param_groups)

@@ -82,7 +82,7 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
     Args:
         node: JSON.
         arrays: the tensors, by name.
-        whole: returns, by the name of a shard, a DTensor with the layout of the shard's own.
+        whole: returns, by the name of a DTensor's shard, a DTensor of that layout.
     """
     if isinstance(node, list):
         return [decode(each, arrays, whole) for each in node]

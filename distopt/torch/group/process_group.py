@@ -418,7 +418,7 @@ class DistoptProcessGroup(NamedGroup):
         if work is None:
             try:
                 if timeline.is_on:
-                    with timeline.span(action.__name__, waits=True):
+                    with timeline.wait(action.__name__):
                         action(collectives, *args, seconds)
                 else:
                     action(collectives, *args, seconds)

@@ -119,9 +119,9 @@ class PendingWork(WaitedWork):
         if began:
             name = f"bucket {self.index}" if self.index >= 0 else f"operation {self._number % _WIRES}"
             flight, now = self._queue.flight, time.perf_counter()
-            timeline.add("wait", began, now, bucket=name)
+            timeline.end_wait("wait", began, now, bucket=name)
             if self._began:
-                ended = now if flight is None else flight.ended(self._operation, now)
+                ended = now if flight is None else flight.end_time(self._operation, now)
                 timeline.add("wire", self._began, ended, name, bucket=name)
 
     def tell(self) -> None:

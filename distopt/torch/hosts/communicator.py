@@ -141,7 +141,7 @@ class HostsCommunicator(Communicator):
         number = self._under_way[0].carry_out(timeout)
         self._under_way.popleft()
         if self.flight is not None:
-            self.flight.end(number)
+            self.flight.note_end(number)
 
     # -- for the base class ------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:

@@ -49,7 +49,7 @@ class ModelShards(Shards):
             if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
                 raise self.refusal(f"SyncBatchNorm ({name})")
             if getattr(layer, "running_mean", None) is not None:
-                self._watch_layer(name, layer)
+                self._add_layer(name, layer)
 
     def parts(
         self,
@@ -107,7 +107,7 @@ class ModelShards(Shards):
         for handle in self._handles:
             handle.remove()
 
-    def _watch_layer(self, name: str, layer: Any) -> None:
+    def _add_layer(self, name: str, layer: Any) -> None:
         """Local. Note what each batch adds to the running statistics of a layer, and leave them alone until the end."""
         if layer.momentum is None:
             raise UsageError(f"{name} takes cumulative averages, momentum=None; with shards= give it a momentum")
@@ -121,7 +121,7 @@ class ModelShards(Shards):
         def passed(batches: int) -> None:
             layer.num_batches_tracked += batches
 
-        running = self.watch(layer, RunningStatistics(arrays, layer.momentum, passed))
+        running = self.add_statistics(layer, RunningStatistics(arrays, layer.momentum, passed))
 
         # By arrays, since autograd refuses a backward pass after a tensor operation has changed what it saved.
         def before(module: torch.nn.Module, *_: Any) -> None:

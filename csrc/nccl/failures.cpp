@@ -122,7 +122,7 @@ void NcclCommunicator::close() {
     // A thread that waits in NCCL for a lost peer is left behind, with all that it uses.
     changed_.wait_for(lock, orderly ? finalize_seconds : abort_seconds, [&] { return ended_; });
   }
-  watcher_.join();
+  detector_.join();
   // Both hold a function of Python. The calling thread, often the last that lets go of this, cannot free it: the
   // interpreter may have ended.
   warning_ = {};  // waits
@@ -131,7 +131,7 @@ void NcclCommunicator::close() {
 }
 
 bool NcclCommunicator::drained(double seconds) {
-  for (Stopwatch watch;;) {
+  for (Stopwatch stopwatch;;) {
     try {
       forget_finished();
     } catch (const std::exception&) {
@@ -141,23 +141,23 @@ bool NcclCommunicator::drained(double seconds) {
       const Lock lock(mutex_);
       if (failure_ || outstanding_.empty()) return !failure_;
     }
-    const double waited = watch.seconds();
+    const double waited = stopwatch.seconds();
     if (waited > seconds) return false;
     pause(waited);
   }
 }
 
-// -- the watching thread ----------------------------------------------------------------------------------------------
+// -- the detector thread ----------------------------------------------------------------------------------------------
 
-void NcclCommunicator::watch() {
+void NcclCommunicator::detect_failures() {
   enter_thread(context_);
   Lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return closed_ || (!outstanding_.empty() && !failure_); });
-    if (changed_.wait_for(lock, look_period, [&] { return closed_; })) return;
+    if (changed_.wait_for(lock, check_period, [&] { return closed_; })) return;
     lock.unlock();
     try {
-      look_after_oldest();
+      check_oldest();
     } catch (const std::exception& error) {
       fail_by(error);
     }
@@ -166,27 +166,27 @@ void NcclCommunicator::watch() {
 }
 
 // Checks without the driver come first: its queries may wait for a thread that launches on a full queue.
-void NcclCommunicator::look_after_oldest() {
-  Work watched = oldest();
-  if (!watched) return;
+void NcclCommunicator::check_oldest() {
+  Work work = oldest();
+  if (!work) return;
   Result result = Result::success;
   {
     // It reads atomic values only; without the lock, the communicator could end below it.
     const Lock lock(mutex_);
     if (comm_ != nullptr) static_cast<void>(api_.comm_get_async_error(comm_, &result));
   }
-  if (result != Result::success) return fail(nccl_error(watched->text, result));
-  const std::optional<int> gone = check_host(watched->sequence, watched->text);
+  if (result != Result::success) return fail(nccl_error(work->text, result));
+  const std::optional<int> gone = check_host(work->sequence, work->text);
   forget_finished();
-  watched = oldest();
-  if (!watched || !watched->ready.reached()) return;
-  if (!watched->waits) watched->waits.emplace(limits_, "result");
-  if (gone && !watched->gone_since) watched->gone_since.emplace();
-  if (gone && watched->gone_since->seconds() > (watched->launched ? grace_seconds : connect_grace_seconds))
-    fail(left(*gone, watched->text));
-  watched->waits->patience.look(
-      watched->waits->since.seconds(), [&] { return waiting_in(*watched); },
-      [&](const std::string& text) { warn(text); }, [this](const ErrorFields& failure) { fail(failure); });
+  work = oldest();
+  if (!work || !work->ready.reached()) return;
+  if (!work->waits) work->waits.emplace(limits_, "result");
+  if (gone && !work->gone_since) work->gone_since.emplace();
+  if (gone && work->gone_since->seconds() > (work->launched ? grace_seconds : connect_grace_seconds))
+    fail(left(*gone, work->text));
+  work->waits->patience.check(
+      work->waits->since.seconds(), [&] { return waiting_in(*work); }, [&](const std::string& text) { warn(text); },
+      [this](const ErrorFields& failure) { fail(failure); });
 }
 
 // In a thread of its own: it takes Python's lock, which a thread that waits for the device may hold.

@@ -11,18 +11,18 @@ import os
 import struct
 from collections.abc import Mapping
 
-VARIABLE = "DISTOPT_SLOTS"  # in the ranks: the descriptors of all slots of their agent
+VARIABLE = "DISTOPT_STATE_SLOTS"  # in the ranks: the descriptors of all slots of their agent
 # The newest step done; the length of the JSON that follows, in bytes; the step of the states plus 1, or 0 for none. It
 # comes last, since it validates the rest.
 HEADER = struct.Struct("<QQQ")
 
 
-def slots_in(env: Mapping[str, str]) -> list[int]:
-    """Local. The descriptors that the variable names; none if it is not set."""
+def state_slots_in(env: Mapping[str, str]) -> list[int]:
+    """The descriptors that the variable names; none if it is not set."""
     return [int(fd) for fd in env.get(VARIABLE, "").split()]
 
 
-class Slots:
+class StateSlots:
     """The slots of all ranks of an agent.
 
     Args:
@@ -39,18 +39,18 @@ class Slots:
 
     @property
     def variable(self) -> dict[str, str]:
-        """Local. The environment variable that names the slots to the ranks."""
+        """The environment variable that names the slots to the ranks."""
         return {VARIABLE: " ".join(map(str, self.fds))}
 
     @property
     def steps(self) -> list[int]:
-        """Local. The newest step that each rank has done, its states kept or not; 0: none."""
+        """The newest step that each rank has done, its states kept or not; 0: none."""
         headers = (os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0") for fd in self.fds)
         done = [step for step, _, _ in map(HEADER.unpack, headers)]
         return [max(done[at : at + self._n_slots]) for at in range(0, len(done), self._n_slots)]
 
     def close(self) -> None:
-        """Local. Give the memory back when the last rank has ended."""
+        """Give the memory back when the last rank has ended."""
         for fd in self.fds:
             os.close(fd)
         self.fds = []

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...recorder.flight import flight_record
-from ..gate import FOR_KEYS, FOR_WATCH, LONGEST_CALL_SECONDS, RefusedError, call
+from ..gate import FOR_KEYS, FOR_LIFELINE, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
 from ..sockets import say
 from ..stopwatch import Stopwatch
@@ -35,7 +35,7 @@ _HIGH = 512
 
 _servers: list[subprocess.Popen[bytes]] = []  # that may run
 
-# The server needs a few modules of this room, and neither the rest of the package nor its imports.
+# The server needs a few modules of `distopt.launch`, and neither the rest of distopt nor its imports.
 _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
@@ -52,9 +52,9 @@ def _leave_servers() -> None:
 
 
 def start_server(
-    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, watches: bool = True
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True, end_together: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Local. Start the server of a job of `size` ranks, as rank 0.
+    """Start the server of a job of `size` ranks, as rank 0.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -62,13 +62,13 @@ def start_server(
         size: number of ranks.
         timeout: seconds that the ranks have to join.
         speaks: whether it says on stderr why the job has failed.
-        watches: whether the ranks end together; else it serves their values only.
+        end_together: whether the ranks end together; else it serves their values only.
 
     Raises:
         OSError: no process can be started.
     """
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
-    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid(), int(watches))]
+    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid(), int(end_together))]
     server = subprocess.Popen(
         [*program, *numbers],
         stdin=subprocess.PIPE,
@@ -93,7 +93,7 @@ def reach(
     timeout: float,
     source: str,
 ) -> socket.socket:
-    """Local. A connection to the server of a job, which may listen at one of several addresses.
+    """A connection to the server of a job, which may listen at one of several addresses.
 
     Args:
         addresses: hosts and ports.
@@ -133,7 +133,7 @@ def reach(
         time.sleep(_RETRY_SECONDS)
 
 
-class Watch:
+class Lifeline:
     """A rank's connection to the server of its job.
 
     Args:
@@ -172,7 +172,7 @@ class Watch:
         self._left = False
         self._patience = 0.0  # seconds from the failure of another rank to the end of this process
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
-        self._link = self._connect(FOR_WATCH, timeout)
+        self._link = self._connect(FOR_LIFELINE, timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
@@ -181,11 +181,11 @@ class Watch:
         os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
 
     def fileno(self) -> int:
-        """Local. The connection's descriptor, which becomes readable when the job fails."""
+        """The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
     def client_link(self, timeout: float) -> socket.socket | None:
-        """Local. A connection of this rank for the server's values; None if it has had one before.
+        """A connection of this rank for the server's values; None if it has had one before.
 
         Raises:
             LaunchError: the server cannot be reached.
@@ -194,7 +194,7 @@ class Watch:
         return None if before else self._connect(FOR_KEYS, timeout)
 
     def end_with_others(self, abort: Callable[[int], object] = os._exit) -> None:
-        """Local. From now on, end this process as soon as another rank fails or ends before it has left.
+        """From now on, end this process as soon as another rank fails or ends before it has left.
 
         Args:
             abort: called with the exit code if a host cannot be reached, so that its launcher does not wait for it.
@@ -204,16 +204,16 @@ class Watch:
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
     def leave(self) -> None:
-        """Local. This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
+        """This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
         self._left = True
         say(self._link, "left")
 
     def end_others(self, code: int) -> None:
-        """Local. End the other ranks with this exit code, after this rank has reported its failure."""
+        """End the other ranks with this exit code, after this rank has reported its failure."""
         say(self._link, f"end {code}")
 
     def close(self) -> None:
-        """Local. Hang up."""
+        """Hang up."""
         self._link.close()
 
     # -- connection ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, TopK
-from tests.conformance.codec_steps import CODECS, on_backend, on_emulated_gpu, steps_of
+from tests.conformance.codec_steps import CODECS, on_emulated_gpu, on_transport, steps_of
 from tests.conformance.ranks import run_ranks_ok
 from tests.conformance.thread_ranks import SplittingCommunicator, on_ranks
 from tests.emulation import build
@@ -13,9 +13,9 @@ SIZES = [3, 5003, 70001]
 
 
 @pytest.mark.slow(kept=2)
-@pytest.mark.parametrize(("backend", "world_size"), [("shm", 3), ("single", 1), ("shm", 1), ("shm", 2), ("shm", 4)])
-def test_all_backends_agree_with_the_oracle(backend, world_size):
-    ranks = run_ranks_ok(on_backend, world_size, backend, SIZES)
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("single", 1), ("shm", 1), ("shm", 2), ("shm", 4)])
+def test_all_transports_agree_with_the_oracle(transport, world_size):
+    ranks = run_ranks_ok(on_transport, world_size, transport, SIZES)
     for position, size in enumerate(SIZES):
         expected = on_ranks(world_size, lambda comm, size=size: steps_of(comm, size))
         for rank, reference in zip(ranks, expected, strict=True):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from ...errors import LaunchError
 from ..addresses import own_addresses
-from ..end_together.watch import Watch, start_server
+from ..end_together.lifeline import Lifeline, start_server
 from ..sockets import listen
 from .base import Job
 from .topology import host_identity, network_of
 
-_JOIN_SECONDS = 5.0  # then a rank gives up joining the watch, which the job can do without
+_JOIN_SECONDS = 5.0  # then a rank gives up its lifeline, which the job can do without
 _MOST_ADDRESSES = 32  # the message has a limit under mpiexec
 _log = logging.getLogger("distopt")
 
@@ -35,46 +35,46 @@ class Offer:
 
     @classmethod
     def of(cls, content: bytes) -> Offer:
-        """Local. The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
-        secret, port, identity, hosts = json.loads(content)
+        """The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
+        key, port, identity, hosts = json.loads(content)
         if network_of(identity) == network_of(host_identity()):
             hosts = ["localhost"]
-        return cls(bytes.fromhex(secret), [(host, port) for host in hosts])
+        return cls(bytes.fromhex(key), [(host, port) for host in hosts])
 
 
-def start(size: int, timeout: float, *, watches: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
-    """Local. Start the server, on rank 0, and describe it in a message for the others.
+def start(size: int, timeout: float, *, end_together: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
+    """Start the server, on rank 0, and describe it in a message for the others.
 
     Args:
         size: number of ranks.
         timeout: seconds that they may be late.
-        watches: see `start_server`.
+        end_together: see `start_server`.
 
     Raises:
         OSError: a limit is reached.
     """
     with listen(0, 2 * size + 16) as listener:
         key = os.urandom(32)
-        server = start_server(listener, key, size, timeout, watches=watches)
+        server = start_server(listener, key, size, timeout, end_together=end_together)
         offer = [key.hex(), listener.getsockname()[1], host_identity(), own_addresses()[:_MOST_ADDRESSES]]
         return server, json.dumps(offer).encode()
 
 
-def watch_ranks(job: Job, timeout: float) -> Watch | None:
-    """Collective. A watch for each rank of a job of one host; None if TCP does not connect them all.
+def connect_lifelines(job: Job, timeout: float) -> Lifeline | None:
+    """Collective. A lifeline for each rank of a job of one host; None if TCP does not connect them all.
 
     Args:
         job: the job.
         timeout: seconds that ranks may be late.
     """
-    topology, offer, server, watch = job.topology, b"", None, None
+    topology, offer, server, lifeline = job.topology, b"", None, None
     if topology.rank == 0:
         with contextlib.suppress(OSError):  # a limit is reached
             server, offer = start(topology.world_size, timeout)
     offer = job.all_gather(offer)[0]
     with contextlib.suppress(LaunchError, ValueError):  # rank 0 cannot be reached; it has offered nothing
         found = Offer.of(offer)
-        watch = Watch(
+        lifeline = Lifeline(
             topology.rank,
             topology.world_size,
             found.key,
@@ -82,16 +82,16 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
-    unwatched = [str(rank) for rank, connected in enumerate(job.exchange(watch is not None)) if not connected]
-    if not unwatched and watch is not None:
-        return watch
-    if watch is not None:
-        watch.close()
+    unconnected = [str(rank) for rank, connected in enumerate(job.exchange(lifeline is not None)) if not connected]
+    if not unconnected and lifeline is not None:
+        return lifeline
+    if lifeline is not None:
+        lifeline.close()
     if server is not None:
         server.kill()
     if topology.rank == 0:
         _log.warning(
             "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
-            ", ".join(unwatched),
+            ", ".join(unconnected),
         )
     return None

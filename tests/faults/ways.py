@@ -84,7 +84,7 @@ def _by_hand(n: int, script: list[str], net: TwoHosts | None) -> Programs:
     return _numbered(n, script, net, numbers)
 
 
-class Backend(NamedTuple):
+class Way(NamedTuple):
     """One way to start ranks.
 
     Attributes:
@@ -116,26 +116,24 @@ class Backend(NamedTuple):
         return self.by_mpiexec or self.hosts == 2
 
 
-TRANSPORTS = {
-    "main": Backend("main", "shm", _plain, tells_codes=True),
-    "raw": Backend("raw", "shm", _plain, tells_codes=True),
-    "mpiexec shm": Backend("rank", "shm", _by_mpiexec),
-    "mpiexec mpi": Backend("rank", "mpi", _by_mpiexec),
-    "run": Backend("rank", "shm", _by_run, tells_codes=True),
-    "hosts hier": Backend("rank", "hierarchical", _by_mpiexec, 2, (4,)),
-    "hosts mpi": Backend("rank", "mpi", _by_mpiexec, 2, (2, 4)),
-    "hosts run": Backend("rank", "auto", _by_run, 2, (2, 4), tells_codes=True),
-    "hosts srun": Backend("rank", "auto", _by_srun, 2, (2, 4), apart=True),
-    "hosts by hand": Backend("rank", "auto", _by_hand, 2, (2, 4), apart=True),
+WAYS = {
+    "main": Way("main", "shm", _plain, tells_codes=True),
+    "raw": Way("raw", "shm", _plain, tells_codes=True),
+    "mpiexec shm": Way("rank", "shm", _by_mpiexec),
+    "mpiexec mpi": Way("rank", "mpi", _by_mpiexec),
+    "run": Way("rank", "shm", _by_run, tells_codes=True),
+    "hosts hier": Way("rank", "hierarchical", _by_mpiexec, 2, (4,)),
+    "hosts mpi": Way("rank", "mpi", _by_mpiexec, 2, (2, 4)),
+    "hosts run": Way("rank", "auto", _by_run, 2, (2, 4), tells_codes=True),
+    "hosts srun": Way("rank", "auto", _by_srun, 2, (2, 4), apart=True),
+    "hosts by hand": Way("rank", "auto", _by_hand, 2, (2, 4), apart=True),
 }
 
 
-def possible_backends(*, hosts: bool) -> dict[str, Backend]:
+def possible_ways(*, hosts: bool) -> dict[str, Way]:
     """Usable with this machine's MPI: Open MPI connects ranks on several hosts only by mpiexec."""
     return {
-        name: backend
-        for name, backend in TRANSPORTS.items()
-        if backend.hosts == 1 or (hosts and (backend.by_mpiexec or not is_open_mpi()))
+        name: way for name, way in WAYS.items() if way.hosts == 1 or (hosts and (way.by_mpiexec or not is_open_mpi()))
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .phases import watch
+from .phases import count_seconds
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -40,7 +40,7 @@ class Call:
     result: Any
 
 
-class Transport(ABC):
+class Library(ABC):
     """A library that has collectives.
 
     Attributes:
@@ -72,18 +72,18 @@ class Transport(ABC):
         return {}
 
 
-class Distopt(Transport):
+class Distopt(Library):
     """A communicator of distopt."""
 
     buffers: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(COLLECTIVES, ("wire", "ordinary"))
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
-        backend = setup["backend"]
+        transport = setup["transport"]
         self._communicator = communicator(rank, world_size, setup)
         self._wire: dict[tuple[str, str], Any] = {}
         self.rank = self._communicator.topology.rank
         self._world_size = world_size
-        self.about = f"distopt, {backend} communicator"
+        self.about = f"distopt, transport {transport}"
         if rank < 0:
             self.about += f" over {_mpi_library()}"
 
@@ -111,7 +111,7 @@ class Distopt(Transport):
         self._communicator.barrier()
 
 
-class Mpi(Transport):
+class Mpi(Library):
     """MPI's own collectives through mpi4py, blocking and (MPI calls them "immediate") nonblocking."""
 
     buffers: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -155,7 +155,7 @@ class Mpi(Transport):
         self._comm.Barrier()
 
 
-class Torch(Transport):
+class Torch(Library):
     """A backend of torch.distributed: Gloo or distopt.
 
     With "memory" "bucket" in the setup, arrays of reductions in place are where distopt's groups move DDP's buckets.
@@ -199,11 +199,11 @@ class Torch(Transport):
         if not self.about.startswith("distopt"):
             return {}
         if self._phases is None:
-            self._phases = watch()
+            self._phases = count_seconds()
         return self._phases()
 
 
-class Floor(Transport):
+class Floor(Library):
     """The minimum work of any in-place all-reduce: a lower bound on its time.
 
     All buffers are in shared memory; each rank sums its share of all of them and writes the sum to all of them. The
@@ -251,9 +251,9 @@ def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
     from distopt import comm, launch
 
     if rank < 0:
-        return comm.create(launch.MpiJob(), setup["backend"])
+        return comm.create(launch.MpiJob(), setup["transport"])
     job = launch.MultiprocessJob(launch.Ticket(bytes.fromhex(setup["secret"])), rank, world_size)
-    return comm.create(job, setup["backend"] if world_size > 1 else "single")
+    return comm.create(job, setup["transport"] if world_size > 1 else "single")
 
 
 def join_torch(setup: dict[str, Any], rank: int, world_size: int) -> int:
@@ -297,7 +297,7 @@ def _storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-TRANSPORTS: dict[str, Callable[[int, int, dict[str, Any]], Transport]] = {
+LIBRARIES: dict[str, Callable[[int, int, dict[str, Any]], Library]] = {
     "distopt": Distopt,
     "mpi": Mpi,
     "torch": Torch,
