@@ -82,9 +82,16 @@ class MpiCommunicator(NetCommunicator):
             )
         return cls(job)
 
-    def __init__(self, job: MpiJob, network: Network | None = None, **sizes: int | None) -> None:
-        """Collective. `network`: the job's (default: a new one); `sizes`: see `NetCommunicator`."""
-        super().__init__(job, network or MpiNetwork(job), **sizes)
+    def __init__(
+        self,
+        job: MpiJob,
+        network: Network | None = None,
+        *,
+        inline_bytes: int | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        """Collective. See `NetCommunicator`; the default network is a new one of the job."""
+        super().__init__(job, network or MpiNetwork(job), inline_bytes=inline_bytes, chunk_bytes=chunk_bytes)
 
 
 def _source_offset(mpi: Any) -> int:
