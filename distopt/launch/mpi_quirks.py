@@ -6,7 +6,7 @@ Quirks that have their code here say so at their function. These shape code else
 - Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.lifeline`, ranks end by
   `os._exit`, except after the loss of a host.
 - MPICH 5.0.2: its mpiexec takes a rank that ends with code 0 and without MPI_Finalize for a success, kills the others
-  and ends with 0: `end_together.exit_guard` changes such an end into a failure.
+  and ends with 0 or, by chance, with 9: `end_together.exit_guard` changes such an end into a failure.
 - MPICH 5.0.2 notifies the PMI server in MPI_Finalize, and crashes if that has ended: `rendezvous.pmi.Member.leave`.
 - MPICH 5.0.2 names its files in /dev/shm after PMI's name of the job: `end_together.server` gives each job its own.
 """
