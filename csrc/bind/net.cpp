@@ -148,7 +148,7 @@ void fail(NetCommunicator& communicator, const std::string& kind, std::string fa
   const auto* const named = std::find(std::begin(error_names), std::end(error_names), kind);
   communicator.fail(
       {static_cast<ErrorKind>(named - error_names), std::move(fact), std::move(cure), processes_of(ranks)});
-  communicator.progress();  // which throws it
+  communicator.require_usable();  // which throws it
 }
 
 // The wait as text, and the ranks that have not arrived.
@@ -165,7 +165,7 @@ void check_patience(NetCommunicator& communicator, Patience& patience, double wa
       },
       [&](const std::string& text) { warn(text); },
       [&](ErrorFields failure) { communicator.fail(std::move(failure)); });
-  communicator.progress();
+  communicator.assist();
 }
 
 }  // namespace
@@ -234,6 +234,8 @@ void bind_net(nb::module_& m) {
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
            nb::arg("collect"), "See Hierarchy in csrc/net/hierarchy.h.")
       .def("progress", &NetCommunicator::progress, nb::call_guard<WithoutGil>())
+      .def("assist", &NetCommunicator::assist, nb::call_guard<WithoutGil>(),
+           "Move collectives forward, unless another thread is in the communicator.")
       .def("wait_on", &NetCommunicator::wait_on, nb::call_guard<WithoutGil>(), nb::arg("operation"),
            nb::arg("quiet_seconds"),
            "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "

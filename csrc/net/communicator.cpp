@@ -130,6 +130,13 @@ void NetCommunicator::progress() {
   advance();
 }
 
+void NetCommunicator::assist() {
+  const auto turn = turn_.of_helper();
+  if (!turn) return;
+  require_usable();
+  advance();
+}
+
 bool NetCommunicator::test(const NetCollective& collective) {
   if (collective.finished()) return true;
   progress();

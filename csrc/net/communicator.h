@@ -45,6 +45,10 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   // Starts a collective. All of these throw CommunicatorError, the recorded one after the first failure.
   void start(std::shared_ptr<NetCollective> collective);
   void progress();
+  // The same for a thread that moves messages: nothing, if another thread is in the communicator.
+  void assist();
+  // Throws the recorded failure, or that the communicator is closed.
+  void require_usable() const;
   bool test(const NetCollective& collective);
   // Waits until the collective has ended, nothing has moved for `quiet_seconds`, or Python should look for signals;
   // returns whether it has ended. Gives way to other processes.
@@ -76,7 +80,6 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   static void move_all();
   void move_if_idle();
 
-  void require_usable() const;
   void advance();
   void move();
   void advance(NetCollective& collective);

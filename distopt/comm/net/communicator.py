@@ -26,9 +26,6 @@ _ALIGNMENT = 64
 # Most data that travel with the announcement, for two ranks, and for all ranks together if there are more. They go to
 # every rank: with more than two, they cross the network more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
-# UCX copies messages of up to 3 MiB once more where they arrive from TCP. Smaller limits also need more context
-# switches if ranks outnumber cores.
-CHUNK_BYTES = 4 << 20
 
 
 Work.register(_core.NetWork)  # written in C++ for speed
@@ -62,7 +59,7 @@ class NetCommunicator(NativeCommunicator):
             settings: time-outs (default: those of the environment).
             inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
-            chunk_bytes: the largest size of a message; larger data are sent in several (default: `CHUNK_BYTES`).
+            chunk_bytes: the largest size of a message; larger data are sent in several (default: the network's).
         """
         rank, size = job.topology.rank, job.topology.world_size
         if inline_bytes is None:
@@ -72,7 +69,7 @@ class NetCommunicator(NativeCommunicator):
         self._waits = Waits(job, network, settings or Settings.from_env())
         transport = network.open()
         self.core = _core.NetCommunicator(
-            transport, rank, self._waits.processes, inline_bytes, chunk_bytes or CHUNK_BYTES
+            transport, rank, self._waits.processes, inline_bytes, chunk_bytes or network.chunk_bytes
         )
         self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/net.cpp
         self._waits.core = self.core
@@ -82,6 +79,7 @@ class NetCommunicator(NativeCommunicator):
 
     def progress(self) -> None:
         """Local. See `Communicator.progress`; messages move, too."""
+        super().progress()
         self._messages.progress()
 
     def barrier(self) -> None:
@@ -116,7 +114,7 @@ class NetCommunicator(NativeCommunicator):
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         message = self._messages.make(sends, array, dtype, peer, tag)
         try:
-            self.core.progress()  # refuses a communicator that is closed or has failed
+            self.core.assist()  # refuses a communicator that is closed or has failed
             self._messages.start(message)
         except CommunicatorError:  # recorded: the next `done` or `wait` raises it
             if self.closed:

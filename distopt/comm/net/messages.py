@@ -6,6 +6,7 @@ arrives before its receive has begun is put aside, to delay no other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -84,7 +85,7 @@ class NetMessage(MessageWork):
 
 
 class NetMessages:
-    """The messages of one rank. To be used by one thread at a time, which may be the one that waits in a collective.
+    """The messages of one rank, for any thread.
 
     Args:
         transport: carries nothing else.
@@ -98,6 +99,7 @@ class NetMessages:
         self._aside: list[NetMessage] = []  # has arrived, or arrives, before its receive
         self._moving: list[NetMessage] = []  # keeps them and their arrays alive
         self._has_refused = False
+        self._lock = threading.RLock()
 
     def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> NetMessage:
         """Local. A message to `start`; see `Communicator.send`."""
@@ -106,13 +108,14 @@ class NetMessages:
 
     def start(self, message: NetMessage) -> None:
         """Local. Begin to send or to receive it."""
-        if message.sends:
-            peer, data = message.peer, _parts(message.data)
-            message.transfers = [self._channel.send(message.header, peer, _HEADER)]
-            message.transfers += [self._channel.send(part, peer, _DATA) for part in data]
-            self._moving.append(message)
-        else:
-            self._await(message)
+        with self._lock:
+            if message.sends:
+                peer, data = message.peer, _parts(message.data)
+                message.transfers = [self._channel.send(message.header, peer, _HEADER)]
+                message.transfers += [self._channel.send(part, peer, _DATA) for part in data]
+                self._moving.append(message)
+            else:
+                self._await(message)
         self.advance()
 
     def advance(self) -> None:
@@ -120,22 +123,25 @@ class NetMessages:
 
         After a message was refused, none moves: the next receive from its sender would get its data.
         """
-        if self._has_refused:
+        if self._has_refused or not self._lock.acquire(blocking=False):  # another thread does it
             return
-        self._channel.poll()
-        while (source := self._channel.probe(_HEADER)) >= 0:
-            header = np.empty(3, np.int64)
-            arrives = self._channel.receive(header, source, _HEADER)
-            while not arrives.done:
-                self._channel.poll()
-            self._take(source, header)
-        self._moving = [message for message in self._moving if not message.ended()]
-        for early in self._aside:
-            early.ended()
+        try:
+            self._channel.poll()
+            while (source := self._channel.probe(_HEADER)) >= 0:
+                header = np.empty(3, np.int64)
+                arrives = self._channel.receive(header, source, _HEADER)
+                while not arrives.done:
+                    self._channel.poll()
+                self._take(source, header)
+            self._moving = [message for message in self._moving if not message.ended()]
+            for early in self._aside:
+                early.ended()
+        finally:
+            self._lock.release()
 
     def progress(self) -> None:
         """Local. Move messages and collectives forward without waiting."""
-        self.waits.core.progress()
+        self.waits.core.assist()
         if self.under_way:
             self.advance()
 

@@ -41,7 +41,13 @@ class Peers(Protocol):
 
 
 class Network(Protocol):
-    """Transports between the ranks of one job."""
+    """Transports between the ranks of one job.
+
+    Attributes:
+        chunk_bytes: the size of messages that carries large arrays best.
+    """
+
+    chunk_bytes: int
 
     @property
     def has_ended(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -29,6 +30,7 @@ class Notes:
     def __init__(self, transport: _core.Transport, rank: int, size: int) -> None:
         self._channel = _core.NetChannel(transport)
         self._others = [other for other in range(size) if other != rank]
+        self._lock = threading.Lock()
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
 
@@ -41,17 +43,22 @@ class Notes:
     def read(self) -> bool:
         """Local. Read the notes that have arrived; return whether one says that a rank waits."""
         asked = False
-        self._channel.poll()
-        while (source := self._channel.probe(_TAG)) >= 0:
-            note = np.empty(1, np.int64)
-            transfer = self._channel.receive(note, source, _TAG)
-            while not transfer.done:
-                self._channel.poll()
-            if note[0] == _WAITING:
-                self.waiting[source] = time.monotonic()
-                asked = True
-            else:
-                self.closed[source] = int(note[0])
+        if not self._lock.acquire(blocking=False):  # another thread does it
+            return False
+        try:
+            self._channel.poll()
+            while (source := self._channel.probe(_TAG)) >= 0:
+                note = np.empty(1, np.int64)
+                transfer = self._channel.receive(note, source, _TAG)
+                while not transfer.done:
+                    self._channel.poll()
+                if note[0] == _WAITING:
+                    self.waiting[source] = time.monotonic()
+                    asked = True
+                else:
+                    self.closed[source] = int(note[0])
+        finally:
+            self._lock.release()
         return asked
 
     def read_last(self) -> None:

@@ -45,6 +45,7 @@ class UcxNetwork:
         endpoint: a host that all ranks reach, such as the one where they met; or empty.
     """
 
+    chunk_bytes = 1 << 20
     has_ended = False
 
     def __init__(self, job: Peers, endpoint: str = "") -> None:
