@@ -15,6 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.all_reduce import Row, size_range
 from benchmarks.networks.far import Link
 from benchmarks.networks.site import ListedSite, Site
+from benchmarks.options import byte_size
 from benchmarks.peers import lineup
 from benchmarks.peers.crew import Crew, rank_command
 from benchmarks.peers.lineup import Candidate
@@ -33,6 +34,19 @@ from tests.conformance.oracle import reduce_in_rank_order
 )
 def test_size_range(first, last, factor, item, sizes):
     assert size_range(first, last, factor, item) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"), [("64", 64), ("2k", 2048), ("1.5M", 3 << 19), ("64KiB", 1 << 16), ("1GiB", 1 << 30)]
+)
+def test_a_size_in_bytes(text, n_bytes):
+    assert byte_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.3", "64iB", "64KB", "1T", "-1"])
+def test_a_strange_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size in bytes"):
+        byte_size(text)
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
