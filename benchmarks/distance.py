@@ -50,6 +50,13 @@ CANDIDATES = {
 }
 GLOO, _, UCX = CANDIDATES
 ALLOWED = "the link allows"
+# Keeps a core busy as long as the process that started it lives.
+LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(10**6):
+        pass
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if everything could be measured, and was right."""
     facts, link = machine(), link_of(args)
-    conditions = f"{link}; {args.load} busy loops on each core" if args.load else str(link)
+    conditions = f"{link}; busy loops on each core: {args.load}" if args.load else str(link)
     if streams := os.environ.get("DISTOPT_STREAMS"):
         conditions += f"; DISTOPT_STREAMS={streams}"
     print(f"# {heading(facts)}\n# {conditions}; medians of {args.turns} turns, in ms", flush=True)
@@ -76,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
     turns: dict[str, dict[str, list[float]]] = {}
     notes: list[str] = []
     print(table(head, []), flush=True)
-    with busy(args.load):
-        for n_hosts in args.hosts:
-            with far_hosts(n_hosts, link) as hosts, Lineup() as lineup:
-                fill(lineup, NamespaceSite(hosts, 1))
-                for size in args.sizes:
-                    found = measure(lineup, size, args.turns, notes)
-                    turns[f"{n_hosts} hosts, {size} bytes"] = found
-                    rows.append([str(n_hosts), f"{size:,}", *cells(found, least_seconds(n_hosts, size, link))])
-                    print(f"| {' | '.join(rows[-1])} |", flush=True)
-                notes += [f"not measured between {n_hosts} hosts: {x}: {why}" for x, why in lineup.missing.items()]
+    for n_hosts in args.hosts:
+        with far_hosts(n_hosts, link) as hosts, Lineup() as lineup:
+            fill(lineup, NamespaceSite(hosts, 1))
+            lineup.enter_context(busy(args.load))
+            for size in args.sizes:
+                found = measure(lineup, size, args.turns, notes)
+                turns[f"{n_hosts} hosts, {size} bytes"] = found
+                rows.append([str(n_hosts), f"{size:,}", *cells(found, least_seconds(n_hosts, size, link))])
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
+            notes += [f"not measured between {n_hosts} hosts: {x}: {why}" for x, why in lineup.missing.items()]
     print("".join(f"# {note}\n" for note in notes), end="")
     if args.output and not notes:
         machine_line = f"{facts['cores']} cores of {facts['processor']}, Linux {facts['kernel']}."
@@ -157,15 +164,17 @@ def milliseconds(seconds: float) -> str:
 @contextmanager
 def busy(per_core: int) -> Iterator[None]:
     """Keep all cores busy with that many loops each."""
-    loops = []
+    # Each in a session of its own, as ranks are: some kernels share cores by session first.
+    loop = [sys.executable, "-c", LOOP, str(os.getpid())]
+    n_loops = per_core * len(os.sched_getaffinity(0))
+    loops: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(per_core * len(os.sched_getaffinity(0))):
-            loops.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))  # noqa: PERF401 - all are ended
+        loops += (subprocess.Popen(loop, start_new_session=True) for _ in range(n_loops))
         yield
     finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+        for process in loops:
+            process.kill()
+            process.wait()
 
 
 def numbers_of_hosts(text: str) -> list[int]:

@@ -59,7 +59,7 @@ class Link:
         return self.delay, self.rate, self.queue_bytes, self.loss, self.seed
 
     def __str__(self) -> str:
-        lost = f", {self.loss:.3g} of the packets lost" if self.loss else ""
+        lost = f", {self.loss * 100:.3g} % of packets lost" if self.loss else ""
         return f"{self.round_trip * 1e3:g} ms there and back, {self.rate * 8e-6:g} Mbit/s from each host{lost}"
 
 
