@@ -6,7 +6,7 @@ WORLD_SIZE ?= 2
 # The main job needs the package alone; the tests also need MPI and the test tools.
 TEST_EXTRAS ?= mpi,plot,test
 DISTOPT_SANITIZE ?=
-NATIVE := $(shell find csrc distopt/kernels/cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+NATIVE := $(shell find csrc distopt/kernels/cuda benchmarks/networks -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
 .PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean

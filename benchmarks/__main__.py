@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -46,4 +47,5 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is emulated goes, as at Ctrl-C
     sys.exit(main())

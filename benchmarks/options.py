@@ -6,14 +6,14 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGkmg])(?:iB)?)?")
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def byte_size(text: str) -> int:
-    """Bytes of "64", "1K", "1.5M" or "2G"; the suffixes are powers of 1,024, as in nccl-tests."""
+    """Bytes of "64", "1K", "1.5MiB" or "2G"; the suffixes are powers of 1,024, as in nccl-tests."""
     match = _SIZE.fullmatch(text)
-    size = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    size = float(match[1]) * _FACTORS[(match[2] or "").upper()] if match else 0.0
     if size < 1 or size != int(size):
         raise ArgumentTypeError(f"{text!r} is not a size in bytes; write it like 4096, 64K, 128M or 1G")
     return int(size)

@@ -1,1 +1,1 @@
-"""Where ranks run: on this machine, on two emulated hosts, or on those of a hosts file."""
+"""Where ranks run: on this machine, on emulated hosts, near or far apart, or on those of a hosts file."""

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with a host name of its own.
+"""Hosts on one machine: network namespaces with a host name each; here two that a cable joins. `far` has distant ones.
 
 For benchmarks and tests of programs that run on several hosts. Needs root and iproute2.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 
 from distopt.errors import DistoptError, MissingDependencyError, pip_install
 
@@ -119,39 +120,56 @@ def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
     Raises:
         HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH or Open MPI.
     """
-    if os.geteuid() != 0:
-        raise HostsUnavailableError("network namespaces are root's to make; run this as root")
-    for tool in ("ip", "unshare", "mpiexec"):
-        if shutil.which(tool) is None and not Path(sys.executable).with_name(tool).exists():
-            raise HostsUnavailableError(f"there is no command {tool!r}")
+    require_tools("ip", "unshare", "mpiexec")
     _, version = find_mpiexec()
     if not any(name in version for name in ("HYDRA", "Open MPI")):
         raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
+    with tempfile.TemporaryDirectory() as folder, namespaces(2, mark) as (first, second):
+        peer = ["peer", "name", LINK, "netns", second.namespace]
+        _ip("link", "add", LINK, "netns", first.namespace, "type", "veth", *peer)
+        bring_up((first, second))
+        _wait_for_link((first, second))
+        launcher = Path(folder) / "launcher"
+        launcher.write_text(_launcher_script((first, second)))
+        launcher.chmod(0o700)
+        yield TwoHosts((first, second), launcher, "Open MPI" in version)
+
+
+def require_tools(*tools: str) -> None:
+    """Local. Raise a HostsUnavailableError if this is not root, or one of these commands is missing."""
+    if os.geteuid() != 0:
+        raise HostsUnavailableError("network namespaces are root's to make; run this as root")
+    for tool in tools:
+        if shutil.which(tool) is None and not Path(sys.executable).with_name(tool).exists():
+            raise HostsUnavailableError(f"there is no command {tool!r}")
+
+
+@contextmanager
+def namespaces(count: int, mark: str = "") -> Iterator[tuple[Host, ...]]:
+    """Make `count` hosts, 26 at most, without an interface, and remove them at the end, with all interfaces.
+
+    Args:
+        count: number of hosts.
+        mark: see `two_hosts`.
+    """
     name = f"distopt-{os.getpid()}{mark}"
-    first, second = (Host(f"distopt-{x}", f"10.213.77.{i}", f"{name}-{x}") for i, x in enumerate("ab", 1))
-    hosts = first, second
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            _connect(*hosts)
-            launcher = Path(folder) / "launcher"
-            launcher.write_text(_launcher_script(hosts))
-            launcher.chmod(0o700)
-            yield TwoHosts(hosts, launcher, "Open MPI" in version)
-        finally:
-            for host in hosts:  # the cable goes with its ends
-                subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
+    letters = enumerate(ascii_lowercase[:count], 1)
+    hosts = tuple(Host(f"distopt-{x}", f"10.213.77.{i}", f"{name}-{x}") for i, x in letters)
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
 
 
-def _connect(first: Host, second: Host) -> None:
-    for host in (first, second):
-        _ip("netns", "add", host.namespace)
-    peer = ["peer", "name", LINK, "netns", second.namespace]
-    _ip("link", "add", LINK, "netns", first.namespace, "type", "veth", *peer)
-    for host in (first, second):
+def bring_up(hosts: Sequence[Host]) -> None:
+    """Give `LINK` of each host its address, and bring all interfaces up."""
+    for host in hosts:
         _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", LINK)
         for device in ("lo", LINK):
             _ip("-n", host.namespace, "link", "set", device, "up")
-    _wait_for_link((first, second))
 
 
 def _wait_for_link(hosts: Sequence[Host]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distopt.errors import UsageError
 
-from .emulation import LINK, RATES, TwoHosts, two_hosts
+from .emulation import LINK, RATES, Host, TwoHosts, two_hosts
 
 BETWEEN_HOSTS = ("mpi", "hierarchical")  # communicators that reach another host
 
@@ -98,8 +98,33 @@ class ListedSite(Site):
         return _meeting_at(self._first)
 
 
-class EmulatedSite(Site):
-    """The ranks run on two emulated hosts, an equal number on each.
+class NamespaceSite(Site):
+    """The ranks run on emulated hosts, an equal number on each.
+
+    Args:
+        hosts: the hosts.
+        ranks_per_host: number of ranks on each of them.
+    """
+
+    def __init__(self, hosts: Sequence[Host], ranks_per_host: int) -> None:
+        super().__init__(len(hosts) * ranks_per_host)
+        self.described = f", {ranks_per_host} on each of {len(hosts)} emulated hosts,"
+        self._hosts = hosts
+        self._ranks_per_host = ranks_per_host
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": LINK}
+
+    def meeting(self) -> dict[str, str]:
+        return _meeting_at(self._hosts[0].address)
+
+    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
+        return self._hosts[rank // self._ranks_per_host].inside(command)
+
+
+class EmulatedSite(NamespaceSite):
+    """The ranks run on two emulated hosts, to which mpiexec finds the way, too.
 
     Args:
         net: the hosts.
@@ -108,25 +133,13 @@ class EmulatedSite(Site):
     """
 
     def __init__(self, net: TwoHosts, ranks_per_host: int, *, bound: bool = False) -> None:
-        super().__init__(2 * ranks_per_host)
-        self.described = f", {ranks_per_host} on each of two emulated hosts,"
+        super().__init__(net.hosts, ranks_per_host)
         self._net = net
-        self._ranks_per_host = ranks_per_host
         self._bound = bound
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": LINK}
-
-    def meeting(self) -> dict[str, str]:
-        return _meeting_at(self._net.hosts[0].address)
 
     def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
         binding = ["--bind-to", "core:overload-allowed"] if open_mpi else ["-bind-to", "core"]
         return self._net.mpiexec(self._ranks_per_host, binding if self._bound else [], mpiexec, open_mpi=open_mpi)
-
-    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
-        return self._net.hosts[rank // self._ranks_per_host].inside(command)
 
 
 def _meeting_at(host: str) -> dict[str, str]:

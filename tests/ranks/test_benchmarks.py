@@ -30,6 +30,8 @@ SHORT = {
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
     "slow-link": "--rates 100mbit --ranks 1 --only diloco-sparse --seeds 1 --seconds 1 --data {digits} --output {page}",
+    "distance": "--hosts 2,3 --delay 2 --rate 1000 --sizes 1KiB --turns 1 --load 0 --loss 0 --output {page}",
+    "hosts": "--tokens 1",  # for the command of the page
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "killed": "--times 1",
@@ -47,6 +49,7 @@ SHORT = {
 # tests/unit/test_bench.py runs these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
 AS_ROOT = {"collectives", "network", "never-slower", "overlap", "slow-link", "startup"}
+FAR_APART = {"distance", "hosts"}
 ON_GPUS = {"gpu"}
 
 
@@ -85,9 +88,14 @@ def run_short(words: str, files: dict[str, Path]) -> Ended:
     name = words.split(maxsplit=1)[0]
     if name in AS_ROOT or "--emulate" in words:
         require_hosts()
+    if name in FAR_APART:
+        require_far_hosts()
+        pytest.importorskip("torch")
+    if name == "distance":
+        require_ucx()
     if name in {"convergence", "scale"}:
         pytest.importorskip("matplotlib")
-    words = words.replace("2xN", "2x1")
+    words = words.replace("2xN", "2x1").replace(".venv/bin/python", sys.executable)
     own = SHORT[f"{name} --front torch" if "--front torch" in words else name].format(**files)
     return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end()
 
@@ -101,6 +109,27 @@ def require_hosts() -> None:
             pass
     except HostsUnavailableError as error:
         pytest.skip(f"no second host: {error}")
+
+
+def require_far_hosts() -> None:
+    from benchmarks.networks.emulation import HostsUnavailableError
+    from benchmarks.networks.far import Link, far_hosts
+
+    try:
+        with far_hosts(2, Link(0.0, 1e6), "-probe"):
+            pass
+    except HostsUnavailableError as error:
+        pytest.skip(f"no hosts far apart: {error}")
+
+
+def require_ucx() -> None:
+    from distopt.comm.net.ucx import library
+    from distopt.errors import MissingDependencyError
+
+    try:
+        library()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
 
 
 def test_every_benchmark_is_here_and_in_its_readme():
@@ -122,13 +151,13 @@ def test_the_pages_name_commands_that_exist():
 @pytest.mark.parametrize(
     "words",
     [
-        *sorted({*BENCHMARKS} - {"network"} - ON_GPUS - IN_UNIT_TESTS),
+        *sorted({*BENCHMARKS} - {"network", "hosts"} - ON_GPUS - IN_UNIT_TESTS),
         *(pytest.param(words, marks=pytest.mark.sweep) for words in documented() if words not in BENCHMARKS),
     ],
 )
 def test_a_benchmark_runs(words, files):
-    if words.split()[0] in {"network", *ON_GPUS}:
-        pytest.skip("see the tests below")
+    if words.split()[0] in {"network", "hosts", *ON_GPUS}:
+        pytest.skip("see the tests below, and for hosts test_far_hosts.py")
     if "--pytorch" in words or words.split()[0] == "scale":
         pytest.importorskip("torch")
     ended = run_short(words, files)

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import all_reduce, kernels
+from benchmarks import all_reduce, distance, kernels
 from benchmarks.__main__ import main
 from benchmarks.all_reduce import Row, size_range
+from benchmarks.networks.far import Link
 from benchmarks.networks.site import ListedSite, Site
+from benchmarks.options import byte_size
 from benchmarks.peers import lineup
 from benchmarks.peers.crew import Crew, rank_command
 from benchmarks.peers.lineup import Candidate
@@ -34,6 +36,19 @@ def test_size_range(first, last, factor, item, sizes):
     assert size_range(first, last, factor, item) == sizes
 
 
+@pytest.mark.parametrize(
+    ("text", "n_bytes"), [("64", 64), ("2k", 2048), ("1.5M", 3 << 19), ("64KiB", 1 << 16), ("1GiB", 1 << 30)]
+)
+def test_a_size_in_bytes(text, n_bytes):
+    assert byte_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.3", "64iB", "64KB", "1T", "-1"])
+def test_a_strange_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size in bytes"):
+        byte_size(text)
+
+
 # -- the data ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int8", "bool"])
@@ -52,6 +67,45 @@ def test_wrong_elements_are_counted(dtype, world_size):
     if np.issubdtype(total.dtype, np.floating):
         total[5] = np.nan
         assert patterns[0].wrong(total) == 5
+
+
+# -- hosts far apart ---------------------------------------------------------------------------------------------------
+LINK = Link(round_trip=0.04, rate=1500 * 1e3)  # a million bytes of data and headers of each thousand packets
+
+
+@pytest.mark.parametrize(
+    ("n_hosts", "n_bytes", "seconds"),
+    [
+        (2, 1448, 0.021),  # a packet, and the delay
+        (2, 1_448_000, 1.02),  # two hosts send each other the array
+        (4, 1448, 0.023),  # three packets to three hosts at once
+        (4, 1_448_000, 1.52),  # three quarters of it twice, without a pause
+        (4, 28_960, 0.055),  # the delays of both phases, and the time to send three quarters
+        (3, 1_448_000, 2 * 2 / 3 + 0.02),
+    ],
+)
+def test_what_a_link_allows(n_hosts, n_bytes, seconds):
+    assert distance.least_seconds(n_hosts, n_bytes, LINK) == pytest.approx(seconds)
+
+
+def test_the_time_of_a_sum_begins_with_the_last_rank():
+    ranks = [
+        {"begins": [10.0, 20.0, 30.0], "seconds": [5.0, 5.0, 1.0]},
+        {"begins": [12.0, 19.0, 30.5], "seconds": [3.5, 7.0, 1.0]},
+    ]
+    assert distance.seconds_of(ranks) == 3.5  # of 3.5, 6 and 1
+
+
+def test_the_cells_of_a_candidate_that_failed_are_empty():
+    found = {"Gloo": [0.3, 0.1, 0.2], "distopt over Gloo": [0.15]}
+    assert distance.cells(found, 0.05) == ["200", "150", "", "50.0", "", ""]
+    assert distance.cells({**found, "distopt over UCX": [0.1]}, 0.05) == ["200", "150", "100", "50.0", "2.00", "2.00"]
+
+
+@pytest.mark.parametrize("text", ["1", "9", "2,", "2,x", "-2"])
+def test_a_strange_number_of_hosts_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="from 2 to 8"):
+        distance.numbers_of_hosts(text)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -28,17 +28,19 @@ def measure(library: Library, world_size: int, request: dict[str, Any]) -> dict[
     MPI Benchmarks (IMB-MPI1 Bcast): each receives from the root before it, and is root only then.
 
     Returns:
-        "seconds" per call, one entry for each timed batch; the number of "wrong" elements; and, if the request names an
-        "interface", the "interface_bytes" that it has sent for a call of the untimed batches: to read its counter takes
-        as long as a small sum, and not equally long on all ranks. If the request has "profile", a "spans" entry for each
-        timed batch: when it began, on the clock of the host, and seconds per call of processor time and of each phase.
+        "seconds" per call, one entry for each timed batch, and when it began ("begins", seconds on the clock of the
+        host); the number of "wrong" elements; and, if the request names an "interface", the "interface_bytes" that it
+        has sent for a call of the untimed batches: to read its counter takes as long as a small sum, and not equally
+        long on all ranks. If the request has "profile", a "spans" entry for each timed batch: when it began, and seconds
+        per call of processor time and of each phase.
     """
     calls, collective = request["calls"], request["collective"]
     call = library.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
-    wrong = sum(check(library, world_size, root, call, request) for root in range(world_size))
+    roots = range(world_size if collective == "broadcast" else 1)
+    wrong = sum(check(library, world_size, root, call, request) for root in roots)
     call.input.fill(0)
     interface, profile = request.get("interface"), request.get("profile")
-    seconds, sent, spans = [], [], []
+    begins, seconds, sent, spans = [], [], [], []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
         counts = interface is not None and batch < request["warm_up"]
@@ -49,6 +51,7 @@ def measure(library: Library, world_size: int, request: dict[str, Any]) -> dict[
         used, start = time.process_time(), time.perf_counter()
         for root in roots:
             call.run(root)
+        begins.append(start)
         seconds.append((time.perf_counter() - start) / calls)
         if profile:
             phases = {"cpu": time.process_time() - used, **library.phases()}
@@ -59,6 +62,7 @@ def measure(library: Library, world_size: int, request: dict[str, Any]) -> dict[
     timed = seconds[request["warm_up"] :]
     return {
         "seconds": timed,
+        "begins": begins[request["warm_up"] :],
         "wrong": wrong,
         "interface_bytes": median(sent or [0]),
         "spans": spans[request["warm_up"] :],
