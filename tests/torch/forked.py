@@ -25,7 +25,8 @@ from benchmarks.networks.emulation import LINK, Host, TwoHosts, two_hosts
 
 CONTEXT = multiprocessing.get_context("fork")
 _PORT = 29_500
-_PR_SET_PDEATHSIG, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x0400_0000, 0x4000_0000
+_PR_SET_PDEATHSIG, _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x2_0000, 0x0400_0000, 0x4000_0000
+_MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x4_0000, 2
 
 
 def counts_of(text: str) -> list[int]:
@@ -146,4 +147,12 @@ def enter(host: Host) -> None:
     with Path("/run/netns", host.namespace).open() as namespace:
         if libc.unshare(_CLONE_NEWUTS) or libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
+    # UCX looks for network interfaces in /sys.
+    if (
+        libc.unshare(_CLONE_NEWNS)
+        or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        or libc.umount2(b"/sys", _MNT_DETACH)
+        or libc.mount(host.name.encode(), b"/sys", b"sysfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), f"cannot mount the /sys of {host.namespace}")
     socket.sethostname(host.name)
