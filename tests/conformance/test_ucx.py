@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from distopt.comm.base import Communicator
-from distopt.comm.net.ucx import communicator_over_ucx
+from distopt.comm.net.ucx import communicator_over_ucx, library
 from distopt.errors import CommunicatorError, DistoptError, PeerLostError, StalledError, UsageError
 from distopt.settings import Settings
 
@@ -262,6 +262,7 @@ def join_with(job: LocalJob, variables: dict[str, str]) -> str:
     jobs = jobs_of(job)
     if job.topology.rank == 1:
         os.environ |= variables
+        library.cache_clear()
     with pytest.raises(DistoptError) as info:
         communicator_over_ucx(jobs)
     return str(info.value)

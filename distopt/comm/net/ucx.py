@@ -19,7 +19,7 @@ from secrets import randbits
 from typing import Any, ClassVar
 
 from ... import _core
-from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError, pip_install
+from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError
 from ...launch.addresses import own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
@@ -174,7 +174,7 @@ def library() -> str:
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
     if found := ctypes.util.find_library("ucp"):
         return found
-    raise MissingDependencyError(f"there is no UCX; {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to libucp.so.0")
+    raise MissingDependencyError("there is no UCX: pip install libucx-cu12, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0")
 
 
 def _interface(job: Peers, endpoint: str) -> str:
