@@ -72,7 +72,14 @@ class Settings:
 
 
 # The variables above, and others that are read where they are used; all begin with DISTOPT_.
-_NAMES = [each.name.upper() for each in fields(Settings)] + ["BACKEND", "DATA_DIR", "SUPERVISOR", "RUN_ID", "SANITIZE", "UCX_LIBRARY"]
+_NAMES = [each.name.upper() for each in fields(Settings)] + [
+    "BACKEND",
+    "DATA_DIR",
+    "SUPERVISOR",
+    "RUN_ID",
+    "SANITIZE",
+    "UCX_LIBRARY",
+]
 
 
 def _check_names(env: Mapping[str, str]) -> None:

@@ -52,7 +52,8 @@ void for_each_watched(int epoll, Act act) {
     text[kept + static_cast<std::size_t>(got)] = 0;
     char* line = text;
     for (char* end; (end = std::strchr(line, '\n')) != nullptr; line = end + 1)
-      if (std::strncmp(line, "tfd:", 4) == 0) for_each_watched(static_cast<int>(std::strtol(line + 4, nullptr, 10)), act);
+      if (std::strncmp(line, "tfd:", 4) == 0)
+        for_each_watched(static_cast<int>(std::strtol(line + 4, nullptr, 10)), act);
     kept = std::strlen(line);
     if (kept >= sizeof text - 1) kept = 0;
     std::memmove(text, line, kept);
@@ -85,7 +86,8 @@ class Sockets {
     static All& made = *new All;
     static const int registered = ::pthread_atfork([] { made.mutex.lock(); }, [] { made.mutex.unlock(); },
                                                    [] {
-                                                     for (const int event : made.events) for_each_watched(event, ::close);
+                                                     for (const int event : made.events)
+                                                       for_each_watched(event, ::close);
                                                      made.events.clear();
                                                      made.mutex.unlock();
                                                    });
@@ -169,9 +171,8 @@ class UcxTransport final : public Transport {
     ucx::RequestParams params;
     params.sent = [](void* request, ucx::Status status, void* argument) { end(request, status, argument); };
     if (peer.failure() == ucx::ok)
-      post(done, false, params, [&] {
-        return worker_->api_.tag_send(peer.endpoint(), data, bytes, wide(rank_, tag), &params);
-      });
+      post(done, false, params,
+           [&] { return worker_->api_.tag_send(peer.endpoint(), data, bytes, wide(rank_, tag), &params); });
     else
       done = true;
   }

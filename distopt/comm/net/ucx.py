@@ -174,7 +174,9 @@ def library() -> str:
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
     if found := ctypes.util.find_library("ucp"):
         return found
-    raise MissingDependencyError("there is no UCX: pip install libucx-cu12, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0")
+    raise MissingDependencyError(
+        "there is no UCX: pip install libucx-cu12, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
+    )
 
 
 def _interface(job: Peers, endpoint: str) -> str:

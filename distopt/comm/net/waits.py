@@ -164,7 +164,9 @@ class Waits:
         If it names a rank that has failed itself, and has noted why, that error is nearer to the cause, and so on.
         """
         passed = {self.me}
-        while (error.is_consequence or isinstance(error, StalledError)) and error.ranks and error.ranks[0] not in passed:
+        while (
+            (error.is_consequence or isinstance(error, StalledError)) and error.ranks and error.ranks[0] not in passed
+        ):
             passed.add(error.ranks[0])
             noted = self._notes.failed.get(self.processes.index(error.ranks[0]))
             if noted is None:
