@@ -361,11 +361,12 @@ void UcxWorker::move_unattended() {
   is_helper = true;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stops_) {
-    if (now_ns() - marked_ns_ > mark_ns) {
+    const bool is_idle = now_ns() - moved_ns_ > idle_ns;
+    if (is_idle || now_ns() - marked_ns_ > mark_ns) {
       marked_ns_ = now_ns();
       for_each_watched(event_, [](int socket) { ::fcntl(socket, F_SETFD, FD_CLOEXEC); });
     }
-    if (now_ns() - moved_ns_ > idle_ns) {
+    if (is_idle) {
       sleeps_ = true;
       wanted_.wait(lock, [this] { return stops_ || now_ns() - moved_ns_ <= idle_ns; });
       sleeps_ = false;
