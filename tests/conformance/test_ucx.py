@@ -281,3 +281,19 @@ def test_a_rank_that_cannot_use_ucx_is_named_on_all(variables: dict[str, str], t
     assert text in second
     assert "rank 1" in first
     assert text in first
+
+
+# -- what else is the process's own ----------------------------------------------------------------------------------
+def signals_caught() -> int:
+    """As bits, those that end a process or show its state."""
+    status = Path("/proc/self/status").read_text()
+    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    kinds = (signal.SIGHUP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+    return caught & sum(1 << (kind - 1) for kind in kinds)
+
+
+@with_ranks(2)
+def test_ucx_handles_no_signal(job: LocalJob) -> None:
+    before = signals_caught()
+    check_sum(connect(job))
+    assert signals_caught() == before

@@ -32,7 +32,12 @@ from .network import Peers
 
 _PACKAGES = ("libucx-cu12", "libucx-cu13")
 # Read by UCX when it is loaded: it must neither handle signals nor replace functions for memory.
-_PROCESS = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_MMAP_HOOK_MODE": "none", "UCX_LOG_LEVEL": "fatal"}
+_PROCESS = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_DEBUG_SIGNO": "0",
+}
 _TRANSPORTS_OF_A_NETWORK = 4  # at most
 _NUMBER_BITS, _CANDIDATES = 34, 4
 _live: set[int] = set()  # numbers of networks
