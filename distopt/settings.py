@@ -8,6 +8,7 @@
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
+| `DISTOPT_UCX_LIBRARY` | | path of the libucp.so.0 to load instead of the installed wheel's |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
 | `DISTOPT_HASH` | | hashes after every step, for `distopt diff`: `every`, beside checkpoints, or a folder |
@@ -71,7 +72,14 @@ class Settings:
 
 
 # The variables above, and others that are read where they are used; all begin with DISTOPT_.
-_NAMES = [each.name.upper() for each in fields(Settings)] + ["BACKEND", "DATA_DIR", "SUPERVISOR", "RUN_ID", "SANITIZE"]
+_NAMES = [each.name.upper() for each in fields(Settings)] + [
+    "BACKEND",
+    "DATA_DIR",
+    "SUPERVISOR",
+    "RUN_ID",
+    "SANITIZE",
+    "UCX_LIBRARY",
+]
 
 
 def _check_names(env: Mapping[str, str]) -> None:

@@ -88,6 +88,12 @@ struct Transfer {
 class NetChannel {
  public:
   explicit NetChannel(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  ~NetChannel() {
+    static auto& kept = *new std::vector<std::pair<std::vector<std::shared_ptr<Transfer>>, std::shared_ptr<Transport>>>;
+    if (!moving_.empty()) kept.emplace_back(std::move(moving_), std::move(transport_));
+  }
+  NetChannel(const NetChannel&) = delete;
+  NetChannel& operator=(const NetChannel&) = delete;
 
   std::shared_ptr<Transfer> send(nb::handle array, int to, int tag) {
     auto transfer = std::make_shared<Transfer>();
@@ -116,7 +122,7 @@ class NetChannel {
     return transfer;
   }
 
-  std::vector<std::shared_ptr<Transfer>> moving_;  // outlive the transport, which may write to them
+  std::vector<std::shared_ptr<Transfer>> moving_;  // kept for good if they do not end: the network may write to them
   std::shared_ptr<Transport> transport_;
 };
 

@@ -28,8 +28,8 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   static constexpr bool finds_nonfinite = false;
 
   // `inline_bytes` and `chunk_bytes`: see Context.
-  NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes, std::size_t inline_bytes,
-                  std::size_t chunk_bytes);
+  NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes,
+                  std::size_t inline_bytes, std::size_t chunk_bytes);
   ~NetCommunicator();
   NetCommunicator(const NetCommunicator&) = delete;
   NetCommunicator& operator=(const NetCommunicator&) = delete;

@@ -1,9 +1,15 @@
 #include "net/ucx.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 
 #include "base/errors.h"
@@ -20,6 +26,8 @@ constexpr std::uint64_t rank_mask = ((std::uint64_t{1} << rank_bits) - 1) << tag
 constexpr std::int64_t unattended_ns = 500'000;
 // Then, with nothing begun, it sleeps until something begins.
 constexpr std::int64_t idle_ns = 50'000'000;
+// Programs that a rank starts must not have its sockets, either; new ones are looked for after so long.
+constexpr std::int64_t mark_ns = 500'000'000;
 // For messages that are still on their way when a connection closes.
 constexpr double flush_seconds = 1.0;
 
@@ -30,37 +38,95 @@ std::int64_t now_ns() {
 
 thread_local bool is_helper = false;  // the thread of a worker
 
+// Calls `act` with each descriptor that an epoll descriptor watches, in depth, and at last with itself. Allocates
+// nothing, because it runs in forked children.
+template <typename Act>
+void for_each_watched(int epoll, Act act) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/self/fdinfo/%d", epoll);
+  const int info = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (info < 0) return;
+  char text[4096];
+  std::size_t kept = 0;  // of a line that goes on
+  for (ssize_t got; (got = ::read(info, text + kept, sizeof text - 1 - kept)) > 0;) {
+    text[kept + static_cast<std::size_t>(got)] = 0;
+    char* line = text;
+    for (char* end; (end = std::strchr(line, '\n')) != nullptr; line = end + 1)
+      if (std::strncmp(line, "tfd:", 4) == 0)
+        for_each_watched(static_cast<int>(std::strtol(line + 4, nullptr, 10)), act);
+    kept = std::strlen(line);
+    if (kept >= sizeof text - 1) kept = 0;
+    std::memmove(text, line, kept);
+  }
+  ::close(info);
+  act(epoll);
+}
+
+// A forked child has copies of a rank's sockets. While it lives, such as a worker of a DataLoader, the end of the rank
+// would close none of them, and no other rank would notice it. UCX does not say which they are; but it watches them.
+class Sockets {
+ public:
+  static void add(int event) {
+    const std::lock_guard<std::mutex> lock(all().mutex);
+    all().events.push_back(event);
+  }
+  static void remove(int event) {
+    const std::lock_guard<std::mutex> lock(all().mutex);
+    auto& events = all().events;
+    events.erase(std::remove(events.begin(), events.end(), event), events.end());
+  }
+
+ private:
+  struct All {
+    std::mutex mutex;
+    std::vector<int> events;
+  };
+
+  static All& all() {
+    static All& made = *new All;
+    static const int registered = ::pthread_atfork([] { made.mutex.lock(); }, [] { made.mutex.unlock(); },
+                                                   [] {
+                                                     for (const int event : made.events)
+                                                       for_each_watched(event, ::close);
+                                                     made.events.clear();
+                                                     made.mutex.unlock();
+                                                   });
+    (void)registered;
+    return made;
+  }
+};
+
 }  // namespace
 
 // The connection to one process, which all channels to it share.
 class UcxPeer {
  public:
-  UcxPeer(std::shared_ptr<UcxWorker> worker, const std::string& address) : worker_(std::move(worker)) {
+  UcxPeer(UcxWorker& worker, const std::string& address) : worker_(worker) {
     ucx::EndpointParams params;
     params.address = reinterpret_cast<const ucx::Address*>(address.data());
     params.on_error = [](void* peer, ucx::Endpoint*, ucx::Status status) {
       static_cast<UcxPeer*>(peer)->failure_ = status;
     };
     params.argument = this;
-    worker_->check(worker_->api_.ep_create(worker_->worker_, &params, &endpoint_), "connect");
+    worker_.check(worker_.api_.ep_create(worker_.worker_, &params, &endpoint_), "connect");
   }
   UcxPeer(const UcxPeer&) = delete;
   UcxPeer& operator=(const UcxPeer&) = delete;
   ~UcxPeer() {
-    if (worker_->fork_guard_.forked()) return;
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    if (worker_.fork_guard_.forked()) return;
+    const std::lock_guard<std::mutex> lock(worker_.mutex_);
     ucx::RequestParams params;
     if (failure_ != ucx::ok) {
       params.fields = ucx::RequestParams::with_flags;
       params.flags = ucx::close_by_force;
     }
-    worker_->finish({worker_->api_.ep_close(endpoint_, &params)});
+    worker_.finish({worker_.api_.ep_close(endpoint_, &params)});
   }
 
   // Begins to hand over what was sent.
   void* flush() const {
     const ucx::RequestParams params;
-    return failure_ == ucx::ok ? worker_->api_.ep_flush(endpoint_, &params) : nullptr;
+    return failure_ == ucx::ok ? worker_.api_.ep_flush(endpoint_, &params) : nullptr;
   }
 
   ucx::Endpoint* endpoint() const { return endpoint_; }
@@ -68,7 +134,7 @@ class UcxPeer {
   ucx::Status failure() const { return failure_; }
 
  private:
-  const std::shared_ptr<UcxWorker> worker_;
+  UcxWorker& worker_;
   ucx::Endpoint* endpoint_ = nullptr;
   ucx::Status failure_ = ucx::ok;
 };
@@ -100,20 +166,19 @@ class UcxTransport final : public Transport {
   }
 
   void send(const char* data, std::size_t bytes, int to, int tag, bool& done) override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     const UcxPeer& peer = *peers_[static_cast<std::size_t>(to)];
     ucx::RequestParams params;
     params.sent = [](void* request, ucx::Status status, void* argument) { end(request, status, argument); };
     if (peer.failure() == ucx::ok)
-      post(done, false, params, [&] {
-        return worker_->api_.tag_send(peer.endpoint(), data, bytes, wide(rank_, tag), &params);
-      });
+      post(done, false, params,
+           [&] { return worker_->api_.tag_send(peer.endpoint(), data, bytes, wide(rank_, tag), &params); });
     else
       done = true;
   }
 
   void receive(char* data, std::size_t bytes, int from, int tag, bool& done) override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     ucx::RequestParams params;
     params.received = [](void* request, ucx::Status status, const ucx::TagInfo*, void* argument) {
       end(request, status, argument);
@@ -124,7 +189,7 @@ class UcxTransport final : public Transport {
   }
 
   int probe(int tag) override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     worker_->progress();
     ucx::TagInfo info{};
     if (worker_->api_.tag_probe(worker_->worker_, wide(0, tag), ~rank_mask, 0, &info) == nullptr) return -1;
@@ -132,7 +197,7 @@ class UcxTransport final : public Transport {
   }
 
   bool poll() override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     if (!is_helper) worker_->attended_ns_.store(now_ns(), std::memory_order_relaxed);
     worker_->progress();
     bool any = false;
@@ -150,7 +215,7 @@ class UcxTransport final : public Transport {
   }
 
   void flush() override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     std::vector<void*> requests;
     for (const auto& peer : peers_)
       if (peer) requests.push_back(peer->flush());
@@ -158,7 +223,7 @@ class UcxTransport final : public Transport {
   }
 
   std::vector<int> lost() const override {
-    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    const auto lock = worker_->entered();
     std::vector<int> ranks;
     for (std::size_t i = 0; i < peers_.size(); ++i)
       if (peers_[i] && peers_[i]->failure() != ucx::ok) ranks.push_back(static_cast<int>(i));
@@ -225,6 +290,8 @@ UcxWorker::UcxWorker(const std::string& library, const std::vector<std::pair<std
   check(status, "begin");
   const ucx::WorkerParams worker_params;
   check(api_.worker_create(context_, &worker_params, &worker_), "make a worker");
+  check(api_.worker_get_efd(worker_, &event_), "wake a thread");
+  Sockets::add(event_);
   ucx::Address* address = nullptr;
   std::size_t bytes = 0;
   check(api_.worker_get_address(worker_, &address, &bytes), "give its address");
@@ -239,6 +306,8 @@ UcxWorker::~UcxWorker() {
     return;
   }
   stop();
+  peers_.clear();
+  Sockets::remove(event_);
   if (worker_ != nullptr) api_.worker_destroy(worker_);
   if (context_ != nullptr) api_.cleanup(context_);
 }
@@ -248,8 +317,7 @@ void UcxWorker::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<void*> requests;
-    for (const auto& [address, known] : peers_)
-      if (const auto peer = known.lock()) requests.push_back(peer->flush());
+    for (const auto& [address, peer] : peers_) requests.push_back(peer->flush());
     finish(requests);
     stops_ = true;
     wanted_.notify_all();
@@ -261,6 +329,13 @@ void UcxWorker::check(ucx::Status status, const char* action) const {
   if (status == ucx::ok) return;
   throw CommunicatorError(ErrorKind::transport,
                           std::string("UCX cannot ") + action + ": " + api_.status_string(status));
+}
+
+std::unique_lock<std::mutex> UcxWorker::entered() {
+  if (fork_guard_.forked())
+    throw CommunicatorError(ErrorKind::usage, "this process was forked from a rank, whose connections are not its own",
+                            "use the communicator in the parent only");
+  return std::unique_lock<std::mutex>(mutex_);
 }
 
 void UcxWorker::progress() {
@@ -284,11 +359,14 @@ void UcxWorker::begin_to_move() {
 
 void UcxWorker::move_unattended() {
   is_helper = true;
-  int event = -1;
   std::unique_lock<std::mutex> lock(mutex_);
-  if (api_.worker_get_efd(worker_, &event) != ucx::ok) return;
   while (!stops_) {
-    if (now_ns() - moved_ns_ > idle_ns) {
+    const bool is_idle = now_ns() - moved_ns_ > idle_ns;
+    if (is_idle || now_ns() - marked_ns_ > mark_ns) {
+      marked_ns_ = now_ns();
+      for_each_watched(event_, [](int socket) { ::fcntl(socket, F_SETFD, FD_CLOEXEC); });
+    }
+    if (is_idle) {
       sleeps_ = true;
       wanted_.wait(lock, [this] { return stops_ || now_ns() - moved_ns_ <= idle_ns; });
       sleeps_ = false;
@@ -301,7 +379,7 @@ void UcxWorker::move_unattended() {
       lock.lock();
       if (api_.worker_arm(worker_) == ucx::ok) {
         lock.unlock();
-        pollfd waited{event, POLLIN, 0};
+        pollfd waited{event_, POLLIN, 0};
         ::poll(&waited, 1, 1);
         lock.lock();
         continue;
@@ -312,13 +390,27 @@ void UcxWorker::move_unattended() {
 }
 
 std::shared_ptr<UcxPeer> UcxWorker::reach(const std::string& address) {
-  std::shared_ptr<UcxPeer> found, made;  // destroyed without the lock, which the destructor takes
-  const std::lock_guard<std::mutex> lock(mutex_);
-  found = peers_[address].lock();
-  if (found && found->failure() == ucx::ok) return found;
-  made = std::make_shared<UcxPeer>(shared_from_this(), address);
-  peers_[address] = made;
-  return made;
+  std::vector<std::shared_ptr<UcxPeer>> failed;  // destroyed without the lock, which the destructor takes
+  const auto lock = entered();
+  progress();  // notices processes that have ended
+  for (auto one = peers_.begin(); one != peers_.end();) {
+    if (one->second->failure() == ucx::ok) {
+      ++one;
+      continue;
+    }
+    failed.push_back(std::move(one->second));
+    one = peers_.erase(one);
+  }
+  std::shared_ptr<UcxPeer>& peer = peers_[address];
+  if (!peer) {
+    try {
+      peer = std::make_shared<UcxPeer>(*this, address);
+    } catch (...) {
+      peers_.erase(address);
+      throw;
+    }
+  }
+  return peer;
 }
 
 std::unique_ptr<Transport> UcxWorker::open(std::uint64_t number, int rank, const std::vector<std::string>& addresses) {

@@ -44,6 +44,8 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   friend class UcxPeer;
   friend class UcxTransport;
 
+  // The lock. Throws in a forked child, where another thread of the parent may hold it for ever.
+  std::unique_lock<std::mutex> entered();
   std::shared_ptr<UcxPeer> reach(const std::string& address);
   // With the lock held.
   void progress();
@@ -57,13 +59,17 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   ucx::Context* context_ = nullptr;
   ucx::Worker* worker_ = nullptr;
   std::string address_;
-  std::map<std::string, std::weak_ptr<UcxPeer>> peers_;
+  int event_ = -1;  // readable when bytes may move
+  // They stay until they fail: if one process closed a connection that the other one still uses, the next channel of
+  // both would begin with a broken one.
+  std::map<std::string, std::shared_ptr<UcxPeer>> peers_;
   std::mutex mutex_;  // of the worker, and of all that its callbacks write
   std::thread thread_;
-  std::condition_variable wanted_;           // by the thread, which sleeps while nothing moves
-  bool sleeps_ = false, stops_ = false;      // the thread
+  std::condition_variable wanted_;            // by the thread, which sleeps while nothing moves
+  bool sleeps_ = false, stops_ = false;       // the thread
   std::atomic<std::int64_t> attended_ns_{0};  // when a rank called UCX last
-  std::int64_t moved_ns_ = 0;                // when a request began last
+  std::int64_t moved_ns_ = 0;                 // when a request began last
+  std::int64_t marked_ns_ = 0;                // when the thread looked last for new sockets
   const ForkGuard fork_guard_;
 };
 

@@ -82,30 +82,30 @@ struct RequestParams {
 constexpr std::uint32_t close_by_force = 1 << 0;
 
 // X(field, symbol, result, parameters)
-#define DISTOPT_UCX(X)                                                                                                \
-  X(get_version, ucp_get_version, void, (unsigned*, unsigned*, unsigned*))                                            \
-  X(config_read, ucp_config_read, Status, (const char*, const char*, Config**))                                       \
-  X(config_modify, ucp_config_modify, Status, (Config*, const char*, const char*))                                    \
-  X(config_release, ucp_config_release, void, (Config*))                                                              \
-  X(init, ucp_init_version, Status, (unsigned, unsigned, const ContextParams*, const Config*, Context**))             \
-  X(cleanup, ucp_cleanup, void, (Context*))                                                                           \
-  X(worker_create, ucp_worker_create, Status, (Context*, const WorkerParams*, Worker**))                              \
-  X(worker_destroy, ucp_worker_destroy, void, (Worker*))                                                              \
-  X(worker_get_address, ucp_worker_get_address, Status, (Worker*, Address**, std::size_t*))                           \
-  X(worker_release_address, ucp_worker_release_address, void, (Worker*, Address*))                                    \
-  X(worker_progress, ucp_worker_progress, unsigned, (Worker*))                                                        \
-  X(worker_get_efd, ucp_worker_get_efd, Status, (Worker*, int*))                                                      \
-  X(worker_arm, ucp_worker_arm, Status, (Worker*))                                                                    \
-  X(ep_create, ucp_ep_create, Status, (Worker*, const EndpointParams*, Endpoint**))                                   \
-  X(ep_close, ucp_ep_close_nbx, void*, (Endpoint*, const RequestParams*))                                             \
-  X(ep_flush, ucp_ep_flush_nbx, void*, (Endpoint*, const RequestParams*))                                             \
-  X(tag_send, ucp_tag_send_nbx, void*, (Endpoint*, const void*, std::size_t, std::uint64_t, const RequestParams*))    \
-  X(tag_receive, ucp_tag_recv_nbx, void*,                                                                             \
-    (Worker*, void*, std::size_t, std::uint64_t, std::uint64_t, const RequestParams*))                                \
-  X(tag_probe, ucp_tag_probe_nb, Message*, (Worker*, std::uint64_t, std::uint64_t, int, TagInfo*))                    \
-  X(request_check, ucp_request_check_status, Status, (void*))                                                         \
-  X(request_cancel, ucp_request_cancel, void, (Worker*, void*))                                                       \
-  X(request_free, ucp_request_free, void, (void*))                                                                    \
+#define DISTOPT_UCX(X)                                                                                             \
+  X(get_version, ucp_get_version, void, (unsigned*, unsigned*, unsigned*))                                         \
+  X(config_read, ucp_config_read, Status, (const char*, const char*, Config**))                                    \
+  X(config_modify, ucp_config_modify, Status, (Config*, const char*, const char*))                                 \
+  X(config_release, ucp_config_release, void, (Config*))                                                           \
+  X(init, ucp_init_version, Status, (unsigned, unsigned, const ContextParams*, const Config*, Context**))          \
+  X(cleanup, ucp_cleanup, void, (Context*))                                                                        \
+  X(worker_create, ucp_worker_create, Status, (Context*, const WorkerParams*, Worker**))                           \
+  X(worker_destroy, ucp_worker_destroy, void, (Worker*))                                                           \
+  X(worker_get_address, ucp_worker_get_address, Status, (Worker*, Address**, std::size_t*))                        \
+  X(worker_release_address, ucp_worker_release_address, void, (Worker*, Address*))                                 \
+  X(worker_progress, ucp_worker_progress, unsigned, (Worker*))                                                     \
+  X(worker_get_efd, ucp_worker_get_efd, Status, (Worker*, int*))                                                   \
+  X(worker_arm, ucp_worker_arm, Status, (Worker*))                                                                 \
+  X(ep_create, ucp_ep_create, Status, (Worker*, const EndpointParams*, Endpoint**))                                \
+  X(ep_close, ucp_ep_close_nbx, void*, (Endpoint*, const RequestParams*))                                          \
+  X(ep_flush, ucp_ep_flush_nbx, void*, (Endpoint*, const RequestParams*))                                          \
+  X(tag_send, ucp_tag_send_nbx, void*, (Endpoint*, const void*, std::size_t, std::uint64_t, const RequestParams*)) \
+  X(tag_receive, ucp_tag_recv_nbx, void*,                                                                          \
+    (Worker*, void*, std::size_t, std::uint64_t, std::uint64_t, const RequestParams*))                             \
+  X(tag_probe, ucp_tag_probe_nb, Message*, (Worker*, std::uint64_t, std::uint64_t, int, TagInfo*))                 \
+  X(request_check, ucp_request_check_status, Status, (void*))                                                      \
+  X(request_cancel, ucp_request_cancel, void, (Worker*, void*))                                                    \
+  X(request_free, ucp_request_free, void, (void*))                                                                 \
   X(status_string, ucs_status_string, const char*, (Status))
 
 struct Api {

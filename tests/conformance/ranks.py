@@ -16,10 +16,12 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from distopt.comm.base import Communicator
-from distopt.comm.net.ucx import communicator_over_ucx
+from distopt.comm.net.ucx import communicator_over_ucx, library
 from distopt.comm.shm import ShmCommunicator
-from distopt.errors import CommunicatorError
+from distopt.errors import CommunicatorError, MissingDependencyError
 from distopt.launch.end_together.lifeline import reach
 from distopt.launch.gate import FOR_KEYS
 from distopt.launch.job.base import Job
@@ -111,6 +113,17 @@ class HostsOfOneMachine(HostsJob):
         link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, "rank 0")
         self._client = RemoteClient(link, rank, range(size), seconds, "the server of rank 0")
         self._introduce(rank, f"host{rank // per_host}", f"host{rank // per_host}")
+
+
+def has_ucx() -> bool:
+    """Whether the tests find UCX."""
+    try:
+        return bool(library())
+    except MissingDependencyError:
+        return False
+
+
+needs_ucx = pytest.mark.skipif(not has_ucx(), reason="UCX is absent: pip install libucx-cu12")
 
 
 class OverUcx:

@@ -7,7 +7,7 @@ import pytest
 from tests.parts import values_beside
 
 from .checks import CHECKS
-from .ranks import Outcome, run_ranks
+from .ranks import Outcome, needs_ucx, run_ranks
 from .run import run_checks
 
 SWEPT = [pytest.mark.slow, pytest.mark.sweep]
@@ -20,9 +20,9 @@ JOBS = [
     pytest.param("shm", 1, marks=pytest.mark.sweep),
     ("shm", 3),
     ("single", 1),
-    ("tests.conformance.ranks:OverUcx", 2),
-    ("tests.conformance.ranks:OverUcx", 3),
-    ("tests.conformance.ranks:OverUcxByHost", 4),
+    pytest.param("tests.conformance.ranks:OverUcx", 2, marks=needs_ucx),
+    pytest.param("tests.conformance.ranks:OverUcx", 3, marks=needs_ucx),
+    pytest.param("tests.conformance.ranks:OverUcxByHost", 4, marks=needs_ucx),
     (SMALL_CHUNKS, 3),
     pytest.param("tests.conformance.ranks:OverGloo", 2, marks=WITH_TORCH),
     *(pytest.param(SEVERAL_HOSTS, size, marks=[WITH_TORCH, *SWEPT]) for size in (3, 4)),

@@ -25,8 +25,8 @@ from benchmarks.networks.emulation import LINK, Host, TwoHosts, two_hosts
 
 CONTEXT = multiprocessing.get_context("fork")
 _PORT = 29_500
-_PR_SET_PDEATHSIG, _CLONE_NEWUTS, _CLONE_NEWNET, _CLONE_NEWNS = 1, 0x0400_0000, 0x4000_0000, 0x2_0000
-_MS_REC, _MS_PRIVATE = 0x4000, 0x4_0000
+_PR_SET_PDEATHSIG, _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x2_0000, 0x0400_0000, 0x4000_0000
+_MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x4_0000, 2
 
 
 def counts_of(text: str) -> list[int]:
@@ -145,11 +145,14 @@ def enter(host: Host) -> None:
     """Move this process to an emulated host. Its threads stay where they are."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", host.namespace).open() as namespace:
-        if (
-            libc.unshare(_CLONE_NEWUTS | _CLONE_NEWNS)
-            or libc.setns(namespace.fileno(), _CLONE_NEWNET)
-            or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-            or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)  # UCX looks for interfaces there
-        ):
+        if libc.unshare(_CLONE_NEWUTS) or libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
+    # UCX looks for network interfaces in /sys.
+    if (
+        libc.unshare(_CLONE_NEWNS)
+        or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        or libc.umount2(b"/sys", _MNT_DETACH)
+        or libc.mount(host.name.encode(), b"/sys", b"sysfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), f"cannot mount the /sys of {host.namespace}")
     socket.sethostname(host.name)

@@ -33,11 +33,15 @@ class Notes:
         self.clock, self.told = clock, 0
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
+        self.failed: dict[int, StalledError] = {}
         self._heard = False
 
     def read(self) -> bool:
         heard, self._heard = self._heard, False
         return heard
+
+    def send_failure(self, error: StalledError) -> None:
+        assert not self.failed
 
     def send(self) -> None:
         self.told += 1
@@ -74,10 +78,11 @@ def test_who_is_accused(monkeypatch, caplog):
     monkeypatch.setattr(_core, "pause", lambda quiet: clock.sleep(1e-3))
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
+    one._has_failed = False
     one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
     one.settings = SimpleNamespace(timeout=TIMEOUT, stall_warning=WARNING)
     one.core, one._told = Core(clock), float("-inf")
-    one._peers, one.help = SimpleNamespace(lost=lambda: None), lambda: None
+    one._peers, one.help = SimpleNamespace(lost=lambda failed: None), lambda: None
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
         one.wait_for(SimpleNamespace(sequence=5), None)
     (warning,) = caplog.messages

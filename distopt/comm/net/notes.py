@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
 import numpy as np
 
-from ... import _core
+from ... import _core, errors
+from ...errors import CommunicatorError, Process
 
 _FAREWELL_SECONDS = 1.0  # then a rank that exits stops waiting for the others to close their communicators
-_WAITING = -1  # in place of the number of collectives that a leaving rank has finished
+_WAITING, _FAILED = -1, -2  # in place of the number of collectives that a leaving rank has finished
+_MOST_BYTES = 4096
 _TAG = 0
 
 
@@ -25,6 +28,7 @@ class Notes:
     Attributes:
         waiting: when a rank was last heard to wait, on the clock of `time.monotonic`, by rank.
         closed: by rank, the number of collectives that it had finished when it closed.
+        failed: by rank, the error that it has raised.
     """
 
     def __init__(self, transport: _core.Transport, rank: int, size: int) -> None:
@@ -33,10 +37,19 @@ class Notes:
         self._lock = threading.Lock()
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
+        self.failed: dict[int, CommunicatorError] = {}
 
     def send(self, finished: int = _WAITING) -> None:
         """Local. Send all others a note: this rank waits, or it leaves after `finished` collectives."""
-        note = np.array([finished], np.int64)
+        self._send(np.array([finished], np.int64).tobytes())
+
+    def send_failure(self, error: CommunicatorError) -> None:
+        """Local. Send all others a note: this rank raises `error`, and uses the communicator no more."""
+        fields = [type(error).__name__, error.fact[: _MOST_BYTES // 4], error.cure, error.ranks]
+        self._send(np.array([_FAILED], np.int64).tobytes() + json.dumps(fields).encode())
+
+    def _send(self, content: bytes) -> None:
+        note = np.frombuffer(content[:_MOST_BYTES], np.uint8)
         for other in self._others:
             self._channel.send(note, other, _TAG)
 
@@ -48,18 +61,28 @@ class Notes:
         try:
             self._channel.poll()
             while (source := self._channel.probe(_TAG)) >= 0:
-                note = np.empty(1, np.int64)
+                note = np.zeros(_MOST_BYTES, np.uint8)
                 transfer = self._channel.receive(note, source, _TAG)
                 while not transfer.done:
                     self._channel.poll()
-                if note[0] == _WAITING:
+                said = int(note[:8].view(np.int64)[0])
+                if said == _WAITING:
                     self.waiting[source] = time.monotonic()
                     asked = True
+                elif said == _FAILED:
+                    self._take_failure(source, note[8:].tobytes().rstrip(b"\0"))
                 else:
-                    self.closed[source] = int(note[0])
+                    self.closed[source] = said
         finally:
             self._lock.release()
         return asked
+
+    def _take_failure(self, source: int, content: bytes) -> None:
+        try:
+            kind, fact, cure, ranks = json.loads(content)
+        except ValueError:  # it is longer than a note
+            return
+        self.failed[source] = getattr(errors, kind)(fact, cure=cure, ranks=[Process(*one) for one in ranks])
 
     def read_last(self) -> None:
         """Local. Read the notes of ranks that leave, for a moment: UCX warns of messages that were never received."""

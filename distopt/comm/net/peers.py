@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 
 from ... import _core
@@ -30,13 +30,13 @@ class LostPeers:
         ends = {rank: end_of(pid) for rank, pid in pids.items()}
         self._ranks = {end: rank for rank, end in ends.items() if end is not None}  # else only the launcher watches it
 
-    def lost(self) -> int | None:
-        """Local. A rank that was lost some time ago, if there is one."""
+    def lost(self, failed: Iterable[int]) -> int | None:
+        """Local. A rank that was lost some time ago, or that has `failed` as it says itself; None if there is none."""
         now, ready = time.monotonic(), wait(self._ranks, 0)
         for fd in [fd for fd in self._ranks if fd in ready]:
             self._ended[self._ranks.pop(fd)] = now
             os.close(fd)
-        for rank in self._transport.lost:
+        for rank in (*failed, *self._transport.lost):
             self._ended.setdefault(rank, now)
         return next((rank for rank, since in self._ended.items() if now - since > _PATIENCE_SECONDS), None)
 

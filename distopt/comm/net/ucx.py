@@ -9,16 +9,17 @@ from __future__ import annotations
 import atexit
 import ctypes.util
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from secrets import randbits
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ... import _core
-from ...errors import LaunchError, MissingDependencyError, UsageError, pip_install
+from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError
 from ...launch.addresses import own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
@@ -31,10 +32,16 @@ from .network import Peers
 
 _PACKAGES = ("libucx-cu12", "libucx-cu13")
 # Read by UCX when it is loaded: it must neither handle signals nor replace functions for memory.
-_PROCESS = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_MMAP_HOOK_MODE": "none", "UCX_LOG_LEVEL": "fatal"}
+_PROCESS = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_DEBUG_SIGNO": "0",
+}
 _TRANSPORTS_OF_A_NETWORK = 4  # at most
 _NUMBER_BITS, _CANDIDATES = 34, 4
 _live: set[int] = set()  # numbers of networks
+_users: set[int] = set()  # process ids of this process, and of its parents, that use UCX
 
 
 class UcxNetwork:
@@ -46,7 +53,6 @@ class UcxNetwork:
     """
 
     chunk_bytes = 1 << 20
-    has_ended = False
 
     def __init__(self, job: Peers, endpoint: str = "") -> None:
         """Collective.
@@ -56,24 +62,50 @@ class UcxNetwork:
             MissingDependencyError: there is no UCX.
         """
         self._job = job
-        interface = _interface(job, endpoint)
-        worker = _worker(os.getpid(), interface)
         candidates = [randbits(_NUMBER_BITS) for _ in range(_CANDIDATES)]
-        mine = [worker.version, worker.address.hex(), candidates, sorted(_live)]
-        versions, addresses, offers, live = zip(*job.exchange(mine), strict=True)
+        failure: DistoptError | None = None
+        mine: list[Any]
+        try:
+            self._worker = _worker(os.getpid(), _interface(job, endpoint))
+            mine = [self._worker.version, self._worker.address.hex(), candidates, sorted(_live)]
+        except DistoptError as error:
+            failure, mine = error, [str(error)]
+        notes = job.exchange(mine)  # also of a failure, so that no rank waits
+        if failure is not None:
+            raise failure
+        for rank, note in enumerate(notes):
+            if len(note) == 1:
+                raise LaunchError(f"rank {job.numbers[rank]} cannot use UCX: {note[0]}")
+        versions, addresses, offers, live = zip(*notes, strict=True)
         if len(set(versions)) > 1:
             raise LaunchError(f"the ranks use different versions of UCX: {', '.join(versions)}; install one")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
         _live.add(self._number)
-        self._worker, self._addresses = worker, [bytes.fromhex(address) for address in addresses]
+        self._addresses = [bytes.fromhex(address) for address in addresses]
         self._n_open = 0
+        self._pid = os.getpid()
+
+    @property
+    def has_ended(self) -> bool:
+        """Local. See `Network.has_ended`: in a forked child."""
+        return os.getpid() != self._pid
 
     def open(self) -> _core.Transport:
-        """Local here. See `Network.open`."""
+        """Local here. See `Network.open`.
+
+        Raises:
+            LaunchError: the interface of a rank does not lead to another rank.
+        """
         number = self._number * _TRANSPORTS_OF_A_NETWORK + self._n_open
         self._n_open += 1
-        return self._worker.open(number, self._job.topology.rank, self._addresses)
+        try:
+            return self._worker.open(number, self._job.topology.rank, self._addresses)
+        except TransportError as error:
+            raise LaunchError(
+                f"rank {self._job.topology.rank} does not reach the other ranks ({error}); name a network interface "
+                "that does in GLOO_SOCKET_IFNAME"
+            ) from error
 
     def close(self, read_last: Callable[[], object], *, idle: bool) -> None:
         """Local. See `Network.close`."""
@@ -115,8 +147,18 @@ def communicator_over_ucx(job: Peers, endpoint: str = "", settings: Settings | N
 
 
 @cache
-def _worker(pid: int, interface: str) -> _core.UcxWorker:  # noqa: ARG001
-    """UCX in this process. A forked child makes its own."""
+def _worker(pid: int, interface: str) -> _core.UcxWorker:
+    """UCX in this process.
+
+    Raises:
+        UsageError: a process from which this one was forked uses UCX, whose threads are absent here.
+    """
+    _users.add(pid)
+    if len(_users) > 1:
+        raise UsageError(
+            "this process was forked from one that uses UCX, and UCX does not work in forked children; start it with "
+            "multiprocessing.get_context('spawn'), or choose DISTOPT_TRANSPORT=auto"
+        )
     user = os.environ
     options = [("TLS", "tcp,self"), ("NET_DEVICES", interface)]
     with environment({name: value for name, value in _PROCESS.items() if name not in user}):
@@ -139,13 +181,21 @@ def library() -> str:
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
     if found := ctypes.util.find_library("ucp"):
         return found
-    raise MissingDependencyError(f"there is no UCX; {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to libucp.so.0")
+    raise MissingDependencyError(
+        "there is no UCX: pip install libucx-cu12, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
+    )
 
 
 def _interface(job: Peers, endpoint: str) -> str:
     """Collective. The name of the network interface by which other hosts reach this one."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
         job.exchange("")
+        names = [name for _, name in socket.if_nameindex()]
+        if named not in names:
+            raise LaunchError(
+                f"rank {job.numbers[job.topology.rank]} has no network interface {named!r}, which GLOO_SOCKET_IFNAME "
+                f"names; it has {', '.join(names)}"
+            )
         return named
     own = own_addresses()
     route = route_to(endpoint) if endpoint else ""

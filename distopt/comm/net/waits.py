@@ -6,10 +6,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from ... import _core
-from ...errors import Process
+from ...errors import CommunicatorClosedError, CommunicatorError, PeerLostError, Process, StalledError
 from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
 from .network import Network, Peers
@@ -50,6 +51,7 @@ class Waits:
         transport = network.open()
         self._peers = LostPeers({r: pids[r] for r in job.local_ranks if r != self._rank}, transport)
         self._notes = Notes(transport, self._rank, job.topology.world_size)
+        self._has_failed = False
         self._said = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
 
@@ -83,13 +85,9 @@ class Waits:
         def check() -> None:
             for rank, finished in self._notes.closed.items():
                 if operation.sequence >= finished:
-                    self.core.fail(
-                        "CommunicatorClosedError",
-                        f"{self.me.name} waits in {operation}, but {self.processes[rank].name} has closed the "
-                        "communicator",
-                        "every rank must call the same collectives before it ends",
-                        [self.processes[rank]],
-                    )
+                    closed, cure = self.processes[rank], "every rank must call the same collectives before it ends"
+                    fact = f"{self.me.name} waits in {operation}, but {closed.name} has closed the communicator"
+                    self._fail(CommunicatorClosedError(fact, cure=cure, ranks=[closed]))
 
         self._wait(move, check, lambda: self._waiting_in(operation), timeout, lambda _: self.core.quiet_seconds)
 
@@ -102,7 +100,7 @@ class Waits:
             if all(rank in self._notes.closed for rank in ranks) and not message.moved():
                 names = ", ".join(one.name for one in others)
                 fact = f"{names} closed the communicator while {message.waiting()}"
-                self.core.fail("CommunicatorClosedError", fact, "see its output", others)
+                self._fail(CommunicatorClosedError(fact, cure="see its output", ranks=others))
 
         self._wait(message.moved, check, lambda: (message.waiting(), others), timeout, lambda waited: waited)
 
@@ -124,6 +122,23 @@ class Waits:
             quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
+        try:
+            self._wait_patiently(move, check, describe, timeout, quiet)
+        except CommunicatorError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                with suppress(CommunicatorError):  # the network itself has failed
+                    self._notes.send_failure(error)
+            raise
+
+    def _wait_patiently(
+        self,
+        move: Callable[[], bool],
+        check: Callable[[], None],
+        describe: Callable[[], tuple[str, list[Process]]],
+        timeout: float,
+        quiet: Callable[[float], float],
+    ) -> None:
         clock = Stopwatch()
         answer = min(_ANSWER_SECONDS, timeout / 4)
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
@@ -137,11 +152,27 @@ class Waits:
                 asks.pop(0)
             self.answer(asks=asks_now)
             check()
-            lost = self._peers.lost()
+            lost = self._peers.lost(self._notes.failed)
             if lost is not None:
                 ended, text = self.processes[lost], describe()[0]
-                self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
+                self._fail(PeerLostError(f"{ended.name} ended while {text}", cure="see its output", ranks=[ended]))
             self.core.check_patience(patience, waited, describe, _log.warning)
+
+    def _fail(self, error: CommunicatorError) -> None:
+        """Raise an error, now and in all later calls.
+
+        If it names a rank that has failed itself, and has noted why, that error is nearer to the cause, and so on.
+        """
+        passed = {self.me}
+        while (
+            (error.is_consequence or isinstance(error, StalledError)) and error.ranks and error.ranks[0] not in passed
+        ):
+            passed.add(error.ranks[0])
+            noted = self._notes.failed.get(self.processes.index(error.ranks[0]))
+            if noted is None:
+                break
+            error = noted
+        self.core.fail(type(error).__name__, error.fact, error.cure, error.ranks)
 
     def close(self, *, says: bool) -> None:
         """Local. Notify the others, if it `says` so, that this rank leaves, and how many operations it has finished."""
