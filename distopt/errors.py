@@ -201,6 +201,7 @@ class GradientError(DistoptError, ArithmeticError):
 # Packages of the extras of pyproject.toml that messages name; they need no wheel or folder of distopt.
 _PACKAGES = {
     "mpi": "mpi4py mpich",
+    "hosts": "libucx-cu12",
     "torch": "torch",
     "cuda12": "--upgrade 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 nvidia-ml-py",
     "cuda13": "--upgrade 'cupy-cuda13x[ctk]' nvidia-nccl-cu13 nvidia-ml-py",

@@ -24,7 +24,9 @@ constexpr std::uint64_t rank_mask = ((std::uint64_t{1} << rank_bits) - 1) << tag
 
 // The thread begins to move bytes when no rank has for so long, and looks again after as long.
 constexpr std::int64_t unattended_ns = 500'000;
-// Then, with nothing begun, it sleeps until something begins.
+// It looks at least so often whether the worker stops.
+constexpr int longest_poll_ms = 10;
+// With nothing under way and nothing begun for so long, it sleeps until something begins.
 constexpr std::int64_t idle_ns = 50'000'000;
 // Programs that a rank starts must not have its sockets, either; new ones are looked for after so long.
 constexpr std::int64_t mark_ns = 500'000'000;
@@ -232,7 +234,7 @@ class UcxTransport final : public Transport {
 
  private:
   struct UnderWay {
-    const ucx::Api* api;
+    UcxWorker* worker;
     bool* done;  // nullptr: it has been set
     void* request = nullptr;
     bool receives = false, ended = false, is_lost = false;
@@ -244,14 +246,15 @@ class UcxTransport final : public Transport {
     one.ended = true;
     one.status = status;
     one.is_lost = ucx::is_connection_failure(status);
-    one.api->request_free(request);
+    --one.worker->n_under_way_;
+    one.worker->api_.request_free(request);
   }
 
   template <typename Start>
   void post(bool& done, bool receives, ucx::RequestParams& params, Start start) {
     done = false;
     auto one = std::make_unique<UnderWay>();
-    one->api = &worker_->api_;
+    one->worker = worker_.get();
     one->done = &done;
     one->receives = receives;
     params.fields = ucx::RequestParams::with_callback | ucx::RequestParams::with_argument;
@@ -353,6 +356,7 @@ void UcxWorker::finish(const std::vector<void*>& requests) {
 }
 
 void UcxWorker::begin_to_move() {
+  ++n_under_way_;
   moved_ns_ = now_ns();
   if (sleeps_) wanted_.notify_all();
 }
@@ -361,14 +365,14 @@ void UcxWorker::move_unattended() {
   is_helper = true;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stops_) {
-    const bool is_idle = now_ns() - moved_ns_ > idle_ns;
+    const bool is_idle = n_under_way_ == 0 && now_ns() - moved_ns_ > idle_ns;
     if (is_idle || now_ns() - marked_ns_ > mark_ns) {
       marked_ns_ = now_ns();
       for_each_watched(event_, [](int socket) { ::fcntl(socket, F_SETFD, FD_CLOEXEC); });
     }
     if (is_idle) {
       sleeps_ = true;
-      wanted_.wait(lock, [this] { return stops_ || now_ns() - moved_ns_ <= idle_ns; });
+      wanted_.wait(lock, [this] { return stops_ || n_under_way_ != 0; });
       sleeps_ = false;
       continue;
     }
@@ -380,7 +384,7 @@ void UcxWorker::move_unattended() {
       if (api_.worker_arm(worker_) == ucx::ok) {
         lock.unlock();
         pollfd waited{event_, POLLIN, 0};
-        ::poll(&waited, 1, 1);
+        ::poll(&waited, 1, longest_poll_ms);
         lock.lock();
         continue;
       }

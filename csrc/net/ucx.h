@@ -68,6 +68,7 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   std::condition_variable wanted_;            // by the thread, which sleeps while nothing moves
   bool sleeps_ = false, stops_ = false;       // the thread
   std::atomic<std::int64_t> attended_ns_{0};  // when a rank called UCX last
+  std::size_t n_under_way_ = 0;               // requests of all channels
   std::int64_t moved_ns_ = 0;                 // when a request began last
   std::int64_t marked_ns_ = 0;                // when the thread looked last for new sockets
   const ForkGuard fork_guard_;

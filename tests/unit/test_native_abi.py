@@ -1,4 +1,4 @@
-"""The functions of NVIDIA's libraries are called as their headers declare them, where headers are installed."""
+"""The functions of NVIDIA's libraries and of UCX are called as their headers declare them, where they are installed."""
 
 import subprocess
 from importlib.metadata import distributions
@@ -17,11 +17,11 @@ typedef struct CUevent_st* cudaEvent_t;
 
 
 def installed(header: str) -> list[Path]:
-    """The folders of a header in NVIDIA's packages, of every version of CUDA that is installed."""
+    """The folders of a header in the packages of NVIDIA and of UCX, of every version of CUDA that is installed."""
     found = (
         Path(str(file.locate())).parent
         for package in distributions()
-        if package.metadata["Name"].startswith("nvidia-")
+        if package.metadata["Name"].startswith(("nvidia-", "libucx-"))
         for file in package.files or ()
         if file.name == header
     )
@@ -34,14 +34,14 @@ def compiles(source: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("source", "header"), [("driver.cpp", "cuda.h"), ("nccl.cpp", "nccl.h")])
+@pytest.mark.parametrize(("source", "header"), [("driver.cpp", "cuda.h"), ("nccl.cpp", "nccl.h"), ("ucx.cpp", "ucp.h")])
 def test_declarations_are_those_of_the_header(tmp_path: Path, source: str, header: str) -> None:
     folders = installed(header)
     if not folders:
-        pytest.skip(f"no package of NVIDIA with {header} is installed")
+        pytest.skip(f"no package with {header} is installed")
     (tmp_path / "cuda_runtime.h").write_text(CUDA_RUNTIME)
     (tmp_path / "cuda_fp16.h").touch()
     (tmp_path / "cuda_bf16.h").touch()
     for folder in folders:
-        ended = compiles(source, tmp_path, folder)
+        ended = compiles(source, tmp_path, folder, *folder.parents[:2])  # UCX's headers include ucs/...
         assert ended.returncode == 0, f"{folder}:\n{ended.stderr}"

@@ -19,7 +19,7 @@ from secrets import randbits
 from typing import Any, ClassVar
 
 from ... import _core
-from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError
+from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError, pip_install
 from ...launch.addresses import own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
@@ -182,7 +182,7 @@ def library() -> str:
     if found := ctypes.util.find_library("ucp"):
         return found
     raise MissingDependencyError(
-        "there is no UCX: pip install libucx-cu12, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
+        f"there is no UCX: {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
     )
 
 
