@@ -93,7 +93,8 @@ class Job:
         return found
 
     def more_steps(self) -> None:
-        self.wait_for(r"^step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 1)
+        """Wait for two: a copy of the last step's states may still be under way, so that a fault loses it."""
+        self.wait_for(r"^step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 2)
 
     def pid_of(self, rank: int) -> int:
         """Of its newest process."""

@@ -164,13 +164,13 @@ def test_the_memory_of_a_rank_tells_its_operations():
     for number in range(1, 300):
         world.note("all_reduce", 0, 5, "", number)
         if number < 298:
-            world.end(number)
+            world.note_end(number)
     pair.note("broadcast", 0, 5, "", 1)
     assert ring.numbers() == {"world": 299, "pair": 1}
     assert ring.oldest(1 << 62) == NotedOperation("world", [0, 1, 2, 3], "all_reduce", 298)
     assert ring.oldest(0) is None
-    world.end(298)
-    world.end(299)
+    world.note_end(298)
+    world.note_end(299)
     assert ring.oldest(1 << 62) == NotedOperation("pair", [2, 3], "broadcast", 1)
     assert record.open_group("one", [2], 2) is None
 
