@@ -87,11 +87,11 @@ class OverGlooOfHosts(OverGloo):
 
     @classmethod
     def create(cls, job: Job) -> Communicator:
-        from distopt.torch import join
+        from distopt.torch import store_job
 
         host = f"host{job.topology.rank // 2}"
-        join.host_identity = lambda: host
-        join.socket = SimpleNamespace(gethostname=lambda: host)
+        store_job.host_identity = lambda: host
+        store_job.socket = SimpleNamespace(gethostname=lambda: host)
         return super().create(job)
 
 

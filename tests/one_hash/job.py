@@ -118,11 +118,11 @@ def main() -> None:
 
 def pretend(hosts: str) -> None:
     """Have PyTorch's ranks believe to be on several hosts."""
-    from distopt.torch import join
+    from distopt.torch import store_job
 
     host = f"host{HOSTS[hosts](int(os.environ['RANK']))}"
-    join.host_identity = lambda: host
-    join.socket = SimpleNamespace(gethostname=lambda: host)
+    store_job.host_identity = lambda: host
+    store_job.socket = SimpleNamespace(gethostname=lambda: host)
 
 
 if __name__ == "__main__":
