@@ -144,7 +144,7 @@ def _newest_usable(
         communicator: of the ranks.
         adapters: of the objects, by name.
         common: see `merged`.
-        beside: whether another job may write there, so that a missing file is no fault.
+        beside: whether another job may write there; then a missing file is not a fault.
 
     Returns:
         Where the job resumes, if one can be used, and why the last one tried cannot.

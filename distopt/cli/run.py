@@ -108,7 +108,7 @@ def _port(text: str) -> int:
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:
-    """What the parsed command line means.
+    """The options of `distopt run` for the parsed command line.
 
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.

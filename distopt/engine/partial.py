@@ -86,7 +86,14 @@ class PartialUpdates:
         communicator, costs = self._agreement.communicator, self._statistics.buckets
         self.states = [
             CodecState(
-                PARAMETERS, one.flat, communicator, one.parts, one.label, False, costs[one.label, PARAMETERS], None
+                PARAMETERS,
+                one.flat,
+                communicator,
+                one.parts,
+                one.label,
+                check_finite=False,
+                statistics=costs[one.label, PARAMETERS],
+                empty=None,
             )
             for one in layout.buckets
         ]
@@ -206,6 +213,7 @@ class PartialStep(GradientCounter):
         everyone = np.empty(2 * world_size, np.int64)
         self._calling = True
         label = self._agreement.label("non-finite")
+        # One collective for all partitions: its time counts as the first one's.
         self._partial.states[0].wait(self._communicator.all_gather(np.array(own, np.int64), everyone, label=label))
         self._calling = False
         for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):

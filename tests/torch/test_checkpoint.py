@@ -90,7 +90,8 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
     killed = run(ranks, folder, *options, "--end", "SIGKILL", str(numbers.randrange(8, 25)))
     assert killed.code == 137, killed
     left = run(ranks, folder, *options, "--end", "SIGTERM", str(numbers.randrange(26, 40)))
-    assert left.code == 143, left
+    gloo_has_aborted = "gloo" in options and "terminate called without an active exception" in left.stderr
+    assert left.code == (134 if gloo_has_aborted else 143), left  # a thread of PyTorch's Gloo at the end of a process
     assert "the job leaves after step" in left.stderr
     ended = run(ranks, folder, *options)
     assert ended.code == 0, ended

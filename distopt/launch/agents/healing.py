@@ -28,7 +28,7 @@ class Healing:
         self._reached = max(self._reached, self._nodes.newest_step)
 
     def healed(self, step: int, seconds: float) -> str:
-        """What a healing has cost, once `step`, the first one of the new ranks, has been done."""
+        """The cost of a healing, in words, once the new ranks have done `step`, their first one."""
         before = step - 1
         lost, self._reached = max(0, self._reached - before), 0
         return (

@@ -76,7 +76,7 @@ class _Meter:
         self._cpu = (0.0, 0.0)  # time of the last look, and the rank's seconds of computing until then
 
     def row(self, rank: Rank, host: str, beginning: str) -> Row:
-        """What the rank does now; `beginning` is its state until its first step."""
+        """The present activity of the rank; `beginning` is its state until its first step."""
         row = Row(rank.rank, host, "running", at=time.monotonic())
         idle = False
         if rank.exit_code is not None:

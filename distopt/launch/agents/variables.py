@@ -42,7 +42,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
 
 
 def secret_of_ranks(key: bytes, salt: str) -> bytes:
-    """The secret of the ranks of a job. Never sent; as secret as the nodes' key, and on one node nobody else's.
+    """The secret of the ranks of a job. It is never sent, and nobody can guess it without the nodes' key.
 
     Args:
         key: of the nodes.

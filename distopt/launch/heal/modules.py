@@ -1,8 +1,8 @@
 """The modules that a process can import in advance for ranks: those that are installed, and know nothing of a rank.
 
 The script's own modules are left to the ranks: their values may depend on the rank, on its process or on its folder.
-So is an installed module in whose source the name of a rank's variable stands, such as `"RANK"`: it may read it when
-it is imported. A module that imports one of these is left to the ranks with it.
+So is an installed module whose source contains the name of a rank's variable, such as `"RANK"`: it may read it when it
+is imported. A module that imports one of these is left to the ranks with it.
 """
 
 from __future__ import annotations
