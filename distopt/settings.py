@@ -43,6 +43,7 @@ class Settings:
     flight_folder: str | None = None
     hash: str | None = None
     timeline: str | None = None
+    ucx_library: str | None = None
     watch: bool = False
     job_secret: str = field(default="", repr=False)
 
@@ -66,6 +67,7 @@ class Settings:
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             hash=env.get("DISTOPT_HASH") or None,
             timeline=env.get("DISTOPT_TIMELINE") or None,
+            ucx_library=env.get("DISTOPT_UCX_LIBRARY") or None,
             watch=env.get("DISTOPT_WATCH", "") == "1",
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),
         )
@@ -78,7 +80,6 @@ _NAMES = [each.name.upper() for each in fields(Settings)] + [
     "SUPERVISOR",
     "RUN_ID",
     "SANITIZE",
-    "UCX_LIBRARY",
 ]
 
 

@@ -260,7 +260,7 @@ void bind_net(nb::module_& m) {
                    "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &NetCommunicator::scratch_count, "Number of unused buffers (tests).");
   bind_collectives<NetCommunicator, NetCollective>(
-      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); }, &wait);
 }
 
 }  // namespace distopt

@@ -174,7 +174,7 @@ def library() -> str:
     Raises:
         MissingDependencyError: there is none.
     """
-    if path := os.environ.get("DISTOPT_UCX_LIBRARY"):
+    if path := Settings.from_env().ucx_library:
         return path
     for name in _PACKAGES:
         with suppress(PackageNotFoundError, OSError):  # it is not installed, or not whole
