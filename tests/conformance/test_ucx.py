@@ -293,7 +293,7 @@ def join_with(job: LocalJob, variables: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "has no network interface 'nowhere0'"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "there is no network interface 'nowhere0'"),
         ({"DISTOPT_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "UCX cannot be loaded: /nowhere/libucp.so.0"),
     ],
 )

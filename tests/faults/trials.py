@@ -64,7 +64,7 @@ class Trial(NamedTuple):
         """Whether nothing but the time-out ends the job."""
         kind, way = KINDS[self.kind], WAYS[self.way]
         # MPI does not report such an end before the ranks have met, nor always a death between hosts.
-        missed = (kind.leaves and way.by_mpi) or (kind.silent and way.hosts == 2)
+        missed = (kind.leaves and way.by_mpiexec) or (kind.silent and way.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
 
 
