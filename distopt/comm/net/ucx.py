@@ -10,7 +10,7 @@ import atexit
 import ctypes.util
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -71,14 +71,17 @@ class UcxNetwork:
         except DistoptError as error:
             failure, mine = error, [str(error)]
         notes = job.exchange(mine)  # also of a failure, so that no rank waits
-        if failure is not None:
-            raise failure
-        for rank, note in enumerate(notes):
-            if len(note) == 1:
-                raise LaunchError(f"rank {job.numbers[rank]} cannot use UCX: {note[0]}")
+        if refused := {rank: note[0] for rank, note in enumerate(notes) if len(note) == 1}:
+            reasons = "; ".join(f"{ranks}: {reason}" for reason, ranks in _by_value(job, refused).items())
+            text = f"UCX cannot connect the hosts: {reasons}"
+            if isinstance(job, HostsJob):
+                text += "; or start the script with mpiexec, which connects them by MPI"
+            raise (LaunchError if failure is None else type(failure))(text) from failure
         versions, addresses, offers, live = zip(*notes, strict=True)
         if len(set(versions)) > 1:
-            raise LaunchError(f"the ranks use different versions of UCX: {', '.join(versions)}; install one")
+            ranks_of = _by_value(job, dict(enumerate(versions)))
+            found = ", ".join(f"{version} on {ranks}" for version, ranks in ranks_of.items())
+            raise LaunchError(f"the ranks use different versions of UCX: {found}; {pip_install('hosts')} on all hosts")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
         _live.add(self._number)
@@ -146,6 +149,18 @@ def communicator_over_ucx(job: Peers, endpoint: str = "", settings: Settings | N
     return kind(job, UcxNetwork(job, endpoint), settings)
 
 
+def _by_value(job: Peers, values: Mapping[int, str]) -> dict[str, str]:
+    """The values of ranks, each with the ranks that have it and their hosts, in words."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return {
+        value: f"rank{'s' if len(own) > 1 else ''} {', '.join(str(job.numbers[rank]) for rank in own)} "
+        f"({', '.join(dict.fromkeys(job.topology.hosts[rank] for rank in own))})"
+        for value, own in ranks.items()
+    }
+
+
 @cache
 def _worker(pid: int, interface: str) -> _core.UcxWorker:
     """UCX in this process.
@@ -157,7 +172,7 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
     if len(_users) > 1:
         raise UsageError(
             "this process was forked from one that uses UCX, and UCX does not work in forked children; start it with "
-            "multiprocessing.get_context('spawn'), or choose DISTOPT_TRANSPORT=auto"
+            "multiprocessing.get_context('spawn')"
         )
     user = os.environ
     options = [("TLS", "tcp,self"), ("NET_DEVICES", interface)]
@@ -182,7 +197,7 @@ def library() -> str:
     if found := ctypes.util.find_library("ucp"):
         return found
     raise MissingDependencyError(
-        f"there is no UCX: {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
+        f"there is no UCX: {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to the path of its libucp.so.0"
     )
 
 
@@ -193,8 +208,7 @@ def _interface(job: Peers, endpoint: str) -> str:
         names = [name for _, name in socket.if_nameindex()]
         if named not in names:
             raise LaunchError(
-                f"rank {job.numbers[job.topology.rank]} has no network interface {named!r}, which GLOO_SOCKET_IFNAME "
-                f"names; it has {', '.join(names)}"
+                f"there is no network interface {named!r}, which GLOO_SOCKET_IFNAME names; there are {', '.join(names)}"
             )
         return named
     own = own_addresses()
@@ -206,6 +220,6 @@ def _interface(job: Peers, endpoint: str) -> str:
         if known == address:
             return name
     raise LaunchError(
-        f"rank {job.topology.rank} has found no address by which other hosts reach it; name a network interface in "
-        "GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
+        "there is no address by which other hosts reach this one; name a network interface in GLOO_SOCKET_IFNAME, or "
+        "make MASTER_ADDR an address that all hosts reach"
     )

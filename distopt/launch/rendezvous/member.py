@@ -1,4 +1,4 @@
-"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.end_together.server`."""
+"""The ranks of several hosts, where no MPI launcher connects them, come to a server: see `end_together.server`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from functools import partial
 from ... import _core
 from ...errors import LaunchError
 from ..end_together.lifeline import Lifeline, start_server
-from ..gate import CONNECT_SECONDS, FOR_PMI
+from ..gate import CONNECT_SECONDS
 from ..launchers import LauncherInfo, launcher_of
-from ..processes import environment
 from ..sockets import in_slices, listen
 from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
@@ -26,7 +25,7 @@ _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
 
 class Member(Lifeline):
-    """A rank's connections to the key-value server of its job; rank 0 starts the server.
+    """A rank's connections to the server of its job; rank 0 starts the server.
 
     Collective.
 
@@ -34,7 +33,6 @@ class Member(Lifeline):
         info: the launcher's view of this process.
         met: how the ranks meet.
         timeout: seconds that the ranks have to join.
-        for_mpi: whether MPICH is to find the other ranks through the server.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
@@ -42,8 +40,7 @@ class Member(Lifeline):
 
     server: subprocess.Popen[bytes] | None = None  # its process, on rank 0
 
-    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float, *, for_mpi: bool = True) -> None:
-        self._for_mpi = for_mpi
+    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         self._has_agents = launcher_of(info).has_agents
         address = met.address
         if info.rank == 0:
@@ -56,31 +53,11 @@ class Member(Lifeline):
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            if for_mpi:
-                self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
             self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
         if self.server is not None:
             # The kernel ends a container, with the server, at the end of its process 1: this one, or its agent.
             _core.exit_after(self.server.pid, self.fileno())
-
-    def environment(self) -> contextlib.AbstractContextManager[None]:
-        """The variables that lead MPI_Init to the server; processes started later must not inherit them."""
-        self._mpi.settimeout(None)
-        variables = {
-            "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
-            "PMI_RANK": str(self._rank),
-            "PMI_SIZE": str(self._size),
-            "MPIR_CVAR_PMI_VERSION": "1",  # srun may offer another
-        }
-        return environment(variables)
-
-    def leave(self) -> None:
-        """This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
-        if self._for_mpi:
-            self._left = True
-        else:
-            super().leave()
 
     def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         for port in ports(met.key):
