@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.networks.emulation import LINK
+from tests.conformance.ranks import needs_ucx
 from tests.processes import ROOT, Ended, Program, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
@@ -18,18 +18,10 @@ LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
 HERE = os.uname().nodename
 
 
-@pytest.fixture(scope="module")
-def net(net):
-    if net.is_open_mpi:
-        pytest.skip("MPICH is absent: pip install mpi4py mpich")
-    return net
-
-
 def on_two_hosts(net, *words: str, ranks: tuple[int, int] = (2, 2), options: tuple[str, ...] = ()) -> list[Program]:
     """The same line on both hosts, in either order."""
-    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400", *options]
-    return [Program(host.inside([*RUN, str(n), *meet, *words]), wire) for host, n in zip(net.hosts, ranks, strict=True)]
+    return [Program(host.inside([*RUN, str(n), *meet, *words])) for host, n in zip(net.hosts, ranks, strict=True)]
 
 
 def ends(programs: list[Program]) -> list[Ended]:
@@ -48,16 +40,17 @@ def agent_of(program: Program) -> int:
     )
 
 
+@needs_ucx
 @pytest.mark.slow
-def test_ranks_of_two_hosts_meet_through_mpich(net):
+def test_ranks_of_two_hosts_meet_through_ucx(net):
     ended = ends(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
     assert [one.code for one in ended] == [0, 0], ended
     first, second = net.hosts
     assert sorted(ended[0].stdout.splitlines()) == [
-        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: MpiJob mpi mpi=True",
-        f"rank 0 of 3, 0 of 2 on {first.name}: MpiJob mpi mpi=True",
+        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: HostsJob ucx mpi=False",
+        f"rank 0 of 3, 0 of 2 on {first.name}: HostsJob ucx mpi=False",
     ]
-    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: MpiJob mpi mpi=True\n"
+    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: HostsJob ucx mpi=False\n"
 
 
 @pytest.mark.slow
