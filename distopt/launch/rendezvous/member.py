@@ -11,17 +11,18 @@ from functools import partial
 
 from ... import _core
 from ...errors import LaunchError
+from ...settings import Settings
 from ..end_together.lifeline import Lifeline, start_server
 from ..gate import CONNECT_SECONDS
 from ..launchers import LauncherInfo, launcher_of
-from ..sockets import in_slices, listen
+from ..sockets import in_slices, listen_at_one_of
 from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
 
 # Then a rank ends itself, if the agents of `distopt run` have not ended it after the failure of another.
 _AGENTS_SECONDS = 3.0
 # Linux gives ports from 32768 on to outgoing connections; services use lower ports than these.
-_FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
+_PORTS, _N_CANDIDATES = range(20_000, 32_000), 8
 
 
 class Member(Lifeline):
@@ -60,14 +61,12 @@ class Member(Lifeline):
             _core.exit_after(self.server.pid, self.fileno())
 
     def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
-        for port in ports(met.key):
-            with contextlib.suppress(OSError):  # taken
-                listener = listen(port, 2 * info.size + 16)
-                break
-        else:
-            tried = ", ".join(map(str, ports(met.key)))
+        listener = listen_at_one_of(ports(met.key), 2 * info.size + 16)
+        if listener is None:
+            tried, allowed = ", ".join(map(str, ports(met.key))), Settings.from_env().ports
             raise LaunchError(
                 f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
+                + (", or give a wider range in DISTOPT_PORTS" if allowed else "")
             )
         with listener:
             self.server = start_server(listener, met.key, info.size, timeout, speaks=not self._has_agents)
@@ -89,6 +88,9 @@ class Member(Lifeline):
 
 
 def ports(key: bytes) -> list[int]:
-    """The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
+    """The TCP ports that may serve the job with this key, in `DISTOPT_PORTS`; rank 0 takes the first that is free."""
+    allowed = Settings.from_env().ports or _PORTS
     numbers = struct.unpack(f"!{_N_CANDIDATES}I", hashlib.sha256(b"distopt ports " + key).digest()[: 4 * _N_CANDIDATES])
-    return [_FIRST_PORT + number % _N_PORTS for number in numbers]
+    if len(allowed) <= _N_CANDIDATES:
+        return [allowed[(numbers[0] + i) % len(allowed)] for i in range(len(allowed))]
+    return list(dict.fromkeys(allowed[number % len(allowed)] for number in numbers))
