@@ -248,3 +248,13 @@ def test_a_signal_ends_the_waiting(port, signum):
     program.process.send_signal(signum)
     ended = program.end()
     assert (ended.code, told(ended)[-1]) == (128 + signum, f"distopt run: {signum.name}: no rank has been started")
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_script_that_has_loaded_mpi_joins_over_ucx(net):
+    """MPICH's wheel brings a libucp of its own, beside which no other can be loaded."""
+    script = str(ROOT / "tests" / "ranks" / "mpi_imported_script.py")
+    ended = ends(on_two_hosts(net, script, "ok", ranks=(1, 1), env={"PYTHONPATH": str(ROOT)}))
+    assert [one.code for one in ended] == [0, 0], ended
+    assert all("HostsJob ucx mpi=True" in one.stdout for one in ended), ended

@@ -209,6 +209,10 @@ def library() -> str:
     """
     if path := os.environ.get("DISTOPT_UCX_LIBRARY"):
         return path
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        # Such as MPICH's, if the script has imported mpi4py.MPI: a second one would find symbols of the first.
+        if (path := line.partition("/")[2]).rpartition("/")[2].startswith("libucp.so."):
+            return f"/{path}"
     for name in _PACKAGES:
         with suppress(PackageNotFoundError, OSError):  # it is not installed, or not whole
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
