@@ -24,6 +24,7 @@ from ...launch.addresses import own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
 from ...launch.processes import environment
+from ...launch.sockets import is_free
 from ...settings import Settings
 from ..base import Communicator
 from .communicator import NetCommunicator
@@ -174,12 +175,29 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
             "this process was forked from one that uses UCX, and UCX does not work in forked children; start it with "
             "multiprocessing.get_context('spawn')"
         )
-    user = os.environ
-    options = [("TLS", "tcp,self"), ("NET_DEVICES", interface)]
-    with environment({name: value for name, value in _PROCESS.items() if name not in user}):
-        worker = _core.UcxWorker(library(), [one for one in options if f"UCX_{one[0]}" not in user])
+    with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}):
+        worker = _listening(library(), {"TLS": "tcp,self", "NET_DEVICES": interface}, Settings.from_env().ports)
     atexit.register(worker.stop)
     return worker
+
+
+def _listening(path: str, options: Mapping[str, str], ports: range | None) -> _core.UcxWorker:
+    """UCX, at one of the ports.
+
+    UCX gets one port at a time: in a range of which all are taken, it looks for a free one without end.
+    """
+    user = os.environ
+    given = [(name, value) for name, value in options.items() if f"UCX_{name}" not in user]
+    if ports is None or "UCX_TCP_PORT_RANGE" in user:
+        return _core.UcxWorker(path, given)
+    first = os.getpid() % len(ports)  # ranks of a host begin at different ones
+    for port in filter(is_free, (*ports[first:], *ports[:first])):
+        try:
+            return _core.UcxWorker(path, [*given, ("TCP_PORT_RANGE", f"{port}-{port}")])
+        except TransportError:  # noqa: PERF203
+            if is_free(port):  # that is not the reason
+                raise
+    raise LaunchError(f"all ports of DISTOPT_PORTS={ports[0]}-{ports[-1]} are taken; free one, or give a wider range")
 
 
 @cache
@@ -191,6 +209,10 @@ def library() -> str:
     """
     if path := os.environ.get("DISTOPT_UCX_LIBRARY"):
         return path
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        # Such as MPICH's, if the script has imported mpi4py.MPI: a second one would find symbols of the first.
+        if (path := line.partition("/")[2]).rpartition("/")[2].startswith("libucp.so."):
+            return f"/{path}"
     for name in _PACKAGES:
         with suppress(PackageNotFoundError, OSError):  # it is not installed, or not whole
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
