@@ -84,7 +84,7 @@ class TwoHosts:
         for host in self.hosts:
             _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
             _ip("-n", host.namespace, "link", "set", LINK, "up")
-        _wait_for_link(self.hosts)
+        wait_for_link(self.hosts)
 
     def mpiexec(
         self, ranks_per_host: int, command: Sequence[str], program: str = "", *, open_mpi: bool | None = None
@@ -128,7 +128,7 @@ def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
         peer = ["peer", "name", LINK, "netns", second.namespace]
         _ip("link", "add", LINK, "netns", first.namespace, "type", "veth", *peer)
         bring_up((first, second))
-        _wait_for_link((first, second))
+        wait_for_link((first, second))
         launcher = Path(folder) / "launcher"
         launcher.write_text(_launcher_script((first, second)))
         launcher.chmod(0o700)
@@ -172,7 +172,7 @@ def bring_up(hosts: Sequence[Host]) -> None:
             _ip("-n", host.namespace, "link", "set", device, "up")
 
 
-def _wait_for_link(hosts: Sequence[Host]) -> None:
+def wait_for_link(hosts: Sequence[Host]) -> None:
     """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
     for host in hosts:
         deadline = time.monotonic() + 60.0

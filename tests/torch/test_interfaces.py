@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
-from benchmarks.networks.emulation import LINK, Host, HostsUnavailableError, bring_up, namespaces, require_tools
+from benchmarks.networks.emulation import LINK, Host, HostsUnavailableError, bring_up, namespaces, require_tools, wait_for_link
 
 from .forked import CONTEXT, Place
 
@@ -73,6 +73,7 @@ def cabled(before: Callable[[Sequence[Host]], None] | None = None) -> Iterator[t
         peer = ["peer", "name", LINK, "netns", hosts[1].namespace]
         subprocess.run(["ip", "link", "add", LINK, "netns", hosts[0].namespace, "type", "veth", *peer], check=True)
         bring_up(hosts)
+        wait_for_link(hosts)
         yield hosts
 
 
