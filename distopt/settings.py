@@ -8,6 +8,7 @@
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
+| `DISTOPT_PORTS` | | `FIRST-LAST`: the only TCP ports at which jobs of several hosts listen; for firewalls |
 | `DISTOPT_UCX_LIBRARY` | | path of the libucp.so.0 to load instead of the installed wheel's |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
@@ -39,6 +40,7 @@ class Settings:
     sum_order: str = "auto"
     device: str = "auto"
     nccl_library: str | None = None
+    ports: range | None = None
     flight_records: int = 256
     flight_folder: str | None = None
     hash: str | None = None
@@ -63,6 +65,7 @@ class Settings:
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
+            ports=_ports(env, "DISTOPT_PORTS"),
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             hash=env.get("DISTOPT_HASH") or None,
@@ -102,6 +105,15 @@ def _count(env: Mapping[str, str], name: str, default: str) -> int:
     if not text.isdecimal() or len(text) > 6:
         raise UsageError(f"{name}={text!r} is not a number from 0 to 999999")
     return int(text)
+
+
+def _ports(env: Mapping[str, str], name: str) -> range | None:
+    if not (text := env.get(name, "")):
+        return None
+    numbers = [int(part) for part in text.split("-") if part.isascii() and part.isdigit() and len(part) <= 5]
+    if len(numbers) != 2 or text.count("-") != 1 or not 0 < numbers[0] <= numbers[1] < 1 << 16:
+        raise UsageError(f"{name}={text!r} is not a range of TCP ports, such as 24000-24099")
+    return range(numbers[0], numbers[1] + 1)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

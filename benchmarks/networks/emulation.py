@@ -84,7 +84,7 @@ class TwoHosts:
         for host in self.hosts:
             _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
             _ip("-n", host.namespace, "link", "set", LINK, "up")
-        _wait_for_link(self.hosts)
+        wait_for_link(self.hosts)
 
     def mpiexec(
         self, ranks_per_host: int, command: Sequence[str], program: str = "", *, open_mpi: bool | None = None
@@ -150,7 +150,7 @@ def near_hosts(count: int, mark: str = "") -> Iterator[tuple[Host, ...]]:
                 _join(host, switch.namespace, f"port{i}")
                 _ip(*inside, "set", f"port{i}", "up", "master", "switch")
         bring_up(hosts)
-        _wait_for_link(hosts)
+        wait_for_link(hosts)
         yield hosts
 
 
@@ -196,7 +196,7 @@ def bring_up(hosts: Sequence[Host]) -> None:
             _ip("-n", host.namespace, "link", "set", device, "up")
 
 
-def _wait_for_link(hosts: Sequence[Host]) -> None:
+def wait_for_link(hosts: Sequence[Host]) -> None:
     """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
     for host in hosts:
         deadline = time.monotonic() + 60.0

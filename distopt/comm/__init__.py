@@ -14,6 +14,7 @@ from importlib import import_module
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
 from ..launch.job.base import Job
+from ..launch.job.mpi import MpiJob
 from ..launch.job.topology import Topology
 from ..recorder.flight import flight_record
 from ..recorder.timeline import timeline
@@ -44,7 +45,8 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         job: this rank's membership.
         transport: a key of `TRANSPORTS`, or "auto" (default: `$DISTOPT_TRANSPORT`): nothing to do for one rank, NCCL
             where `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it
-            cannot), else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
+            cannot), else shared memory for ranks of one host, else MPI where mpiexec or srun's plugin has connected the
+            ranks, else UCX; between hosts with equally many ranks, both use shared memory inside a host.
 
     Raises:
         UsageError: no transport has that name.
@@ -57,7 +59,7 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         _log.warning("%s is DISTOPT_TRANSPORT now; this version is the last to read the old name", OLD_TRANSPORT)
     wish = choice = transport or settings.transport
     if wish == "auto":
-        choice = _choose(job.topology, settings.device)
+        choice = _choose(job, settings.device)
     if choice not in TRANSPORTS:
         raise UsageError(f"unknown transport {choice!r}; choose auto or one of {', '.join(TRANSPORTS)}")
     if job.topology.world_size > 1:
@@ -66,7 +68,7 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         if wish == "nccl" or settings.device == "cuda":
             raise LaunchError(reason)
         _warn(job.topology, reason)
-        choice = _choose(job.topology, "cpu")
+        choice = _choose(job, "cpu")
     module, _, cls = TRANSPORTS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
     begin_recording(communicator, job, "world", range(job.topology.world_size))
@@ -93,13 +95,16 @@ def begin_recording(
         timeline.open(ranks[own], job.topology.hosts, communicator.all_gather_bytes, begin)
 
 
-def _choose(topology: Topology, device: str) -> str:
+def _choose(job: Job, device: str) -> str:
+    topology = job.topology
     if topology.world_size == 1:
         return "single"
     if device == "cuda" or (device == "auto" and _gpus_are_usable(topology)):
         return "nccl"
     if topology.single_host:
         return "shm"
+    if not isinstance(job, MpiJob):
+        return "ucx"
     sizes = sorted(set(Counter(topology.hosts).values()))
     if len(sizes) == 1:
         return "hierarchical" if sizes[0] > 1 else "mpi"

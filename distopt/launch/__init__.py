@@ -8,8 +8,8 @@ Every start ends in `join`, which makes a `Job`:
   several nodes `agents.owner`, which is part of one of the agents, decides for all.
 - torchrun, srun, horovodrun, submitit and `distopt run` number the ranks by variables (`launchers`), from which the
   ranks derive a key (`rendezvous.meeting`). On one host, that is enough (`job.launched`). On several, it leads them to
-  a server that rank 0 starts, and that connects MPICH (`rendezvous.pmi`, `job.mpi`).
-- mpiexec connects the ranks by itself (`rendezvous.mpi`, `job.mpi`).
+  a server that rank 0 starts (`rendezvous.member`, `job.hosts`).
+- mpiexec, and srun with a plugin for MPI, connect the ranks by themselves (`rendezvous.mpi`, `job.mpi`).
 
 The ranks of one host meet in a `HostGroup`, through which they share memory (`rendezvous.host_group`). What ranks give
 each other at set-up goes through one key-value client (`rendezvous.key_value`, `keys`). All connections begin with one
@@ -29,7 +29,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ..errors import LaunchError, UsageError
-from ..settings import Settings
 from .end_together import siblings
 from .end_together.report import supervisor
 from .job.base import Job
@@ -41,10 +40,12 @@ from .job.origin import origin
 from .launchers import LauncherInfo, launcher
 from .launchers.srun import warn_of_unstarted_tasks
 from .rendezvous.meeting import meeting
+from .rendezvous.mpi import is_mpi_job
 from .supervise.output import open_standard_streams
 from .supervise.spawn import main, spawn
 
 __all__ = [
+    "HostsJob",
     "Job",
     "LaunchedJob",
     "LauncherInfo",
@@ -71,8 +72,9 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     """Collective. Join the job that this process belongs to, as one of its ranks.
 
     With a ticket, this is the job of the parent that made the ticket. Without one, it is the job of the `main` or
-    `spawn` that started this process; else that of the launcher: without MPI if torchrun, srun or `distopt run` started
-    all ranks on this host, else an MPI job; else a job of one rank.
+    `spawn` that started this process; else that of the launcher: an MPI job if mpiexec started the ranks, or, on
+    several hosts, srun with the plugin for the MPI library; a job without MPI under torchrun, any other srun, and
+    `distopt run`; else a job of one rank.
 
     Args:
         ticket: made by the parent; needs `local_rank` and `world_size`.
@@ -109,7 +111,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     met = meeting(info) if info is not None else None
     if info is not None and met is not None and met.one_host:
         return LaunchedJob(info, met)
-    if info is not None and met is not None and Settings.from_env().transport == "ucx":
+    if info is not None and met is not None and not is_mpi_job(info):
         return HostsJob(info, met)
     if info is None:
         warn_of_unstarted_tasks()

@@ -26,8 +26,8 @@ _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 # The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
-# exchange values, to end together with other ranks, and to serve MPICH.
-FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE, FOR_PMI = b"a", b"h", b"k", b"w", b"m"
+# exchange values, and to end together with other ranks.
+FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE = b"a", b"h", b"k", b"w"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.

@@ -7,8 +7,6 @@ Quirks that have their code here say so at their function. These shape code else
   `os._exit`, except after the loss of a host.
 - MPICH 5.0.2: its mpiexec takes a rank that ends with code 0 and without MPI_Finalize for a success, kills the others
   and ends with 0 or, by chance, with 9: `end_together.exit_guard` changes such an end into a failure.
-- MPICH 5.0.2 notifies the PMI server in MPI_Finalize, and crashes if that has ended: `rendezvous.pmi.Member.leave`.
-- MPICH 5.0.2 names its files in /dev/shm after PMI's name of the job: `end_together.server` gives each job its own.
 """
 
 from __future__ import annotations
@@ -56,11 +54,6 @@ def library_of(mpi: Any) -> str:
 def is_open_mpi(library: str) -> bool:
     """Whether a library describes its version as Open MPI's."""
     return "Open MPI" in library
-
-
-def is_mpich(library: str) -> bool:
-    """Whether a library describes its version as MPICH's; not that of Cray, which ignores `PMI_FD`."""
-    return "MPICH Version" in library and "CRAY" not in library
 
 
 # -- MPI_Init ----------------------------------------------------------------------------------------------------------

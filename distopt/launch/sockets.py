@@ -10,7 +10,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -57,6 +57,25 @@ def listen(port: int, backlog: int) -> socket.socket:
     """A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
     family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def listen_at_one_of(ports: Iterable[int], backlog: int) -> socket.socket | None:
+    """As `listen`, at the first of these ports that is free; None if all are taken."""
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return listen(port, backlog)
+    return None
+
+
+def is_free(port: int) -> bool:
+    """Whether no socket of this host has the TCP port."""
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as probe, contextlib.suppress(OSError):
+        if dual:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(("", port))
+        return True
+    return False
 
 
 def listener_of(name: str) -> int | None:

@@ -13,7 +13,7 @@ import pytest
 
 from distopt.comm.base import Communicator
 from distopt.comm.net.ucx import communicator_over_ucx, library
-from distopt.errors import CommunicatorError, DistoptError, PeerLostError, StalledError, UsageError
+from distopt.errors import CommunicatorError, DistoptError, MismatchError, PeerLostError, StalledError, UsageError
 from distopt.settings import Settings
 
 from .ranks import (
@@ -70,6 +70,24 @@ def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
 
 def test_ctrl_c_interrupts_a_wait() -> None:
     run_ranks_ok(interrupt, 2, connect)
+
+
+def fail_and_close(job: LocalJob) -> str:
+    """Rank 0 fails outside of a wait, as by an operation that differs from the others', and leaves at once."""
+    comm = connect(job)
+    comm.barrier()
+    if job.topology.rank == 0:
+        with pytest.raises(MismatchError):
+            comm.core.fail("MismatchError", "the cause", "its cure", [])  # type: ignore[attr-defined]
+        comm.close()
+        return "the cause"
+    with pytest.raises(MismatchError) as info:
+        comm.barrier()
+    return info.value.fact
+
+
+def test_a_rank_that_closes_what_has_failed_says_why() -> None:
+    assert run_ranks_ok(fail_and_close, 3) == ["the cause"] * 3
 
 
 def give_up(job: LocalJob) -> str:
@@ -275,7 +293,7 @@ def join_with(job: LocalJob, variables: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "has no network interface 'nowhere0'"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "there is no network interface 'nowhere0'"),
         ({"DISTOPT_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "UCX cannot be loaded: /nowhere/libucp.so.0"),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Program
 from tests.ranks.test_launchers import slurm
 
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 RUN = [sys.executable, "-m", "distopt", "run"]
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 VARIABLES = str(ROOT / "tests" / "ranks" / "run_script.py")
-WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
 @pytest.mark.slow
@@ -32,7 +30,7 @@ WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 def test_nodes_with_the_same_host_name_meet(net, numbers):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29461", "--node-rank"]
     programs = [
-        Program(replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]), WIRE)
+        Program(replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]))
         for host, number in zip(net.hosts, numbers, strict=True)
     ]
     ended = [program.end() for program in programs]

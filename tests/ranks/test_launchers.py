@@ -5,11 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.networks.emulation import LINK
+from tests.conformance.ranks import needs_ucx
 from tests.processes import ROOT, Program, patience
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
@@ -18,13 +19,6 @@ JOB = 2 * os.getpid()  # no job of another worker has this number or the next
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 needs_torchrun = pytest.mark.skipif(not Path(TORCHRUN).exists(), reason="torchrun is absent: pip install torch")
-
-
-@pytest.fixture(scope="module")
-def net(net):
-    if net.is_open_mpi:
-        pytest.skip("MPICH is absent: pip install mpi4py mpich")
-    return net
 
 
 def slurm(rank: int, size: int, nodes: str, n_nodes: int, job: int = JOB) -> dict[str, str]:
@@ -109,21 +103,23 @@ def test_ranks_that_tcp_does_not_connect_are_warned_and_train(net):
     assert re.fullmatch(r"rank 0, 1 cannot reach rank 0 by TCP; the loss of a rank may .*\n", ended.stderr), ended
 
 
-def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
-    """One rank on each host, as srun would start them."""
-    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+def on_two_hosts(
+    net, how: str, env: dict[str, str] | None = None, *, envs: Sequence[dict[str, str]] = ({}, {})
+) -> list[Program]:
+    """One rank on each host, as srun would start them; `envs` are those of the ranks."""
     nodes = net.hosts[0].address
     return [
-        Program(host.inside([sys.executable, SCRIPT, how]), {**slurm(rank, 2, nodes, 2), **wire, **(env or {})})
+        Program(host.inside([sys.executable, SCRIPT, how]), {**slurm(rank, 2, nodes, 2), **(env or {}), **envs[rank]})
         for rank, host in enumerate(net.hosts)
     ]
 
 
+@needs_ucx
 def test_srun_on_two_hosts(net):
     ended = [program.end() for program in on_two_hosts(net, "ok", {"DISTOPT_JOB_SECRET": "s"})]
     assert [one.code for one in ended] == [0, 0], ended
     assert [said(one.stdout) for one in ended] == [
-        [f"rank {rank} of 2, 0 of 1 on {host.name}: MpiJob mpi mpi=True"] for rank, host in enumerate(net.hosts)
+        [f"rank {rank} of 2, 0 of 1 on {host.name}: HostsJob ucx mpi=False"] for rank, host in enumerate(net.hosts)
     ]
 
 
@@ -157,6 +153,7 @@ def test_wrong_secret_is_kept_out(net):
     assert "found no rank 0" in ended.stderr
 
 
+@needs_ucx
 @pytest.mark.slow
 @needs_torchrun
 def test_torchrun_on_two_hosts(net):
@@ -164,11 +161,11 @@ def test_torchrun_on_two_hosts(net):
     for number, host in enumerate(net.hosts):
         meet = ["--node-rank", str(number), "--master-addr", net.hosts[0].address, "--master-port", "29555"]
         program = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", host.address, *meet, SCRIPT]
-        programs.append(Program(host.inside([*program, "ok"]), {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}))
+        programs.append(Program(host.inside([*program, "ok"])))
     ended = [program.end() for program in programs]
     assert [one.code for one in ended] == [0, 0], ended
     assert said(ended[0].stdout + ended[1].stdout) == [
-        f"rank {2 * number + local} of 4, {local} of 2 on {host.name}: MpiJob hierarchical mpi=True"
+        f"rank {2 * number + local} of 4, {local} of 2 on {host.name}: HostsJob hierarchical mpi=False"
         for number, host in enumerate(net.hosts)
         for local in range(2)
     ]
@@ -197,3 +194,21 @@ def test_script_alone_in_a_job_of_several_tasks_is_warned_once():
         "this process trains alone, although its Slurm job has 4 tasks; start all of them by: "
         f"srun python {shlex.quote(SCRIPT)} ok\n"
     )
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_ucx_that_is_absent_on_one_rank_is_told_on_all(net):
+    programs = on_two_hosts(net, "ok", envs=[{}, {"DISTOPT_UCX_LIBRARY": "/nowhere/libucp.so.0"}])
+    ended = [program.end() for program in programs]
+    assert all(one.code != 0 for one in ended), ended
+    reason = rf"UCX cannot connect the hosts: rank 1 \({net.hosts[1].name}\): .*/nowhere/libucp.so.0.*mpiexec"
+    assert all(re.search(reason, one.stderr) for one in ended), ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["mpi", "hierarchical"])
+def test_mpi_between_hosts_needs_mpiexec(net, transport):
+    ended = [program.end() for program in on_two_hosts(net, "ok", {"DISTOPT_TRANSPORT": transport})]
+    assert all(one.code != 0 for one in ended), ended
+    assert all("start the script with mpiexec" in one.stderr for one in ended), ended

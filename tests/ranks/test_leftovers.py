@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.networks.emulation import LINK
+from tests.conformance.ranks import needs_ucx
 from tests.faults.ways import can_mount, own_memory
 from tests.processes import ROOT, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
@@ -54,34 +54,6 @@ MPI.Init_thread = tell_and_init
 launch.main(main)
 """
 
-# Rank 1 ends when rank 0 is late, in or behind MPI_Init.
-LATE = """
-import ctypes, os, sys, time
-import mpi4py
-mpi4py.rc(initialize=False, finalize=False)
-from mpi4py import MPI
-from distopt import launch
-from distopt.launch.rendezvous.pmi import Member
-
-def late(call, sleep):
-    def called(*args):
-        call(*args)
-        sleep(1000)
-        print("late", flush=True)
-    return called
-
-def main():
-    if launch.launcher().rank == 1:
-        os._exit(3)
-    launch.join()
-
-if launch.launcher().rank == 0 and sys.argv[1] == "in":
-    MPI.Init_thread = late(MPI.Init_thread, ctypes.PyDLL(None).sleep)  # which holds the interpreter as MPI_Init does
-elif launch.launcher().rank == 0:
-    Member.end_with_others = late(Member.end_with_others, time.sleep)
-launch.main(main)
-"""
-
 # Each rank starts a program, says so, and waits.
 PARENTS = """
 import subprocess, sys, time
@@ -123,24 +95,14 @@ def on_two_hosts(net, memory, launcher, per_host, words, env):
     return [program.end() for program in programs]
 
 
+@needs_ucx
 @pytest.mark.parametrize("launcher", ["srun", "distopt run"])
-def test_no_file_remains_of_an_mpi_init_that_cannot_connect_hosts(net, memory, launcher):
-    """MPICH's network is the loopback, which each host has for itself."""
-    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "DISTOPT_TIMEOUT": "20"}
+def test_hosts_that_the_chosen_interface_does_not_connect_end_and_leave_no_file(net, memory, launcher):
+    """The loopback, which each host has for itself."""
+    env = {"GLOO_SOCKET_IFNAME": "lo", "DISTOPT_TIMEOUT": "20"}
     ended = on_two_hosts(net, memory, launcher, 2, [SCRIPT], env)
     assert all(one.code != 0 for one in ended), ended
-    assert "MPI_Init" in "".join(one.stderr for one in ended)
-    assert [path.name for path in memory.iterdir()] == []
-
-
-@pytest.mark.parametrize(("launcher", "where"), [("srun", "behind"), ("distopt run", "in")])
-def test_no_file_remains_of_a_rank_that_is_ended_around_the_end_of_mpi_init(net, memory, tmp_path, launcher, where):
-    script = tmp_path / "script.py"
-    script.write_text(LATE)
-    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
-    ended = on_two_hosts(net, memory, launcher, 1, [str(script), where], env)
-    assert 3 in [one.code for one in ended], ended
-    assert "late" not in "".join(one.stdout for one in ended)
+    assert "name a network interface" in "".join(one.stderr for one in ended)
     assert [path.name for path in memory.iterdir()] == []
 
 

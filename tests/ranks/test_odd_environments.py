@@ -121,7 +121,7 @@ def test_a_script_behind_odd_paths(tmp_path, launcher):
 def test_a_frozen_node_is_told_by_the_other(net, tmp_path):
     """All its processes are stopped, as when a virtual machine pauses; its kernel still answers."""
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29471"]
-    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "wire", "DISTOPT_TIMEOUT": str(round(patience(3.0)))}
+    env = {"DISTOPT_TIMEOUT": str(round(patience(3.0)))}
     file = tmp_path / "loop.py"
     file.write_text(LOOP)
     programs = [

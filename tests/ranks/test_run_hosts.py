@@ -4,12 +4,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
 
-from benchmarks.networks.emulation import LINK
+from tests.conformance.ranks import needs_ucx
 from tests.processes import ROOT, Ended, Program, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
@@ -18,18 +19,16 @@ LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
 HERE = os.uname().nodename
 
 
-@pytest.fixture(scope="module")
-def net(net):
-    if net.is_open_mpi:
-        pytest.skip("MPICH is absent: pip install mpi4py mpich")
-    return net
-
-
-def on_two_hosts(net, *words: str, ranks: tuple[int, int] = (2, 2), options: tuple[str, ...] = ()) -> list[Program]:
+def on_two_hosts(
+    net,
+    *words: str,
+    ranks: tuple[int, int] = (2, 2),
+    options: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+) -> list[Program]:
     """The same line on both hosts, in either order."""
-    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400", *options]
-    return [Program(host.inside([*RUN, str(n), *meet, *words]), wire) for host, n in zip(net.hosts, ranks, strict=True)]
+    return [Program(host.inside([*RUN, str(n), *meet, *words]), env) for host, n in zip(net.hosts, ranks, strict=True)]
 
 
 def ends(programs: list[Program]) -> list[Ended]:
@@ -48,16 +47,48 @@ def agent_of(program: Program) -> int:
     )
 
 
+@needs_ucx
 @pytest.mark.slow
-def test_ranks_of_two_hosts_meet_through_mpich(net):
+def test_ranks_of_two_hosts_meet_through_ucx(net):
     ended = ends(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
     assert [one.code for one in ended] == [0, 0], ended
     first, second = net.hosts
     assert sorted(ended[0].stdout.splitlines()) == [
-        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: MpiJob mpi mpi=True",
-        f"rank 0 of 3, 0 of 2 on {first.name}: MpiJob mpi mpi=True",
+        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: HostsJob ucx mpi=False",
+        f"rank 0 of 3, 0 of 2 on {first.name}: HostsJob ucx mpi=False",
     ]
-    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: MpiJob mpi mpi=True\n"
+    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: HostsJob ucx mpi=False\n"
+
+
+def listened(host) -> set[int]:
+    """The TCP ports at which the programs of a host listen, except those of the loopback."""
+    shown = subprocess.run(
+        host.inside(["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, text=True, check=True
+    )
+    rows = [line.split() for line in shown.stdout.splitlines() if " 0A " in line]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if not row[1].startswith("0100007F:")}
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_job_listens_in_its_range_of_ports(net):
+    programs = on_two_hosts(net, LAUNCHED, "stay", env={"DISTOPT_PORTS": "24000-24009"})
+    for program in programs:
+        program.read_lines(2)
+    seen = [listened(host) for host in net.hosts]
+    programs[0].process.terminate()
+    assert [one.code for one in ends(programs)] == [143, 143]
+    assert len(seen[0]) >= 4, seen  # the endpoint, the server of rank 0, two ranks
+    assert len(seen[1]) >= 2, seen
+    assert seen[0] | seen[1] <= {29400, *range(24000, 24010)}
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_range_of_too_few_ports_is_told(net):
+    ended = ends(on_two_hosts(net, LAUNCHED, "ok", env={"DISTOPT_PORTS": "24020-24021"}))
+    assert all(one.code != 0 for one in ended), ended
+    assert any("all ports of DISTOPT_PORTS=24020-24021 are taken" in one.stderr for one in ended), ended
 
 
 @pytest.mark.slow
@@ -217,3 +248,13 @@ def test_a_signal_ends_the_waiting(port, signum):
     program.process.send_signal(signum)
     ended = program.end()
     assert (ended.code, told(ended)[-1]) == (128 + signum, f"distopt run: {signum.name}: no rank has been started")
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_script_that_has_loaded_mpi_joins_over_ucx(net):
+    """MPICH's wheel brings a libucp of its own, beside which no other can be loaded."""
+    script = str(ROOT / "tests" / "ranks" / "mpi_imported_script.py")
+    ended = ends(on_two_hosts(net, script, "ok", ranks=(1, 1), env={"PYTHONPATH": str(ROOT)}))
+    assert [one.code for one in ended] == [0, 0], ended
+    assert all("HostsJob ucx mpi=True" in one.stdout for one in ended), ended

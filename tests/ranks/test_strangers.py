@@ -85,8 +85,7 @@ def test_a_scan_of_all_ports_does_not_disturb_a_job_at_work(net):
     """A scan connects to every port of rank 0's host, and sends bytes that are not distopt's."""
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29451"]
     run = [sys.executable, "-m", "distopt", "run", *meet, SCRIPT, "stay"]
-    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "wire"}
-    programs = [Program(host.inside(run), env) for host in net.hosts]
+    programs = [Program(host.inside(run)) for host in net.hosts]
     for program in programs:
         program.read_lines(1)
     scan = (
@@ -100,7 +99,7 @@ def test_a_scan_of_all_ports_does_not_disturb_a_job_at_work(net):
         "print(found)\n"
     )
     done = subprocess.run(net.hosts[1].inside([sys.executable, "-c", scan]), capture_output=True, text=True, check=True)
-    assert int(done.stdout) >= 2  # the owner of the endpoint, and a rank's server or MPI
+    assert int(done.stdout) >= 2  # the owner of the endpoint, and a rank's server or UCX
     assert [program.process.poll() for program in programs] == [None, None]
     programs[0].process.terminate()
     ended = [program.end() for program in programs]

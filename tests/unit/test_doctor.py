@@ -10,7 +10,7 @@ import pytest
 
 from distopt import cli
 from distopt.cli import doctor
-from distopt.cli.doctor import gpu, host, mpi
+from distopt.cli.doctor import gpu, host, hosts, mpi
 from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
 from distopt.errors import DistoptError
@@ -27,7 +27,7 @@ def answer(monkeypatch):
             raise found
         return found(*arguments, **options) if callable(found) else found
 
-    for module in (host, mpi, gpu):
+    for module in (host, hosts, mpi, gpu):
         monkeypatch.setattr(module, "ask", fake)
     return given
 
@@ -203,6 +203,14 @@ STEP = {
 }
 
 
+def launched_with(monkeypatch, variables):
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI", "SLURM", "MPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("variables", "state", "text"),
     [
@@ -211,28 +219,65 @@ STEP = {
         ({"PMI_RANK": "1"}, "failed", "PMI_SIZE"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "ok", "outside a step"),
         (STEP | {"SLURM_STEP_NUM_NODES": "1"}, "ok", "by shared memory"),
-        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "ok", "by MPI, rank 0 on n3"),
+        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "ok", "; rank 0 on n3"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "failed", "MASTER_ADDR is not set"),
     ],
 )
 def test_launcher_variables(monkeypatch, variables, state, text):
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI", "SLURM", "MPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    launched_with(monkeypatch, variables)
     finding = host.launcher_variables()
     assert finding.state == state
     assert text in finding.found
 
 
-# -- MPI ---------------------------------------------------------------------------------------------------------------
+# -- several hosts -----------------------------------------------------------------------------------------------------
 MPICH = {
     "mpi4py": "4.1",
     "library": "MPICH Version: 5.0.2 MPICH Release date: Fri",
     "standard": "5.0",
     "path": "/lib/m",
 }
+UCX, NO_UCX = {"version": "1.22.0", "path": "/u"}, DistoptError("MissingDependencyError: there is no UCX")
+TWO_NODES = STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
+PMI2 = {"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_JOBID": "7.0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "ucx", "state", "text"),
+    [
+        ({}, UCX, "ok", "UCX 1.22.0 under distopt run, torchrun and srun"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, UCX, "ok", "by interface ib0 (GLOO_SOCKET_IFNAME)"),
+        (TWO_NODES, UCX, "ok", "UCX 1.22.0 under srun"),
+        (TWO_NODES, NO_UCX, "absent", "none under srun: there is no UCX"),
+        (TWO_NODES | PMI2, NO_UCX, "ok", "MPI: srun connects the ranks"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, NO_UCX, "ok", "MPI: mpiexec of MPICH"),
+        (TWO_NODES | {"DISTOPT_TRANSPORT": "mpi"}, UCX, "failed", "srun cannot connect the ranks of MPI"),
+    ],
+)
+def test_the_transport_between_hosts_and_why(answer, monkeypatch, variables, ucx, state, text):
+    answer.update(mpi=MPICH, ucx=ucx)
+    launched_with(monkeypatch, variables)
+    finding = hosts.transport()
+    assert finding.state == state
+    assert text in finding.found
+    assert ucx is UCX or state == "ok" or "pip install libucx-cu12" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "text"),
+    [
+        (UCX, "ok", "1.22.0, /u"),
+        (NO_UCX, "absent", "not installed"),
+        (DistoptError("OSError: /u: cannot open"), "failed", "cannot open"),
+    ],
+)
+def test_ucx_row(answer, found, state, text):
+    answer["ucx"] = found
+    finding = hosts.ucx()
+    assert (finding.state, text in finding.found) == (state, True)
+
+
+# -- MPI ---------------------------------------------------------------------------------------------------------------
 HYDRA = Ended(0, "HYDRA build details: Version: 5.0.2", "")
 
 

@@ -1,11 +1,14 @@
 """How ranks meet whose launcher only numbers them: from its variables, to one key per job."""
 
+import os
+
 import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch.launchers import launcher
+from distopt.launch.rendezvous import mpi
 from distopt.launch.rendezvous.meeting import meeting
-from distopt.launch.rendezvous.pmi import ports
+from distopt.launch.rendezvous.member import ports
 
 TORCHRUN = {
     "RANK": "3",
@@ -121,3 +124,30 @@ def test_innermost_launcher_counts(env, name, rank):
     info = launcher(env)
     assert info is not None
     assert (info.name, info.rank) == (name, rank)
+
+
+MPICH, OPEN_MPI = "MPICH Version: 5.0.2", "Open MPI v5.0.11"
+PMI2, PMIX = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_JOBID": "71.0"}, {"PMIX_RANK": "3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "library", "connected"),
+    [
+        (SRUN | PMI2, MPICH, True),
+        (SRUN | PMIX, OPEN_MPI, True),
+        (SRUN | PMIX, MPICH, False),  # the plugin for another library
+        (SRUN | PMI2, "", False),  # none is installed
+        (SRUN, MPICH, False),
+        (SRUN | PMI2 | {"SLURM_STEP_NUM_NODES": "1"}, MPICH, False),  # one host: shared memory
+        (SRUN | PMI2 | TORCHRUN, MPICH, False),  # a task is the agent
+        (TORCHRUN, MPICH, False),
+        (PMI2, MPICH, True),  # mpiexec
+    ],
+)
+def test_mpi_is_for_mpiexec_and_for_srun_with_the_plugin_of_the_library(monkeypatch, env, library, connected):
+    monkeypatch.setattr(mpi, "_installed", lambda: library)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert mpi.is_mpi_job(launcher()) == connected

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from . import gpu, host, mpi
+from . import gpu, host, hosts, mpi
 from .report import Probe, Style, examine
 
 # Training on CPUs requires the rows marked `needed`; the others are optional.
@@ -28,6 +28,8 @@ PROBES = (
     Probe("launcher", host.launcher_variables),
     Probe("MPI", mpi.library),
     Probe("mpiexec", mpi.launcher),
+    Probe("UCX", hosts.ucx),
+    Probe("several hosts", hosts.transport),
     Probe("CUDA driver", gpu.driver),
     Probe("GPUs", gpu.devices),
     Probe("CuPy", gpu.cupy),

@@ -201,6 +201,16 @@ def _nccl(cuda_major: str) -> dict[str, Any]:
     return {"version": dotted_version(_core.nccl_version(path)), "path": path}
 
 
+def _ucx() -> dict[str, Any]:
+    from ctypes import CDLL, c_char_p
+
+    from ...comm.net.ucx import library
+
+    ucp = CDLL(library())
+    ucp.ucp_get_version_string.restype = c_char_p
+    return {"version": ucp.ucp_get_version_string().decode(), "path": _loaded("libucp")}
+
+
 def _resolve(name: str) -> dict[str, Any]:
     import socket
 
@@ -209,5 +219,5 @@ def _resolve(name: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _nccl, _resolve)
+    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _nccl, _ucx, _resolve)
 }

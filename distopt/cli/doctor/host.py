@@ -180,7 +180,7 @@ def launcher_variables() -> Finding:
     if info is not None:
         how = "its MPI connects the ranks"
         if place is not None:
-            how = "ranks of one host, by shared memory" if place.one_host else f"by MPI, rank 0 on {place.address}"
+            how = "ranks of one host, by shared memory" if place.one_host else f"rank 0 on {place.address}"
         return ok(f"{info.name}: {info.source}; {how}")
     if "SLURM_JOB_ID" in os.environ:
         return ok(f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun")

@@ -10,7 +10,7 @@ import atexit
 import ctypes.util
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -24,6 +24,7 @@ from ...launch.addresses import own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
 from ...launch.processes import environment
+from ...launch.sockets import is_free
 from ...settings import Settings
 from ..base import Communicator
 from .communicator import NetCommunicator
@@ -71,14 +72,17 @@ class UcxNetwork:
         except DistoptError as error:
             failure, mine = error, [str(error)]
         notes = job.exchange(mine)  # also of a failure, so that no rank waits
-        if failure is not None:
-            raise failure
-        for rank, note in enumerate(notes):
-            if len(note) == 1:
-                raise LaunchError(f"rank {job.numbers[rank]} cannot use UCX: {note[0]}")
+        if refused := {rank: note[0] for rank, note in enumerate(notes) if len(note) == 1}:
+            reasons = "; ".join(f"{ranks}: {reason}" for reason, ranks in _by_value(job, refused).items())
+            text = f"UCX cannot connect the hosts: {reasons}"
+            if isinstance(job, HostsJob):
+                text += "; or start the script with mpiexec, which connects them by MPI"
+            raise (LaunchError if failure is None else type(failure))(text) from failure
         versions, addresses, offers, live = zip(*notes, strict=True)
         if len(set(versions)) > 1:
-            raise LaunchError(f"the ranks use different versions of UCX: {', '.join(versions)}; install one")
+            ranks_of = _by_value(job, dict(enumerate(versions)))
+            found = ", ".join(f"{version} on {ranks}" for version, ranks in ranks_of.items())
+            raise LaunchError(f"the ranks use different versions of UCX: {found}; {pip_install('hosts')} on all hosts")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
         _live.add(self._number)
@@ -146,6 +150,18 @@ def communicator_over_ucx(job: Peers, endpoint: str = "", settings: Settings | N
     return kind(job, UcxNetwork(job, endpoint), settings)
 
 
+def _by_value(job: Peers, values: Mapping[int, str]) -> dict[str, str]:
+    """The values of ranks, each with the ranks that have it and their hosts, in words."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return {
+        value: f"rank{'s' if len(own) > 1 else ''} {', '.join(str(job.numbers[rank]) for rank in own)} "
+        f"({', '.join(dict.fromkeys(job.topology.hosts[rank] for rank in own))})"
+        for value, own in ranks.items()
+    }
+
+
 @cache
 def _worker(pid: int, interface: str) -> _core.UcxWorker:
     """UCX in this process.
@@ -157,14 +173,31 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
     if len(_users) > 1:
         raise UsageError(
             "this process was forked from one that uses UCX, and UCX does not work in forked children; start it with "
-            "multiprocessing.get_context('spawn'), or choose DISTOPT_TRANSPORT=auto"
+            "multiprocessing.get_context('spawn')"
         )
-    user = os.environ
-    options = [("TLS", "tcp,self"), ("NET_DEVICES", interface)]
-    with environment({name: value for name, value in _PROCESS.items() if name not in user}):
-        worker = _core.UcxWorker(library(), [one for one in options if f"UCX_{one[0]}" not in user])
+    with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}):
+        worker = _listening(library(), {"TLS": "tcp,self", "NET_DEVICES": interface}, Settings.from_env().ports)
     atexit.register(worker.stop)
     return worker
+
+
+def _listening(path: str, options: Mapping[str, str], ports: range | None) -> _core.UcxWorker:
+    """UCX, at one of the ports.
+
+    UCX gets one port at a time: in a range of which all are taken, it looks for a free one without end.
+    """
+    user = os.environ
+    given = [(name, value) for name, value in options.items() if f"UCX_{name}" not in user]
+    if ports is None or "UCX_TCP_PORT_RANGE" in user:
+        return _core.UcxWorker(path, given)
+    first = os.getpid() % len(ports)  # ranks of a host begin at different ones
+    for port in filter(is_free, (*ports[first:], *ports[:first])):
+        try:
+            return _core.UcxWorker(path, [*given, ("TCP_PORT_RANGE", f"{port}-{port}")])
+        except TransportError:  # noqa: PERF203
+            if is_free(port):  # that is not the reason
+                raise
+    raise LaunchError(f"all ports of DISTOPT_PORTS={ports[0]}-{ports[-1]} are taken; free one, or give a wider range")
 
 
 @cache
@@ -176,36 +209,40 @@ def library() -> str:
     """
     if path := Settings.from_env().ucx_library:
         return path
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        # Such as MPICH's, if the script has imported mpi4py.MPI: a second one would find symbols of the first.
+        if (path := line.partition("/")[2]).rpartition("/")[2].startswith("libucp.so."):
+            return f"/{path}"
     for name in _PACKAGES:
         with suppress(PackageNotFoundError, OSError):  # it is not installed, or not whole
             return str(Path(str(distribution(name).locate_file("libucx/lib/libucp.so.0"))).resolve(strict=True))
     if found := ctypes.util.find_library("ucp"):
         return found
     raise MissingDependencyError(
-        f"there is no UCX: {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to the path of libucp.so.0"
+        f"there is no UCX: {pip_install('hosts')}, or set DISTOPT_UCX_LIBRARY to the path of its libucp.so.0"
     )
 
 
 def _interface(job: Peers, endpoint: str) -> str:
     """Collective. The name of the network interface by which other hosts reach this one."""
+    own = own_addresses()
+    route = route_to(endpoint) if endpoint else ""
+    offers = job.exchange([route] if route else own)
     if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-        job.exchange("")
         names = [name for _, name in socket.if_nameindex()]
         if named not in names:
             raise LaunchError(
-                f"rank {job.numbers[job.topology.rank]} has no network interface {named!r}, which GLOO_SOCKET_IFNAME "
-                f"names; it has {', '.join(names)}"
+                f"there is no network interface {named!r}, which GLOO_SOCKET_IFNAME names; there are {', '.join(names)}"
             )
         return named
-    own = own_addresses()
-    route = route_to(endpoint) if endpoint else ""
-    offers = job.exchange(route or next(iter(own), ""))
-    abroad = [offer for rank, offer in enumerate(offers) if rank not in job.local_ranks and offer not in ("", *own)]
-    address = route or route_to(abroad[0] if abroad else "") or offers[job.topology.rank]
+    # Hosts may have equal addresses, such as those of bridges for containers, by which they do not reach each other.
+    abroad = [each for rank, offer in enumerate(offers) if rank not in job.local_ranks for each in offer]
+    routes = (route_to(each) for each in abroad if each not in own)
+    address = route or next(filter(None, routes), "") or next(iter(own), "")
     for name, known in own_interfaces():
         if known == address:
             return name
     raise LaunchError(
-        f"rank {job.topology.rank} has found no address by which other hosts reach it; name a network interface in "
-        "GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
+        "there is no address by which other hosts reach this one; name a network interface in GLOO_SOCKET_IFNAME, or "
+        "make MASTER_ADDR an address that all hosts reach"
     )

@@ -25,7 +25,7 @@ from ..addresses import is_own
 from ..gate import CONNECT_SECONDS
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
-from ..sockets import handle_events, listen
+from ..sockets import handle_events, is_free, listen
 from ..stopwatch import Stopwatch
 from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
@@ -81,7 +81,7 @@ class _Agent:
             from .monitor import Monitor
 
             self._monitor = Monitor(options.watch, self._streams.outputs[1], socket.gethostname())
-        self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
+        self._held = self._hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
@@ -185,13 +185,31 @@ class _Agent:
         self._say("hello", ranks=self._options.ranks, spare=self._options.spare_ranks, attempt=self._attempt)
 
     def _say(self, say: str, **content: Any) -> None:
-        before, self._held = self._held, _hold_port()  # every attempt gets another
+        before, self._held = self._held, self._hold_port()  # every attempt gets another
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
         steps = self._warm.state_slots.steps if self._warm is not None else []
         message = {"say": say, "port": port, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
+
+    def _hold_port(self) -> socket.socket:
+        """A socket that reserves a free port: the kernel gives it to no other; a server with SO_REUSEADDR can listen.
+
+        Raises:
+            LaunchError: all of `DISTOPT_PORTS` are taken.
+        """
+        port, allowed = 0, Settings.from_env().ports
+        if allowed is not None and self._options.nodes > 1:
+            # Backwards: ranks and their server look for theirs from other ends.
+            free = next(filter(is_free, reversed(allowed)), None)
+            if free is None:
+                raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+            port = free
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", port))
+        return holder
 
     def _obey(self, message: dict[str, Any]) -> None:
         do = message["do"]
@@ -323,11 +341,3 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):  # there are none
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _hold_port() -> socket.socket:
-    """A socket that reserves a free port: the kernel assigns it to no other; a server with SO_REUSEADDR can listen."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("", 0))
-    return holder

@@ -1,7 +1,7 @@
-"""The server of a job: it keeps values, notifies ranks of others that end too early, and connects MPICH's ranks.
+"""The server of a job: it keeps values, and notifies ranks of others that end too early.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
-of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
+of rank 0, because a computation may hold Python's lock for long. It ends when all ranks have left, or one has failed.
 
 Every rank opens a connection that stays with Python. Each message is a line; the server's are:
 
@@ -13,10 +13,6 @@ Messages of a rank are `left`: its end is not a failure; and `end CODE`: it has 
 
 Every rank may open another for the job's values (`distopt.launch.keys`). A server may serve values only.
 
-Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
-`name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
-EuroMPI 2010).
-
 Both sides of a connection first prove that they know the job's key: `distopt.launch.gate`.
 """
 
@@ -25,13 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import selectors
 import signal
 import socket
 import sys
 
-from ..gate import FOR_KEYS, FOR_PMI, Link, proof
+from ..gate import FOR_KEYS, Link
 from ..keys import KeyGate
 from ..sockets import handle_events, say
 from ..stopwatch import Stopwatch
@@ -39,19 +34,9 @@ from ..stopwatch import Stopwatch
 _ENDED = "has ended before the others; see its output"
 _UNREACHABLE = "cannot be reached; see whether its host and the network are up"
 
-_ANSWERS = {
-    "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
-    "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
-    "get_appnum": "appnum appnum=0 rc=0",
-    # MPICH names its files in /dev/shm after it, so that jobs of one host need different names.
-    "get_my_kvsname": "my_kvsname kvsname=distopt_{job} rc=0",
-    "get_universe_size": "universe_size size={size} rc=0",
-    "finalize": "finalize_ack rc=0",
-}
-
 
 class Server(KeyGate):
-    """Serves one job of `size` ranks until all have left or finalized MPI, or one has ended before.
+    """Serves one job of `size` ranks until all have left, or one has ended before.
 
     Args:
         listener: a listening TCP socket.
@@ -69,16 +54,12 @@ class Server(KeyGate):
         self.most_strangers = max(self.most_strangers, 2 * size)
         self.listen(listener)
         self._end_together = end_together
-        self._job = proof(key, b"name")[:8].hex()
         self._size = size
         self._timeout = timeout
         self._parent = parent
-        self._mpi: dict[int, Link] = {}
         self._lifelines: dict[int, Link] = {}
         self._names: dict[int, str] = {}
-        self._values: dict[str, str] = {}
-        self._waiting: set[int] = set()  # in the barrier
-        self._finalized: set[int] = set()
+        self._left: set[int] = set()
         self._began = False  # all have joined
         self._ended = False
 
@@ -92,7 +73,7 @@ class Server(KeyGate):
 
     def _run(self) -> None:
         clock = Stopwatch()
-        while not self._ended and len(self._finalized) < self._size:
+        while not self._ended and len(self._left) < self._size:
             handle_events(self._selector)
             self._drop_slow_strangers()
             if self._end_together and clock.seconds() > self._timeout and len(self._lifelines) < self._size:
@@ -107,7 +88,7 @@ class Server(KeyGate):
                 self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
-        links = {FOR_PMI: self._mpi, FOR_KEYS: self._clients}.get(link.purpose, self._lifelines)
+        links = self._clients if link.purpose == FOR_KEYS else self._lifelines
         name = f"rank {link.rank} on {link.host} (pid {link.pid})"
         if size != self._size:
             return f"{name} expects {size} ranks, rank 0 expects {self._size}"
@@ -121,9 +102,8 @@ class Server(KeyGate):
         if link.purpose == FOR_KEYS:
             super()._admitted(link)
             return
-        links = self._mpi if link.purpose == FOR_PMI else self._lifelines
-        links[link.rank] = link
-        if links is self._lifelines and len(self._lifelines) == self._size:
+        self._lifelines[link.rank] = link
+        if len(self._lifelines) == self._size:
             self._began = True
             for lifeline in self._lifelines.values():
                 say(lifeline.socket, "go")
@@ -132,12 +112,8 @@ class Server(KeyGate):
         if link.purpose == FOR_KEYS:
             super()._lost(link)
             if not self._end_together:
-                self._finalized.add(link.rank)
+                self._left.add(link.rank)
             return
-        # The last messages of the rank may still be unread on its other connection.
-        other = self._lifelines.get(link.rank, link)
-        if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
-            self._read(other)
         self._gone(link.rank, unreachable=link.unreachable)
 
     def _out_of_files(self) -> None:
@@ -145,7 +121,7 @@ class Server(KeyGate):
         self._end(1, f"the server of rank 0 may open {limit} files, too few for {self._size} ranks; raise ulimit -n")
 
     def _gone(self, rank: int, *, unreachable: bool = False) -> None:
-        if rank not in self._finalized:
+        if rank not in self._left:
             kind, how = ("lost", _UNREACHABLE) if unreachable else ("end", _ENDED)
             self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank, kind=kind)
 
@@ -166,39 +142,13 @@ class Server(KeyGate):
             for rank in others:
                 say(self._lifelines[rank].socket, f"{kind} {code} {speaker} {text}")
 
-    # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
         if self._ended:
             return
-        if link.purpose != FOR_PMI:
-            if line == "left":
-                self._finalized.add(link.rank)
-            elif line.startswith("end "):
-                self._end(_exit_code(line[4:]), "", but=link.rank)
-            return
-        words = dict(word.partition("=")[::2] for word in line.split())
-        command = words.get("cmd", "")
-        if command == "put":
-            self._values[words.get("key", "")] = words.get("value", "")
-            answer = "put_result rc=0"
-        elif command == "get":
-            value = self._values.get(words.get("key", ""))
-            answer = "get_result rc=-1" if value is None else f"get_result rc=0 value={value}"
-        elif command == "barrier_in":
-            self._waiting.add(link.rank)
-            if len(self._waiting) == self._size:
-                self._waiting.clear()
-                for other in self._mpi.values():
-                    say(other.socket, "cmd=barrier_out rc=0")
-            return
-        elif command == "abort":
-            self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
-            return
-        else:
-            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
-        if command == "finalize":
-            self._finalized.add(link.rank)
-        say(link.socket, f"cmd={answer}")
+        if line == "left":
+            self._left.add(link.rank)
+        elif line.startswith("end "):
+            self._end(_exit_code(line[4:]), "", but=link.rank)
 
 
 def _exit_code(digits: str) -> int:
@@ -209,7 +159,7 @@ def main() -> None:
     """Serve with the arguments that `distopt.launch.end_together.lifeline.start_server` has passed to this program."""
     fd, size, timeout, parent, end_together = sys.argv[1:]
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # up to three connections for each rank
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # two connections for each rank
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)

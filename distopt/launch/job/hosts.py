@@ -16,7 +16,7 @@ from ..launchers import LauncherInfo
 from ..rendezvous.host_group import HostGroup
 from ..rendezvous.key_value import KeyValueClient, RemoteClient
 from ..rendezvous.meeting import Meeting
-from ..rendezvous.pmi import Member
+from ..rendezvous.member import Member
 from ..threads import cap_threads, cores
 from .base import Job
 from .launched import leave_at_exit
@@ -53,7 +53,7 @@ class HostsJob(Job):
         self._settings = Settings.from_env()
         self.endpoint = met.address
         seconds = self._settings.timeout
-        lifeline = Member(info, met, seconds, for_mpi=False)
+        lifeline = Member(info, met, seconds)
         link = lifeline.client_link(seconds)
         assert link is not None  # the first one of this lifeline
         self._client = RemoteClient(

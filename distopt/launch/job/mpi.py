@@ -82,7 +82,8 @@ class MpiJob(HostsJob):
         content = b""
         if comm.rank == 0:
             try:
-                _, content = start(comm.size, self._settings.timeout + GRACE_SECONDS, end_together=end_together)
+                seconds, ports = self._settings.timeout + GRACE_SECONDS, self._settings.ports
+                _, content = start(comm.size, seconds, end_together=end_together, ports=ports)
             except OSError as error:
                 content = json.dumps(str(error)).encode()
         content = share_address(mpi, comm, content, self._settings)

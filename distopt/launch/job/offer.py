@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...errors import LaunchError
 from ..addresses import own_addresses
 from ..end_together.lifeline import Lifeline, start_server
-from ..sockets import listen
+from ..sockets import listen, listen_at_one_of
 from .base import Job
 from .topology import host_identity, network_of
 
@@ -42,18 +42,24 @@ class Offer:
         return cls(bytes.fromhex(key), [(host, port) for host in hosts])
 
 
-def start(size: int, timeout: float, *, end_together: bool = True) -> tuple[subprocess.Popen[bytes], bytes]:
+def start(
+    size: int, timeout: float, *, end_together: bool = True, ports: range | None = None
+) -> tuple[subprocess.Popen[bytes], bytes]:
     """Start the server, on rank 0, and describe it in a message for the others.
 
     Args:
         size: number of ranks.
         timeout: seconds that they may be late.
         end_together: see `start_server`.
+        ports: where it may listen (default: anywhere).
 
     Raises:
-        OSError: a limit is reached.
+        OSError: a limit is reached, or all ports are taken.
     """
-    with listen(0, 2 * size + 16) as listener:
+    listener = listen(0, 2 * size + 16) if ports is None else listen_at_one_of(ports, 2 * size + 16)
+    if listener is None:
+        raise OSError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+    with listener:
         key = os.urandom(32)
         server = start_server(listener, key, size, timeout, end_together=end_together)
         offer = [key.hex(), listener.getsockname()[1], host_identity(), own_addresses()[:_MOST_ADDRESSES]]

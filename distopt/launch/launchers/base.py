@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import ABC
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...errors import LaunchError
@@ -101,17 +101,18 @@ class Launcher(ABC):
         """The host that the variable `address` names."""
         return env[self.address]
 
-    def connects(self, library: str) -> bool:
-        """Whether the launcher connects the ranks of an MPI library by itself.
+    def connects(self, library: Callable[[], str], env: Mapping[str, str]) -> bool:
+        """Whether the launcher connects the ranks for the MPI library that is installed.
 
         Args:
-            library: the library's description of its version.
+            library: returns the library's description of its version; empty without a library.
+            env: the variables of the process.
         """
         return not self.job_variables
 
-    @abstractmethod
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
         """Why ranks with this MPI library cannot be connected, as a clause about it; empty if they can."""
+        return f"cannot connect ranks that {self.name} started"
 
 
 def _number(name: str, text: str, cure: str) -> int:

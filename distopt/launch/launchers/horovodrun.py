@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..mpi_quirks import is_open_mpi
 from .base import Launcher
 
 
@@ -18,7 +15,3 @@ class Horovodrun(Launcher):
     may_start_launchers = True
     address = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # of horovodrun itself, which is to run on the host of rank 0
     job_variables = (address, "HOROVOD_GLOO_RENDEZVOUS_PORT")
-
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; Open MPI needs its own mpiexec."""
-        return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

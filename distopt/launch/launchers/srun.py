@@ -2,8 +2,7 @@
 
 Its variables describe the task that srun started, which may be the daemon of mpiexec or torchrun. They count only
 inside a step of srun: an sbatch script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS=n although they
-are not one of n ranks. srun connects ranks by a plugin for their MPI library; ranks of MPICH need none
-(`distopt.launch.rendezvous.pmi`).
+are not one of n ranks. srun connects the ranks of an MPI library by the plugin for it, if it was started with that one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
-from ..mpi_quirks import is_mpich, is_open_mpi
+from ..mpi_quirks import is_open_mpi
 from .base import Launcher, LauncherInfo
 
 _INTERACTIVE_STEP = "4294967290"  # the shell of salloc; SLURM_INTERACTIVE_STEP in slurm.h
@@ -46,14 +45,14 @@ class Srun(Launcher):
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
         return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
-    def connects(self, library: str) -> bool:
-        """See `Launcher.connects`; not those of MPICH, which need no plugin."""
-        return not is_mpich(library)
+    def connects(self, library: Callable[[], str], env: Mapping[str, str]) -> bool:
+        """See `Launcher.connects`; the library is not loaded for a step without a plugin."""
+        has_plugin = any(name in env for name in _VARIABLES_OF_PLUGINS.values())
+        return has_plugin and bool(found := library()) and not self.misfit(found, env)
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; any other library than MPICH needs the plugin of srun for it."""
-        fits = not self.connects(library) or _VARIABLES_OF_PLUGINS[plugin(library)] in env
-        return "" if fits else "needs an MPI plugin of srun"
+        """See `Launcher.misfit`; a library needs the plugin for it."""
+        return "" if _VARIABLES_OF_PLUGINS[plugin(library)] in env else "needs an MPI plugin of srun"
 
 
 SRUN = Srun()

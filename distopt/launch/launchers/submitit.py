@@ -23,7 +23,3 @@ class Submitit(Launcher):
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
         """See `Launcher.read`; None in the process that starts the tasks, and in a single task."""
         return super().read(env) if self.rank in env and env.get(self.size) != "1" else None
-
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; ranks of one host need no MPI."""
-        return ""

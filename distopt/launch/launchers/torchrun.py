@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..mpi_quirks import is_open_mpi
 from .base import Launcher, LauncherInfo
 from .srun import in_step
 
@@ -44,7 +43,3 @@ class Torchrun(Launcher):
     def attempt(self, env: Mapping[str, str]) -> int:
         """How many times the ranks have been started before; 0 if the launcher does not count that."""
         return int(env.get(_ATTEMPT, "0"))
-
-    def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; Open MPI needs its own mpiexec."""
-        return "cannot connect ranks that no mpiexec started, as MPICH can" if is_open_mpi(library) else ""

@@ -37,7 +37,7 @@ class Meeting:
 
 
 def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting | None:
-    """How the ranks of `info`'s job meet; None if mpiexec, or srun by PMI-2, connects them.
+    """How the ranks of `info`'s job meet; None if mpiexec connects them.
 
     Args:
         info: the launcher's view of this process.

@@ -1,4 +1,4 @@
-"""MPI_Init under every launcher: by its own means, or by the PMI server of rank 0 (`distopt.launch.rendezvous.pmi`).
+"""MPI_Init under the launchers that connect MPI's ranks: mpiexec, and srun with the plugin for the MPI library.
 
 Only this module and `distopt.comm.net.communicator` import mpi4py.
 """
@@ -17,13 +17,11 @@ from ... import _core
 from ...errors import LaunchError, MissingDependencyError, pip_install
 from ...settings import Settings
 from ..end_together.exit_guard import finalize_at_exit, guard
-from ..end_together.lifeline import Lifeline
 from ..end_together.siblings import ends_of_siblings
 from ..launchers import LauncherInfo, launcher, launcher_of
 from ..launchers.srun import plugin
 from ..mpi_quirks import is_open_mpi, library_of, remove_shared_files, spare_reads
 from .meeting import meeting
-from .pmi import Member
 
 
 def start_mpi() -> ModuleType:
@@ -46,6 +44,28 @@ def start_mpi() -> ModuleType:
     return MPI
 
 
+def is_mpi_job(info: LauncherInfo | None) -> bool:
+    """Local. Whether MPI connects the ranks of a job of several hosts: mpiexec, or srun's plugin for the MPI library.
+
+    Args:
+        info: the launcher's view of this process; without a launcher, MPI makes a job of one rank.
+
+    Raises:
+        LaunchError: variables that the launcher sets are missing.
+    """
+    if info is None or (met := meeting(info)) is None:
+        return True
+    return not met.one_host and launcher_of(info).connects(_installed, os.environ)
+
+
+def _installed() -> str:
+    """The MPI library's description of its version; empty if none can be loaded."""
+    try:
+        return library_of(_load())
+    except (ImportError, RuntimeError):
+        return ""
+
+
 def import_mpi() -> ModuleType:
     """`mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
 
@@ -55,19 +75,26 @@ def import_mpi() -> ModuleType:
     """
     info = launcher()
     try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:
-            # MPI_Init aborts if the library does not fit the launcher; see `finalize_at_exit`.
-            mpi4py.rc(initialize=False, finalize=False)
-        from mpi4py import MPI
+        module = _load()
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         started = f" although {info.name} started this process ({info.source})" if info else ""
         raise MissingDependencyError(f"MPI cannot be used{started}: {error}; {pip_install('mpi')}") from error
-    module: ModuleType = MPI
     if not module.Is_initialized():
         _initialize(module, info)
         finalize_at_exit(module)
+    return module
+
+
+def _load() -> ModuleType:
+    """Raises ImportError without mpi4py, and RuntimeError without an MPI library."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        # MPI_Init aborts if the library does not fit the launcher; see `finalize_at_exit`.
+        mpi4py.rc(initialize=False, finalize=False)
+    from mpi4py import MPI
+
+    module: ModuleType = MPI
     return module
 
 
@@ -75,24 +102,17 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
-    library, started_by, met = library_of(MPI), launcher_of(info), meeting(info)
-    if fact := started_by.misfit(library, os.environ):
+    library = library_of(MPI)
+    if fact := launcher_of(info).misfit(library, os.environ):
         raise LaunchError(_mismatch(info, library, fact))
     if not is_open_mpi(library):
         spare_reads(info.local_rank, info.local_size)
-    if met is None or started_by.connects(library):
-        with _bounded_init(info):
-            MPI.Init_thread()
-        return
-    member = Member(info, met, Settings.from_env().timeout)
-    with member.environment(), _bounded_init(info, member):
+    with _bounded_init(info):
         MPI.Init_thread()
-    member.end_with_others()
-    guard.others = member
 
 
 @contextlib.contextmanager
-def _bounded_init(info: LauncherInfo, lifeline: Lifeline | None = None) -> Iterator[None]:
+def _bounded_init(info: LauncherInfo) -> Iterator[None]:
     """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
     who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
@@ -105,9 +125,6 @@ def _bounded_init(info: LauncherInfo, lifeline: Lifeline | None = None) -> Itera
             (fd, f"{who} waits in MPI_Init, and a process of this job (pid {pid}) has ended; see the output\n")
             for pid, fd in ends.items()
         ]
-        if lifeline is not None:
-            lost = "a rank of this job has ended or cannot be reached"
-            signs.append((lifeline.fileno(), f"{who} waits in MPI_Init, and {lost}; see the output\n"))
         watchdog = _core.Watchdog(seconds, late, 1, signs)
         try:
             yield
@@ -122,11 +139,6 @@ def check_launcher(MPI: Any) -> None:
     world = MPI.COMM_WORLD
     if info is None or (info.rank, info.size) == (world.rank, world.size):
         return
-    if meeting(info) is not None:
-        raise LaunchError(
-            f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the script has "
-            "imported mpi4py.MPI before distopt.launch.join, which connects the ranks; import it afterwards"
-        )
     raise LaunchError(_mismatch(info, library_of(MPI), f"sees rank {world.rank} of {world.size}"))
 
 

@@ -29,8 +29,7 @@ from ..processes import (
     print_once,
     waitable_children,
 )
-from ..rendezvous.meeting import meeting
-from ..rendezvous.mpi import start_mpi
+from ..rendezvous.mpi import is_mpi_job, start_mpi
 from ..sockets import handle_events
 from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
@@ -88,8 +87,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         if world_size is not None and info is not None and info.size > 1:
             args, world_size = _as_rank(info, world_size, args), None
         if world_size is None:
-            met = meeting(info) if info is not None else None
-            if info is not None and not (met is not None and met.one_host):
+            if info is not None and is_mpi_job(info):
                 start_mpi()
             check_call(fn, (), args)
             fn(*args)

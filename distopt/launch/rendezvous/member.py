@@ -1,4 +1,4 @@
-"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.end_together.server`."""
+"""The ranks of several hosts, where no MPI launcher connects them, come to a server: see `end_together.server`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from functools import partial
 
 from ... import _core
 from ...errors import LaunchError
+from ...settings import Settings
 from ..end_together.lifeline import Lifeline, start_server
-from ..gate import CONNECT_SECONDS, FOR_PMI
+from ..gate import CONNECT_SECONDS
 from ..launchers import LauncherInfo, launcher_of
-from ..processes import environment
-from ..sockets import in_slices, listen
+from ..sockets import in_slices, listen_at_one_of
 from ..stopwatch import GRACE_SECONDS, Deadline
 from .meeting import Meeting
 
 # Then a rank ends itself, if the agents of `distopt run` have not ended it after the failure of another.
 _AGENTS_SECONDS = 3.0
 # Linux gives ports from 32768 on to outgoing connections; services use lower ports than these.
-_FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
+_PORTS, _N_CANDIDATES = range(20_000, 32_000), 8
 
 
 class Member(Lifeline):
-    """A rank's connections to the key-value server of its job; rank 0 starts the server.
+    """A rank's connections to the server of its job; rank 0 starts the server.
 
     Collective.
 
@@ -34,7 +34,6 @@ class Member(Lifeline):
         info: the launcher's view of this process.
         met: how the ranks meet.
         timeout: seconds that the ranks have to join.
-        for_mpi: whether MPICH is to find the other ranks through the server.
 
     Raises:
         LaunchError: rank 0 cannot be reached, refused this rank, or has missed others.
@@ -42,8 +41,7 @@ class Member(Lifeline):
 
     server: subprocess.Popen[bytes] | None = None  # its process, on rank 0
 
-    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float, *, for_mpi: bool = True) -> None:
-        self._for_mpi = for_mpi
+    def __init__(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
         self._has_agents = launcher_of(info).has_agents
         address = met.address
         if info.rank == 0:
@@ -56,41 +54,19 @@ class Member(Lifeline):
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            if for_mpi:
-                self._mpi = stack.enter_context(self._connect(FOR_PMI, timeout))
             self._wait_for_all(Deadline(timeout + GRACE_SECONDS))
             stack.pop_all()
         if self.server is not None:
             # The kernel ends a container, with the server, at the end of its process 1: this one, or its agent.
             _core.exit_after(self.server.pid, self.fileno())
 
-    def environment(self) -> contextlib.AbstractContextManager[None]:
-        """The variables that lead MPI_Init to the server; processes started later must not inherit them."""
-        self._mpi.settimeout(None)
-        variables = {
-            "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
-            "PMI_RANK": str(self._rank),
-            "PMI_SIZE": str(self._size),
-            "MPIR_CVAR_PMI_VERSION": "1",  # srun may offer another
-        }
-        return environment(variables)
-
-    def leave(self) -> None:
-        """This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
-        if self._for_mpi:
-            self._left = True
-        else:
-            super().leave()
-
     def _serve(self, info: LauncherInfo, met: Meeting, timeout: float) -> None:
-        for port in ports(met.key):
-            with contextlib.suppress(OSError):  # taken
-                listener = listen(port, 2 * info.size + 16)
-                break
-        else:
-            tried = ", ".join(map(str, ports(met.key)))
+        listener = listen_at_one_of(ports(met.key), 2 * info.size + 16)
+        if listener is None:
+            tried, allowed = ", ".join(map(str, ports(met.key))), Settings.from_env().ports
             raise LaunchError(
                 f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
+                + (", or give a wider range in DISTOPT_PORTS" if allowed else "")
             )
         with listener:
             self.server = start_server(listener, met.key, info.size, timeout, speaks=not self._has_agents)
@@ -112,6 +88,9 @@ class Member(Lifeline):
 
 
 def ports(key: bytes) -> list[int]:
-    """The TCP ports that may serve the job with this key; rank 0 takes the first that is free."""
+    """The TCP ports that may serve the job with this key, in `DISTOPT_PORTS`; rank 0 takes the first that is free."""
+    allowed = Settings.from_env().ports or _PORTS
     numbers = struct.unpack(f"!{_N_CANDIDATES}I", hashlib.sha256(b"distopt ports " + key).digest()[: 4 * _N_CANDIDATES])
-    return [_FIRST_PORT + number % _N_PORTS for number in numbers]
+    if len(allowed) <= _N_CANDIDATES:
+        return [allowed[(numbers[0] + i) % len(allowed)] for i in range(len(allowed))]
+    return list(dict.fromkeys(allowed[number % len(allowed)] for number in numbers))

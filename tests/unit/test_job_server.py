@@ -1,7 +1,8 @@
-"""The key-value server of MPICH's ranks: its answers, its refusals, and its reports of lost ranks."""
+"""The server of a job: its refusals, and its reports of lost ranks."""
 
 import contextlib
 import os
+import re
 import socket
 import threading
 
@@ -9,11 +10,10 @@ import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch.end_together.server import Server
-from distopt.launch.gate import proof
 from distopt.launch.launchers import LauncherInfo
-from distopt.launch.rendezvous import pmi
+from distopt.launch.rendezvous import member as member_module
 from distopt.launch.rendezvous.meeting import Meeting
-from distopt.launch.rendezvous.pmi import Member, ports
+from distopt.launch.rendezvous.member import Member, ports
 
 KEY = os.getpid().to_bytes(32, "big")  # determines the ports: other workers have others
 
@@ -24,28 +24,8 @@ class Rank(Member):
     def _serve(self, info, place, timeout):
         del info, place, timeout
 
-    def say(self, line):
-        self._mpi.sendall(line.encode() + b"\n")
-
-    def ask(self, line):
-        self.say(line)
-        return self.hear()
-
-    def hear(self):
-        heard = b""
-        while not heard.endswith(b"\n"):
-            part = self._mpi.recv(1)
-            if not part:
-                return None
-            heard += part
-        return heard.decode()[:-1]
-
     def told(self):
         return self._read_line()
-
-    def hang_up(self):
-        self._mpi.close()
-        self.close()
 
 
 def member(rank, size=2, key=KEY, timeout=60.0):
@@ -86,31 +66,29 @@ def join(size=2):
     return [joined[rank] for rank in range(size)]
 
 
-def test_ranks_exchange_values():
+def test_the_job_goes_on_until_all_have_left():
     with served():
         ranks = join()
-        for rank, one in enumerate(ranks):
-            assert one.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init pmi_version=1")
-            assert one.ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
-            # No other key has this name: MPICH's files of two jobs on one host would be the same.
-            name = proof(KEY, b"name")[:8].hex()
-            assert one.ask("cmd=get_my_kvsname") == f"cmd=my_kvsname kvsname=distopt_{name} rc=0"
-            assert one.ask(f"cmd=put kvsname=distopt key=card-{rank} value=a={rank}/b") == "cmd=put_result rc=0"
-        ranks[0].say("cmd=barrier_in")
-        ranks[0]._mpi.settimeout(0.2)
+        ranks[0].leave()
+        ranks[0].close()  # no failure
+        ranks[1]._link.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            ranks[0].hear()
-        ranks[0]._mpi.settimeout(60.0)
-        ranks[1].say("cmd=barrier_in")
-        assert [one.hear() for one in ranks] == ["cmd=barrier_out rc=0"] * 2
-        assert ranks[0].ask("cmd=get kvsname=distopt key=card-1") == "cmd=get_result rc=0 value=a=1/b"
-        assert ranks[0].ask("cmd=get kvsname=distopt key=none") == "cmd=get_result rc=-1"
-        assert ranks[0].ask("cmd=frobnicate") == "cmd=frobnicate rc=-1"
-        assert ranks[0].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[0].hang_up()  # after MPI_Finalize: no failure
-        assert ranks[1].ask("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
-        assert ranks[1].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[1].hang_up()
+            ranks[1].told()
+        ranks[1].leave()
+        ranks[1]._link.settimeout(60.0)
+        with pytest.raises(ConnectionResetError):  # the server has ended
+            ranks[1].told()
+        ranks[1].close()
+
+
+def test_a_rank_that_ends_before_it_has_left_is_named(capfd):
+    with served():
+        ranks = join()
+        ranks[1].close()
+        said = rf"rank 1 on .* \(pid {os.getpid()}\) has ended before the others; see its output"
+        assert re.fullmatch(rf"end 1 -1 {said}", ranks[0].told())
+        ranks[0].close()
+    assert re.fullmatch(rf"{said}\n", capfd.readouterr().err)
 
 
 def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
@@ -120,16 +98,7 @@ def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
         assert ranks[0].told() == "end 7 -1 "
         assert capfd.readouterr().err == ""
         for one in ranks:
-            one.hang_up()
-
-
-def test_abort_carries_the_exit_code():
-    with served():
-        ranks = join()
-        ranks[1].say("cmd=abort exitcode=7")
-        assert ranks[0].told() == "end 7 -1 "
-        for one in ranks:
-            one.hang_up()
+            one.close()
 
 
 def test_strangers_do_no_harm():
@@ -139,18 +108,17 @@ def test_strangers_do_no_harm():
         for i, stranger in enumerate(strangers[40:]):
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * (10 * i))
         ranks = join()
-        assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
         for one in (*ranks, *strangers):
-            one.hang_up() if isinstance(one, Rank) else one.close()
+            one.close()
 
 
 def test_another_job_does_not_get_in(monkeypatch):
-    monkeypatch.setattr(pmi, "ports", lambda key: ports(KEY))
+    monkeypatch.setattr(member_module, "ports", lambda key: ports(KEY))
     with served():
         with pytest.raises(LaunchError, match=r"rank 1 of 2 on .* found no rank 0 at localhost \(NODES=localhost\)"):
             member(1, key=bytes(32), timeout=0.3)
         for one in join():
-            one.hang_up()
+            one.close()
 
 
 def test_wrong_numbers_are_refused_with_the_reason():
@@ -161,7 +129,7 @@ def test_wrong_numbers_are_refused_with_the_reason():
         with pytest.raises(LaunchError, match=r"rank 2 on .* expects 3 ranks, rank 0 expects 2"):
             member(2, 3)
         for one in ranks:
-            one.hang_up()
+            one.close()
 
 
 def test_rank_that_never_comes_is_named():
