@@ -17,7 +17,7 @@ import time
 from distopt.cli.values import at_least
 from distopt.errors import DistoptError
 
-from .networks.emulation import LINK, TwoHosts, two_hosts
+from .networks.emulation import TwoHosts, two_hosts
 from .output import import_this_checkout
 
 RANKS_PER_HOST = 2
@@ -37,7 +37,7 @@ def by_mpiexec(net: TwoHosts, script: str) -> list[list[str]]:
 def by_distopt_run(net: TwoHosts, script: str) -> list[list[str]]:
     run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", str(RANKS_PER_HOST)]
     line = [*run, "--rdzv-endpoint", f"{net.hosts[0].address}:29400", script]
-    return [host.inside(["env", "UCX_TLS=tcp,self", f"UCX_NET_DEVICES={LINK}", *line]) for host in net.hosts]
+    return [host.inside(line) for host in net.hosts]
 
 
 def seconds(commands: list[list[str]]) -> float:

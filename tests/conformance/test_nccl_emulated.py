@@ -1,5 +1,6 @@
 """The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
 
+import os
 import threading
 import time
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distopt.comm import create
 from distopt.errors import UsageError
 from tests.emulation import activate, build
 from tests.parts import values_beside
 
 from .checks import CHECKS
 from .nccl_ranks import connect, emulated_checks
-from .ranks import LocalJob, Outcome, run_ranks, run_ranks_ok, with_ranks
+from .ranks import HostsOfOneMachine, LocalJob, Outcome, run_ranks, run_ranks_ok, with_ranks
 from .scenes import interrupt
 
 
@@ -54,6 +56,19 @@ def test_ranks_use_the_gpus_that_they_are_given(job: LocalJob) -> None:
     array = comm.xp.full(5, job.topology.rank)
     comm.all_reduce(array).wait()
     assert (comm.device_id, array.data.device_id, array.get().tolist()) == (device, device, [3.0] * 5)
+    comm.close()
+
+
+@with_ranks(4)
+def test_ranks_of_several_hosts_without_mpi_use_their_gpus_and_no_ucx(job: LocalJob) -> None:
+    """The kind of the job does not depend on the transport."""
+    activate()
+    os.environ["DISTOPT_DEVICE"] = "cuda"
+    comm = create(HostsOfOneMachine(job, 2))
+    array = comm.xp.full(1001, job.topology.rank)
+    comm.all_reduce(array).wait()
+    assert (comm.name, set(array.get().tolist()), set(comm.topology.hosts)) == ("nccl", {6.0}, {"host0", "host1"})
+    assert "libucp" not in Path("/proc/self/maps").read_text()
     comm.close()
 
 

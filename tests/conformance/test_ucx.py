@@ -7,13 +7,23 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from distopt.comm.base import Communicator
+from distopt.comm.net import ucx
 from distopt.comm.net.ucx import communicator_over_ucx, library
-from distopt.errors import CommunicatorError, DistoptError, MismatchError, PeerLostError, StalledError, UsageError
+from distopt.errors import (
+    CommunicatorError,
+    DistoptError,
+    LaunchError,
+    MismatchError,
+    PeerLostError,
+    StalledError,
+    UsageError,
+)
 from distopt.settings import Settings
 
 from .ranks import (
@@ -299,9 +309,19 @@ def join_with(job: LocalJob, variables: dict[str, str]) -> str:
 )
 def test_a_rank_that_cannot_use_ucx_is_named_on_all(variables: dict[str, str], text: str) -> None:
     first, second = run_ranks_ok(join_with, 2, variables)
-    assert text in second
-    assert "rank 1" in first
-    assert text in first
+    assert first == second
+    assert f"UCX cannot connect the hosts: rank 1 (host1): {text}" in first
+    assert "or start the script with mpiexec" in first
+
+
+@with_ranks(3)
+def test_ranks_with_different_versions_of_ucx_are_named_on_all(job: LocalJob) -> None:
+    jobs = jobs_of(job)
+    if job.topology.rank == 1:
+        ucx._worker = lambda *_: SimpleNamespace(version="1.2.3", address=b"")  # type: ignore[attr-defined]
+    expected = r"different versions of UCX: \S+ on ranks 0, 2 \(host0, host2\), 1.2.3 on rank 1 \(host1\); pip install"
+    with pytest.raises(LaunchError, match=expected):
+        communicator_over_ucx(jobs)
 
 
 # -- what else is the process's own ----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ ROOMS = {
     "distopt/torch": "torch/test_[!te]*",
     "distopt/launch": "ranks/test_run.py ranks/test_habits* ranks/test_causes* ranks/test_launchers* ranks/test_heal* "
     "unit/test_env* unit/test_launch* unit/test_meeting* unit/test_nodes* unit/test_rendezvous* unit/test_relay* "
-    "unit/test_supervision* unit/test_siblings* unit/test_pmi* unit/test_run* ranks/test_mpi.py",
+    "unit/test_supervision* unit/test_siblings* unit/test_job* unit/test_run* ranks/test_mpi.py",
     "distopt/checkpoint": "unit/test_checkpoint* unit/test_memory* unit/test_preemption* unit/test_state* "
     "ranks/test_checkpoint* ranks/test_preemption* torch/test_checkpoint*",
     "csrc/shm": WIRE,

@@ -44,6 +44,11 @@ class Way:
     backend: str = ""
     most_wire: float = MOST_WIRE
 
+    @property
+    def by_mpi(self) -> bool:
+        """Whether MPI connects the ranks."""
+        return "mpiexec" in self.command or "--mpi=pmi2" in self.command
+
 
 _ON_TWO = "--nodes=2 --ntasks-per-node=PER_NODE"
 _ONE_AGENT_EACH = "srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=PER_NODE"
@@ -156,12 +161,11 @@ def small_mnist(source: str | None, folder: Path) -> Path:
     return folder
 
 
-def environment(data: Path) -> dict[str, str]:
+def environment(data: Path, *, by_mpi: bool = False) -> dict[str, str]:
     """Of all jobs. The two nodes share a kernel, and MPI would find the ways past the wire."""
     return {
+        **({"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK} if by_mpi else {}),
         "DISTOPT_DATA_DIR": str(data),
-        "UCX_TLS": "tcp,self",
-        "UCX_NET_DEVICES": LINK,
         "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -198,7 +202,9 @@ def try_way(cluster: Cluster, way: Way, data: Path, ranks: int) -> Outcome:
     here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', way.name)}-{ranks}"
     here.mkdir(parents=True)
     before, began = cluster.bytes_sent(), time.monotonic()
-    done = cluster.run(ours(way.command, here, ranks, way.nodes, OPTIONS), env=environment(data), timeout=SECONDS)
+    done = cluster.run(
+        ours(way.command, here, ranks, way.nodes, OPTIONS), env=environment(data, by_mpi=way.by_mpi), timeout=SECONDS
+    )
     seconds, after = time.monotonic() - began, cluster.bytes_sent()
     logs = sorted([*here.glob("*.out"), *here.glob("submitit/*_log.out"), *here.glob("submitit/*_log.err")])
     output = done.stdout + "".join(log.read_text() for log in logs)

@@ -1,4 +1,4 @@
-"""Collectives over several hosts with several ranks each: shared memory inside a host, MPI between hosts.
+"""Collectives over several hosts with several ranks each: shared memory inside a host, a network between hosts.
 
 An all_reduce above `by_host_above_bytes` runs in three stages: every rank reduces its slice over the ranks of its host,
 then over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So the
@@ -17,13 +17,12 @@ from typing import Any, ClassVar
 
 from ...errors import UsageError
 from ...launch.job.base import Job
-from ...launch.job.mpi import MpiJob
 from ...launch.job.topology import Topology
 from ...settings import Settings
 from ..base import Array
 from ..shm import ShmCommunicator
 from .communicator import NetCommunicator
-from .mpi import MpiNetwork
+from .mpi import MpiNetwork, job_of_mpi
 from .network import Network, Peers
 
 
@@ -37,12 +36,9 @@ class HierarchicalCommunicator(NetCommunicator):
 
     @classmethod
     def create(cls, job: Job) -> HierarchicalCommunicator:
-        """Collective. Build the communicator of `job`, which must be one of mpiexec."""
-        if not isinstance(job, MpiJob):
-            raise UsageError(
-                f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
-            )
-        return cls(job, MpiNetwork(job))
+        """Collective. Build the communicator of `job`, which must be one of MPI; for others, see `comm.net.ucx`."""
+        of_mpi = job_of_mpi(job, cls.name)
+        return cls(of_mpi, MpiNetwork(of_mpi))
 
     def __init__(self, job: Peers, network: Network, settings: Settings | None = None) -> None:
         """Collective. See `NetCommunicator`."""

@@ -79,12 +79,8 @@ class MpiCommunicator(NetCommunicator):
 
     @classmethod
     def create(cls, job: Job) -> MpiCommunicator:
-        """Collective. Build the communicator of `job`, which must be one of mpiexec."""
-        if not isinstance(job, MpiJob):
-            raise UsageError(
-                f"transport {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec"
-            )
-        return cls(job)
+        """Collective. Build the communicator of `job`, which must be one of MPI."""
+        return cls(job_of_mpi(job, cls.name))
 
     def __init__(
         self,
@@ -96,6 +92,20 @@ class MpiCommunicator(NetCommunicator):
     ) -> None:
         """Collective. See `NetCommunicator`; the default network is a new one of the job."""
         super().__init__(job, network or MpiNetwork(job), inline_bytes=inline_bytes, chunk_bytes=chunk_bytes)
+
+
+def job_of_mpi(job: Job, transport: str) -> MpiJob:
+    """Local. `job`, as the transport needs it.
+
+    Raises:
+        UsageError: MPI does not connect its ranks.
+    """
+    if not isinstance(job, MpiJob):
+        raise UsageError(
+            f"transport {transport!r} needs ranks that MPI connects, and no MPI launcher started these (this is a "
+            f"{type(job).__name__}); start the script with mpiexec, or unset DISTOPT_TRANSPORT"
+        )
+    return job
 
 
 def _source_offset(mpi: Any) -> int:
