@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
-from benchmarks.networks.emulation import LINK, Host, HostsUnavailableError, bring_up, namespaces, require_tools, wait_for_link
+from benchmarks.networks.emulation import (
+    LINK,
+    Host,
+    HostsUnavailableError,
+    bring_up,
+    namespaces,
+    require_tools,
+    wait_for_link,
+)
 
 from .forked import CONTEXT, Place
 
