@@ -9,6 +9,7 @@
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_UCX_LIBRARY` | | path of the libucp.so.0 to load instead of the installed wheel's |
+| `DISTOPT_STREAMS` | 1 | connections between any two ranks over UCX, 1 to 16; equal on all ranks |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
 | `DISTOPT_HASH` | | hashes after every step, for `distopt diff`: `every`, beside checkpoints, or a folder |
@@ -26,6 +27,7 @@ from difflib import get_close_matches
 
 from .errors import UsageError
 
+MOST_STREAMS = 16
 OLD_TRANSPORT = "DISTOPT_BACKEND"  # the name of DISTOPT_TRANSPORT before 0.1; for one version
 
 
@@ -39,6 +41,7 @@ class Settings:
     sum_order: str = "auto"
     device: str = "auto"
     nccl_library: str | None = None
+    streams: int = 1
     flight_records: int = 256
     flight_folder: str | None = None
     hash: str | None = None
@@ -62,6 +65,7 @@ class Settings:
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
+            streams=_streams(env),
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             hash=env.get("DISTOPT_HASH") or None,
@@ -100,6 +104,13 @@ def _count(env: Mapping[str, str], name: str, default: str) -> int:
     text = env.get(name, default)
     if not text.isdecimal() or len(text) > 6:
         raise UsageError(f"{name}={text!r} is not a number from 0 to 999999")
+    return int(text)
+
+
+def _streams(env: Mapping[str, str]) -> int:
+    text = env.get("DISTOPT_STREAMS", "1")
+    if not (text.isdecimal() and len(text) < 3 and 1 <= int(text) <= MOST_STREAMS):
+        raise UsageError(f"DISTOPT_STREAMS={text!r} is not a number from 1 to {MOST_STREAMS}")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 #include <numeric>
@@ -19,6 +20,10 @@ using Clock = std::chrono::steady_clock;
 // Time between two turns of the network while a kernel computes: 10 Gbit/s carry 125 kB in it, far less than a socket's
 // buffer holds.
 constexpr double tick_seconds = 1e-4;
+// With nothing to move for so long, a wait sleeps where the transport can: a busy wait would take the core from other
+// ranks, and a system that shares cores fairly would then keep it from this one.
+double spin_seconds = std::getenv("SPIN") ? std::atof(std::getenv("SPIN")) : 5e-5;
+constexpr double sleep_seconds = 5e-3;
 // The longest wait before Python can look for signals.
 constexpr double longest_wait_seconds = 0.1;
 
@@ -60,7 +65,7 @@ Listening& listening() {
 }  // namespace
 
 NetCommunicator::NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes,
-                                 std::size_t inline_bytes, std::size_t chunk_bytes)
+                                 std::size_t inline_bytes, std::size_t chunk_bytes, bool is_far)
     : processes_(std::move(processes)),
       transport_(std::move(transport)),
       context_{*transport_,
@@ -69,6 +74,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<Transport> transport, int rank,
                processes_,
                inline_bytes,
                chunk_bytes,
+               is_far,
                everyone(rank, processes_.size()),
                two_hosts(rank, processes_)} {
   Listening& all = listening();
@@ -160,8 +166,10 @@ bool NetCommunicator::wait_on(const NetCollective& collective, double quiet_seco
     const Clock::time_point now = Clock::now();
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
-    // Where ranks outnumber cores, this gives the core to one that has work.
-    ::sched_yield();
+    if (seconds_between(moved_, now) > spin_seconds)
+      transport_->sleep(sleep_seconds);
+    else
+      ::sched_yield();  // where ranks outnumber cores, this gives the core to one that has work
   }
 }
 

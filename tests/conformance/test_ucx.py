@@ -80,7 +80,7 @@ def give_up(job: LocalJob) -> str:
     if job.topology.rank == 2:
         job.all_gather(b"")
     with pytest.raises(StalledError) as info:
-        comm.all_reduce(np.zeros(3)).wait(0.2 if job.topology.rank == 0 else None)
+        comm.all_reduce(np.zeros(100_000)).wait(0.2 if job.topology.rank == 0 else None)
     for _ in range(2 - job.topology.rank):
         job.all_gather(b"")
     return str(info.value)
