@@ -233,6 +233,8 @@ void bind_net(nb::module_& m) {
           },
           nb::arg("number"), nb::arg("rank"), nb::arg("addresses"), nb::arg("streams") = 1,
           "See UcxWorker in csrc/net/ucx.h.")
+      .def_prop_ro("longest_round_trip", &UcxWorker::longest_round_trip, nb::call_guard<WithoutGil>(),
+                   "In seconds, as measured by the operating system; see UcxWorker in csrc/net/ucx.h.")
       .def("stop", &UcxWorker::stop, nb::call_guard<WithoutGil>(), "End its thread; before the process ends.");
   nb::class_<NetCommunicator> communicator(
       m, "NetCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());

@@ -1,8 +1,11 @@
 #include "net/ucx.h"
 
 #include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -368,6 +371,18 @@ void UcxWorker::begin_to_move() {
   ++n_under_way_;
   moved_ns_ = now_ns();
   if (sleeps_) wanted_.notify_all();
+}
+
+double UcxWorker::longest_round_trip() {
+  const auto lock = entered();
+  std::uint32_t longest_us = 0;
+  for_each_watched(event_, [&longest_us](int socket) {
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    const bool is_known = ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 && info.tcpi_min_rtt != ~0U;
+    if (is_known) longest_us = std::max(longest_us, info.tcpi_min_rtt);
+  });
+  return longest_us * 1e-6;
 }
 
 void UcxWorker::sleep(double seconds) {

@@ -38,6 +38,9 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   // any two. `number` is equal on all of them, and belongs to no other channel of any.
   std::unique_ptr<Transport> open(std::uint64_t number, int rank, const std::vector<std::string>& addresses,
                                   int streams);
+  // The longest time there and back, in seconds, that the operating system has measured on any connection; 0 if it has
+  // measured none. It counts no time in which a process waits for a core.
+  double longest_round_trip();
   // Hands all that was sent to the operating system, and ends the thread. To be called before the process ends.
   void stop();
 

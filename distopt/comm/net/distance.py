@@ -18,12 +18,13 @@ _PING, _NEAR, _FAR = range(3)
 _TAG = 0
 
 
-def is_far(transport: _core.Transport, job: Peers) -> bool:
+def is_far(job: Peers, transport: _core.Transport, worker: _core.UcxWorker) -> bool:
     """Collective. Whether a short message from the first rank to another one, and back, takes long.
 
     Args:
-        transport: between the ranks of `job`; carries nothing else.
         job: whose ranks are meant. One in their midst may be nearer to all than they are to each other, by half.
+        transport: between the ranks of `job`; carries nothing else.
+        worker: makes the connections of this process.
 
     Raises:
         LaunchError: a rank does not answer, or has ended.
@@ -43,7 +44,8 @@ def is_far(transport: _core.Transport, job: Peers) -> bool:
             nearest[other] = min(nearest[other], moment - begin)
         if all(seconds < _FAR_SECONDS for seconds in nearest.values()):
             break
-    far = any(seconds >= _FAR_SECONDS for seconds in nearest.values())
+    # Where processes wait for a core, any message may take long.
+    far = worker.longest_round_trip >= _FAR_SECONDS and any(each >= _FAR_SECONDS for each in nearest.values())
     talk.send(_FAR if far else _NEAR, others)
     return far
 

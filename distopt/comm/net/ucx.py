@@ -91,7 +91,7 @@ class UcxNetwork:
         self._addresses = [bytes.fromhex(address) for address in addresses]
         self._n_open = 0
         self._pid = os.getpid()
-        self.is_far = is_far(self.open(), job)
+        self.is_far = is_far(job, self.open(), self._worker)
         streams_chunks = self.is_far or self._streams > 1
         self.chunk_bytes = _FAR_CHUNK_BYTES if streams_chunks else _NEAR_CHUNK_BYTES
 
