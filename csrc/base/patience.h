@@ -47,11 +47,13 @@ constexpr std::chrono::milliseconds check_period{20};
 constexpr double yield_seconds = 0.01;
 constexpr double longest_sleep_seconds = 1e-3;
 
+inline double sleep_seconds(double quiet_seconds) { return std::min(longest_sleep_seconds, quiet_seconds / 100); }
+
 inline void pause(double quiet_seconds) {
   if (quiet_seconds < yield_seconds)
     ::sched_yield();
   else
-    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(longest_sleep_seconds, quiet_seconds / 100)));
+    std::this_thread::sleep_for(std::chrono::duration<double>(sleep_seconds(quiet_seconds)));
 }
 
 // -- speaking ---------------------------------------------------------------------------------------------------------

@@ -250,6 +250,8 @@ void bind_net(nb::module_& m) {
            nb::arg("quiet_seconds"),
            "Wait until the collective has ended, nothing has moved for that long, or 0.1 s have passed; return whether "
            "it has ended.")
+      .def("pause", &NetCommunicator::pause, nb::call_guard<WithoutGil>(), nb::arg("quiet_seconds"),
+           "Sleep between two turns of a wait in which nothing has moved for that long.")
       .def_prop_ro("quiet_seconds", &NetCommunicator::quiet_seconds, "For how long nothing has moved.")
       .def("check_patience", &check_patience, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
            "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")

@@ -24,6 +24,8 @@ class NetCollective {
   virtual void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier collective uses its arrays.
   virtual void begin();
+  // Whether it goes on only when the network has moved.
+  virtual bool awaits_network() const { return true; }
   // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();
   // How many tags it uses: one for the announcement, two for each flow, one for the slices of a RidingSum.

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/patience.h"
 #include "base/tick.h"
 
 namespace distopt::net {
@@ -22,8 +23,7 @@ constexpr double tick_seconds = 1e-4;
 // With nothing to move for so long, as between hosts far apart, a wait sleeps where the transport can: a busy wait would
 // take the core from other processes, and a system that shares cores fairly would then keep it from this one when data
 // arrive. Nearby, data arrive sooner, and to wake up takes longer than to wait for them.
-constexpr double spin_seconds = 2e-3;
-constexpr double sleep_seconds = 5e-3;
+double spin_seconds = std::getenv("XSPIN") ? atof(std::getenv("XSPIN")) * 1e-6 : 1e-4;
 // The longest wait before Python can look for signals.
 constexpr double longest_wait_seconds = 0.1;
 
@@ -164,13 +164,25 @@ bool NetCommunicator::wait_on(const NetCollective& collective, double quiet_seco
     advance();
     if (collective.finished()) return true;
     const Clock::time_point now = Clock::now();
-    if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
-      return false;
-    if (seconds_between(moved_, now) > spin_seconds)
-      transport_->sleep(sleep_seconds);
-    else
-      ::sched_yield();  // where ranks outnumber cores, this gives the core to one that has work
+    const double quiet = seconds_between(moved_, now);
+    if (quiet > quiet_seconds || seconds_between(began, now) > longest_wait_seconds) return false;
+    // Where ranks outnumber cores, this gives the core to one that has work.
+    if (quiet < spin_seconds || !awaits_network() || !transport_->rest(quiet_seconds - quiet)) ::sched_yield();
   }
+}
+
+void NetCommunicator::pause(double quiet_seconds) {
+  bool rests = false;
+  if (quiet_seconds >= yield_seconds) {
+    const auto turn = turn_.of_helper();
+    rests = turn && awaits_network();
+  }
+  if (!rests || !transport_->rest(sleep_seconds(quiet_seconds))) distopt::pause(quiet_seconds);
+}
+
+bool NetCommunicator::awaits_network() const {
+  return std::all_of(queue_.begin(), queue_.end(),
+                     [](const auto& one) { return one->finished() || one->awaits_network(); });
 }
 
 double NetCommunicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }

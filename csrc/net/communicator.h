@@ -55,6 +55,8 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   bool wait(const NetCollective& collective, double quiet_seconds);
   // Continues such a wait.
   bool wait_on(const NetCollective& collective, double quiet_seconds);
+  // For any thread: sleeps between two turns of a wait.
+  void pause(double quiet_seconds);
   // The time since something moved last.
   double quiet_seconds() const;
 
@@ -80,6 +82,8 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   static void move_all();
   void move_if_idle();
 
+  // Whether all that is under way goes on only when the network has moved.
+  bool awaits_network() const;
   void advance();
   void move();
   void advance(NetCollective& collective);

@@ -41,6 +41,11 @@ void HierarchicalCollective::begin() {
   announce(rest_, rest_count_ * item_bytes(arguments().dtype));
 }
 
+bool HierarchicalCollective::awaits_network() const {
+  return std::none_of(sections_.begin(), sections_.end(),
+                      [](const Section& section) { return section.running && section.stage != 1; });
+}
+
 bool HierarchicalCollective::advance() {
   if (finished()) return true;
   bool ended = agree();

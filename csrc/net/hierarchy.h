@@ -33,6 +33,7 @@ class HierarchicalCollective : public NetCollective {
 
   void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag) override;
   void begin() override;
+  bool awaits_network() const override;
   bool advance() override;
   std::uint64_t tags() const override { return 2 + tags_of_section * sections_.size(); }
 

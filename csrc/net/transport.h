@@ -30,8 +30,8 @@ class Transport {
   virtual int probe(int tag) = 0;
   // Moves bytes, as nothing else does; returns whether anything has ended.
   virtual bool poll() = 0;
-  // Sleeps until bytes may move, where the network can tell; at most that long.
-  virtual void sleep(double) {}
+  // Sleeps until bytes may have come, at most so long; false, and at once, if they would not wake it.
+  virtual bool rest(double) { return false; }
   // Hands all that was sent to the operating system, which delivers it after the end of this process. Waits a moment.
   virtual void flush() {}
   // Ranks that can no longer be reached, as far as the network knows.

@@ -27,8 +27,6 @@ constexpr std::uint64_t rank_mask = ((std::uint64_t{1} << rank_bits) - 1) << tag
 
 // The thread begins to move bytes when no rank has for so long, and looks again after as long.
 constexpr std::int64_t unattended_ns = 500'000;
-// The same while a rank sleeps until bytes may move.
-constexpr std::int64_t slept_ns = 2'000'000;
 // It looks at least so often whether the worker stops.
 constexpr int longest_poll_ms = 10;
 // With nothing under way and nothing begun for so long, it sleeps until something begins.
@@ -224,7 +222,10 @@ class UcxTransport final : public Transport {
     return any;
   }
 
-  void sleep(double seconds) override { worker_->sleep(seconds); }
+  bool rest(double seconds) override {
+    worker_->rest(seconds);
+    return true;
+  }
 
   void flush() override {
     const auto lock = worker_->entered();
@@ -258,6 +259,7 @@ class UcxTransport final : public Transport {
     one.status = status;
     one.is_lost = ucx::is_connection_failure(status);
     --one.worker->n_under_way_;
+    one.worker->has_ended_ = true;
     one.worker->api_.request_free(request);
   }
 
@@ -354,8 +356,11 @@ std::unique_lock<std::mutex> UcxWorker::entered() {
 }
 
 void UcxWorker::progress() {
+  has_ended_ = false;
   while (api_.worker_progress(worker_) != 0) {
   }
+  // It may be what another thread waits for, and the bytes that would have woken it are gone.
+  if (has_ended_ && resting_ != 0) api_.worker_signal(worker_);
 }
 
 void UcxWorker::finish(const std::vector<void*>& requests) {
@@ -385,15 +390,17 @@ double UcxWorker::longest_round_trip() {
   return longest_us * 1e-6;
 }
 
-void UcxWorker::sleep(double seconds) {
-  {
-    const auto lock = entered();
-    if (api_.worker_arm(worker_) != ucx::ok) return;  // something has happened already
-  }
-  sleepers_.fetch_add(1, std::memory_order_relaxed);
+void UcxWorker::rest(double seconds) {
+  auto lock = entered();
+  if (api_.worker_arm(worker_) != ucx::ok) return;  // there is something to do
+  ++resting_;
+  lock.unlock();
   pollfd waited{event_, POLLIN, 0};
-  ::poll(&waited, 1, static_cast<int>(seconds * 1e3));
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  const auto ns = static_cast<std::int64_t>(seconds * 1e9);
+  const timespec longest{ns / 1'000'000'000, ns % 1'000'000'000};
+  ::ppoll(&waited, 1, &longest, nullptr);
+  lock.lock();
+  --resting_;
   attended_ns_.store(now_ns(), std::memory_order_relaxed);
 }
 
@@ -412,8 +419,7 @@ void UcxWorker::move_unattended() {
       sleeps_ = false;
       continue;
     }
-    const std::int64_t patience_ns = sleepers_.load(std::memory_order_relaxed) == 0 ? unattended_ns : slept_ns;
-    if (now_ns() - attended_ns_.load(std::memory_order_relaxed) > patience_ns) {
+    if (resting_ == 0 && now_ns() - attended_ns_.load(std::memory_order_relaxed) > unattended_ns) {
       progress();
       lock.unlock();
       tick();  // the communicators send and reduce what may follow
@@ -426,7 +432,7 @@ void UcxWorker::move_unattended() {
         continue;
       }
     }
-    wanted_.wait_for(lock, std::chrono::nanoseconds(patience_ns));
+    wanted_.wait_for(lock, std::chrono::nanoseconds(unattended_ns));
   }
 }
 

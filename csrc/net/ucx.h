@@ -56,8 +56,8 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   void finish(const std::vector<void*>& requests);  // waits for them, a moment, and frees them
   void begin_to_move();
 
-  // Without it. Until bytes may move, or so long.
-  void sleep(double seconds);
+  // Without it. Sleeps until bytes may move, at most so long.
+  void rest(double seconds);
 
   void move_unattended();
   void check(ucx::Status status, const char* action) const;
@@ -74,9 +74,10 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   std::thread thread_;
   std::condition_variable wanted_;            // by the thread, which sleeps while nothing moves
   bool sleeps_ = false, stops_ = false;       // the thread
-  std::atomic<int> sleepers_{0};              // ranks that wait for bytes
   std::atomic<std::int64_t> attended_ns_{0};  // when a rank called UCX last
   std::size_t n_under_way_ = 0;               // requests of all channels
+  bool has_ended_ = false;                    // one of them, in the last progress
+  int resting_ = 0;                           // threads in rest()
   std::int64_t moved_ns_ = 0;                 // when a request began last
   std::int64_t marked_ns_ = 0;                // when the thread looked last for new sockets
   const ForkGuard fork_guard_;

@@ -96,6 +96,7 @@ constexpr std::uint32_t close_by_force = 1 << 0;
   X(worker_progress, ucp_worker_progress, unsigned, (Worker*))                                                     \
   X(worker_get_efd, ucp_worker_get_efd, Status, (Worker*, int*))                                                   \
   X(worker_arm, ucp_worker_arm, Status, (Worker*))                                                                 \
+  X(worker_signal, ucp_worker_signal, Status, (Worker*))                                                           \
   X(ep_create, ucp_ep_create, Status, (Worker*, const EndpointParams*, Endpoint**))                                \
   X(ep_close, ucp_ep_close_nbx, void*, (Endpoint*, const RequestParams*))                                          \
   X(ep_flush, ucp_ep_flush_nbx, void*, (Endpoint*, const RequestParams*))                                          \

@@ -143,7 +143,7 @@ class Waits:
         asks = [warn_at - answer, timeout - answer]
         while not move():
             waited = clock.seconds()
-            _core.pause(quiet(waited))
+            self.core.pause(quiet(waited))
             asks_now = bool(asks) and waited > asks[0]
             if asks_now:
                 asks.pop(0)
