@@ -236,6 +236,8 @@ def _interface(job: Peers, endpoint: str) -> str:
     own = own_addresses()
     route = route_to(endpoint) if endpoint else ""
     offers = job.exchange(route or next(iter(own), ""))
+    if not any(offers):  # containers of one machine that share its network, which has nothing but the loopback
+        return "lo"
     abroad = [offer for rank, offer in enumerate(offers) if rank not in job.local_ranks and offer not in ("", *own)]
     address = route or route_to(abroad[0] if abroad else "") or offers[job.topology.rank]
     for name, known in own_interfaces():
