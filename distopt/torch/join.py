@@ -1,8 +1,7 @@
-"""How the ranks of a process group are connected: through shared memory on a host, and PyTorch's Gloo between hosts."""
+"""How the ranks of a process group are connected: through shared memory on a host, and UCX between hosts."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,15 +14,11 @@ from ..comm import begin_recording
 from ..comm.net.ucx import communicator_over_ucx
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
-from ..errors import DistoptError, LaunchError
-from ..launch.addresses import own_addresses, route_to
+from ..errors import DistoptError
 from ..launch.job.multiprocess import refuse_worker
-from ..launch.job.topology import Topology
 from ..settings import Settings
 from .group.arguments import check_timeout
 from .group.process_group import DistoptProcessGroup
-from .hosts.communicator import HostsCommunicator
-from .hosts.gloo import Gloo
 from .phases import record_phases
 from .store_job import StoreJob
 
@@ -86,7 +81,8 @@ def connected(
             CPU).
 
     Raises:
-        LaunchError: a rank did not come.
+        LaunchError: a rank did not come, or cannot use UCX, which the ranks of several hosts need.
+        MissingDependencyError: this rank has no UCX, and needs it.
     """
     refuse_worker(_endpoint_of(store))
     job = StoreJob(store, rank, ranks, seconds)
@@ -108,43 +104,12 @@ def connected(
 
 def _on_cpus(store: dist.Store, job: StoreJob) -> Communicator:
     """Collective. The communicator of a job for arrays on the CPU."""
-    if Settings.from_env().transport == "ucx" and not job.topology.single_host:
-        return communicator_over_ucx(job, _endpoint_of(store)[0], _limits(job))
-    local = _of_host(job)
-    if job.topology.single_host:
-        return local
-    try:
-        route = route_to(_endpoint_of(store)[0])
-        offered = route or next(iter(own_addresses()), "")
-        offers = [offer.decode() for offer in job.all_gather(offered.encode())]
-        abroad = [offer for q, offer in enumerate(offers) if q not in job.local_ranks and offer]
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-        address = route or route_to(abroad[0] if abroad else "") or offered
-        rank, processes = job.topology.rank, job.processes
-        if not (address or interface):
-            raise LaunchError(
-                f"{processes[rank].name} has found no address by which other hosts reach it; name a network interface "
-                "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
-            )
-        gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, job.seconds)
-        return HostsCommunicator(job.topology, job.ranks_of_hosts, local, gloo, job.seconds)
-    except BaseException:
-        local.close()
-        raise
-
-
-def _limits(job: StoreJob) -> Settings:
-    return Settings(timeout=job.seconds, stall_warning=Settings.from_env().stall_warning)
-
-
-def _of_host(job: StoreJob) -> Communicator:
-    """Collective among the ranks of this host. Their communicator."""
-    topology = Topology.of_one_host(job.topology.local_rank, job.topology.local_size, job.topology.host)
-    if topology.world_size == 1:
-        return SingleCommunicator(topology)
-    return ShmCommunicator(
-        job.host_group(), topology, _limits(job), ranks=[job.processes[q].rank for q in job.local_ranks]
-    )
+    settings = Settings(timeout=job.seconds, stall_warning=Settings.from_env().stall_warning)
+    if not job.topology.single_host:
+        return communicator_over_ucx(job, _endpoint_of(store)[0], settings)
+    if job.topology.world_size == 1:
+        return SingleCommunicator(job.topology)
+    return ShmCommunicator(job.host_group(), job.topology, settings, ranks=job.numbers)
 
 
 def _endpoint_of(store: dist.Store) -> tuple[str, int]:

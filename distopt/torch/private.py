@@ -10,7 +10,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,12 +27,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _bindings = torch._C._distributed_c10d
 
 _AUTOGRAD = "to tell whether, and in which backward pass, a collective is called"
-_PROFILER = "to keep Gloo's transfers out of a profile"
 _COMPILER = "to keep torch.compile from tracing the group"
 _MOVES = "to move DDP's buckets into shared memory"
 _ORDER = "to save and restore the order of DDP's buckets"
 _COMPILED = "to let compiled code wait for operations that were called outside of it"
-_GLOO = "to connect hosts through Gloo, by a given address or interface"
 _GROUP = "to answer torch.distributed, which asks every process group for it"
 _BACKEND = "to let C++ call a process group of Python"
 
@@ -46,7 +43,6 @@ USES = {
     "torch.autograd.Variable._execution_engine.queue_callback": "to carry out collectives after a backward pass",
     "torch.autograd.graph._engine_run_backward": "to find on the stack that DDP asks for a future from C++",
     "torch._C._autograd._profiler_enabled": "to add records to a profile",
-    "torch._C._autograd._enable_record_function": _PROFILER,
     "torch._C._dynamo.eval_frame._FrameAction.SKIP": _COMPILER,
     "torch._C._dynamo.eval_frame._FrameExecStrategy": _COMPILER,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": _COMPILER,
@@ -66,11 +62,7 @@ USES = {
     "ddp.reducer._get_zeros_like_grad_buckets": _ORDER,
     "ddp._has_rebuilt_buckets": _ORDER,
     "torch.distributed.Reducer._set_forward_pass_work_handle": "to keep the works of DDP's join",
-    "torch.distributed.ProcessGroupGloo.create_device": _GLOO,
-    "torch.distributed.ProcessGroupGloo._Options._timeout": _GLOO,
-    "torch.distributed.ProcessGroupGloo._Options._threads": _GLOO,
-    "torch.distributed.ProcessGroupGloo._Options._devices": _GLOO,
-    "torch.distributed.Work._source_rank": "to find out who has sent a message, and to answer torch.distributed.recv",
+    "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks who has sent a message",
     "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
     "torch.distributed.ProcessGroup._set_group_name": _GROUP,
     "torch.distributed.ProcessGroup._set_group_desc": _GROUP,
@@ -124,20 +116,6 @@ def is_nested_backward() -> bool:
 # -- profiler ---------------------------------------------------------------------------------------------------------
 # Local. Whether a profile is being recorded.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-def unrecorded(start: Callable[..., Any], *args: Any) -> Any:
-    """Local. `start(*args)`, without a record of the transfer that it starts.
-
-    PyTorch would write the end of the record into the memory of the profile even after the profile has ended.
-    """
-    if not is_profiling():
-        return start(*args)
-    torch._C._autograd._enable_record_function(False)
-    try:
-        return start(*args)
-    finally:
-        torch._C._autograd._enable_record_function(True)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
@@ -256,29 +234,6 @@ def keep_works_of_join() -> None:
         original(reducer, work, use_static_world_size)
 
     dist.Reducer._set_forward_pass_work_handle = keeping
-
-
-# -- Gloo -------------------------------------------------------------------------------------------------------------
-def gloo_options(seconds: float, **device: str) -> Any:
-    """Local. Options of a ProcessGroupGloo.
-
-    Args:
-        seconds: how long its operations wait.
-        device: `hostname="..."` or `interface="..."`, where it listens.
-
-    Raises:
-        RuntimeError: the interface has no address, or this host does not have the name or address.
-    """
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=seconds)
-    options._threads = 1  # for collectives, which distopt does not use
-    options._devices = [dist.ProcessGroupGloo.create_device(**device)]
-    return options
-
-
-def source_of(work: dist.Work) -> int:
-    """Local. The rank that has sent a message. The public method warns that it is deprecated."""
-    return int(work._source_rank())
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.networks.emulation import LINK, TwoHosts
-from tests.processes import is_open_mpi, mpiexec_command
+from tests.processes import mpiexec_command
 
 _PRIVATE = ("unshare", "--mount", "sh", "-c")
 _WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}  # the hosts share one kernel; UCX would find the ways past it
@@ -110,11 +110,6 @@ class Way(NamedTuple):
         """Whether mpiexec starts the ranks."""
         return self.programs is _by_mpiexec
 
-    @property
-    def by_mpi(self) -> bool:
-        """Whether the ranks meet through MPI."""
-        return self.by_mpiexec or self.hosts == 2
-
 
 WAYS = {
     "main": Way("main", "shm", _plain, tells_codes=True),
@@ -124,17 +119,15 @@ WAYS = {
     "run": Way("rank", "shm", _by_run, tells_codes=True),
     "hosts hier": Way("rank", "hierarchical", _by_mpiexec, 2, (4,)),
     "hosts mpi": Way("rank", "mpi", _by_mpiexec, 2, (2, 4)),
-    "hosts run": Way("rank", "auto", _by_run, 2, (2, 4), tells_codes=True),
-    "hosts srun": Way("rank", "auto", _by_srun, 2, (2, 4), apart=True),
-    "hosts by hand": Way("rank", "auto", _by_hand, 2, (2, 4), apart=True),
+    "hosts run": Way("rank", "ucx", _by_run, 2, (2, 4), tells_codes=True),
+    "hosts srun": Way("rank", "ucx", _by_srun, 2, (2, 4), apart=True),
+    "hosts by hand": Way("rank", "ucx", _by_hand, 2, (2, 4), apart=True),
 }
 
 
 def possible_ways(*, hosts: bool) -> dict[str, Way]:
-    """Usable with this machine's MPI: Open MPI connects ranks on several hosts only by mpiexec."""
-    return {
-        name: way for name, way in WAYS.items() if way.hosts == 1 or (hosts and (way.by_mpiexec or not is_open_mpi()))
-    }
+    """Those of one host, and those of two if there are `hosts`."""
+    return {name: way for name, way in WAYS.items() if way.hosts == 1 or hosts}
 
 
 def own_memory(folder: Path) -> list[str]:

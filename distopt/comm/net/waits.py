@@ -125,10 +125,7 @@ class Waits:
         try:
             self._wait_patiently(move, check, describe, timeout, quiet)
         except CommunicatorError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                with suppress(CommunicatorError):  # the network itself has failed
-                    self._notes.send_failure(error)
+            self._note_failure(error)
             raise
 
     def _wait_patiently(
@@ -178,8 +175,21 @@ class Waits:
         """Local. Notify the others, if it `says` so, that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
-        if says:
-            self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
+        if not says:
+            return
+        # An operation that failed outside of a long wait, such as one that differs from the others', has left no note;
+        # a rank that is still in it would blame this one for leaving.
+        try:
+            self.core.assist()
+        except CommunicatorError as error:
+            self._note_failure(error)
+        self._notes.send(self.core.next_number if oldest is None else oldest.sequence)
+
+    def _note_failure(self, error: CommunicatorError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            with suppress(CommunicatorError):  # the network itself has failed
+                self._notes.send_failure(error)
 
     def read_last(self) -> None:
         """Local. See `Notes.read_last`."""

@@ -6,7 +6,7 @@ import hashlib
 import socket
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from ...errors import LaunchError
@@ -24,6 +24,22 @@ from .multiprocess import Ticket
 from .topology import host_identity, places_of
 
 _Made = TypeVar("_Made", bound="HostsJob")
+
+
+@cache
+def meet(info: LauncherInfo, met: Meeting) -> Member:
+    """Collective at the first call, then local. The other ranks end with this one from now on, and it with them.
+
+    Args:
+        info: the launcher's view of this process.
+        met: how the ranks meet.
+
+    Raises:
+        LaunchError: a rank is missing or duplicated, or rank 0 cannot be reached.
+    """
+    member = Member(info, met, Settings.from_env().timeout)
+    member.end_with_others()
+    return member
 
 
 class HostsJob(Job):
@@ -53,7 +69,7 @@ class HostsJob(Job):
         self._settings = Settings.from_env()
         self.endpoint = met.address
         seconds = self._settings.timeout
-        lifeline = Member(info, met, seconds)
+        lifeline = meet(info, met)
         link = lifeline.client_link(seconds)
         assert link is not None  # the first one of this lifeline
         self._client = RemoteClient(
@@ -66,7 +82,6 @@ class HostsJob(Job):
         )
         self._introduce(info.rank, host_identity(), socket.gethostname())
         end_with_parent(launched=True)
-        lifeline.end_with_others()
         leave_at_exit(lifeline)
 
     def _introduce(self, rank: int, identity: str, host: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from ...checks import check_integer
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..end_together.report import VARIABLE
+from ..job.hosts import meet
 from ..job.multiprocess import Ticket
 from ..job.origin import origin
 from ..launchers import LauncherInfo, launcher, launcher_of
@@ -29,6 +30,7 @@ from ..processes import (
     print_once,
     waitable_children,
 )
+from ..rendezvous.meeting import meeting
 from ..rendezvous.mpi import is_mpi_job, start_mpi
 from ..sockets import handle_events
 from ..stopwatch import Stopwatch
@@ -87,8 +89,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         if world_size is not None and info is not None and info.size > 1:
             args, world_size = _as_rank(info, world_size, args), None
         if world_size is None:
-            if info is not None and is_mpi_job(info):
-                start_mpi()
+            _meet_others(info)
             check_call(fn, (), args)
             fn(*args)
         else:
@@ -115,6 +116,17 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     if signum is not None:
         print_last(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
         raise SystemExit(128 + signum)
+
+
+def _meet_others(info: LauncherInfo | None) -> None:
+    """Collective. Have the ranks of several hosts meet before the script begins: none waits for one that fails then."""
+    if info is None:
+        return
+    met = meeting(info)
+    if is_mpi_job(info):
+        start_mpi()
+    elif met is not None and not met.one_host:
+        meet(info, met)
 
 
 def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ...errors import UsageError
 from ..ddp.shared_buckets import SharedBuckets
-from ..hosts.communicator import HostsCommunicator
 from .collectives import Collectives
 from .futures import callback_owner
 from .queue import OperationQueue, PendingWork
@@ -44,8 +43,7 @@ class Channel:
         self.who = who
         self.seconds = seconds
         self.collectives = Collectives(communicator, who)
-        by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
-        self.queue = OperationQueue(name, communicator.flight, by_thread=by_thread)
+        self.queue = OperationQueue(name, communicator.flight, by_thread=False)
         self.shared_buckets = (
             SharedBuckets(communicator, self._post, seconds) if communicator.reduces_in_place else None
         )

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.networks.emulation import LINK
+from distopt.comm.net.ucx import UcxNetwork
 from distopt.torch import store_job
-from distopt.torch.hosts import communicator as hosts
 
 from .ranks import Ranks, reduced, same, values
 
@@ -19,10 +19,12 @@ def check_sums_in_many_chunks(r: Ranks) -> None:
     if len(r.counts) == 1:
         return
     every = [values(q, torch.float32, (300_007,)) for q in r.all]
-    with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
-        out = every[r.rank].clone()
-        dist.all_reduce(out)
+    with mock.patch.object(UcxNetwork, "chunk_bytes", 1 << 12):
+        group = dist.new_group()
+    out = every[r.rank].clone()
+    dist.all_reduce(out, group=group)
     same(out, reduced("SUM", every))
+    dist.destroy_process_group(group)
 
 
 def check_three_hosts(r: Ranks) -> None:
@@ -32,23 +34,23 @@ def check_three_hosts(r: Ranks) -> None:
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
         mock.patch.object(store_job, "host_identity", return_value=f"host {r.rank}"),
+        mock.patch.object(UcxNetwork, "chunk_bytes", 1 << 12),
     ):
         group = dist.new_group()
-    with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
-        for count in (1, 2, 1_000, 20_011, 300_007):
-            every = [values(q, torch.float32, (count,)) for q in r.all]
-            for kind in ("SUM", "MAX"):
-                out = every[r.rank].clone()
-                dist.all_reduce(out, getattr(dist.ReduceOp, kind), group=group)
-                same(out, reduced(kind, every), count)
-            out = torch.empty(3 * count)
-            dist.all_gather_single(out, every[r.rank], group=group)
-            same(out, torch.cat(every), count)
-            part = torch.empty(count)
-            dist.reduce_scatter_single(part, torch.cat(every).mul_(r.rank + 1), group=group)
-            same(part, every[r.rank] * 6, count)
-            dist.broadcast(part, 1, group=group)
-            same(part, every[1] * 6, count)
+    for count in (1, 2, 1_000, 20_011, 300_007):
+        every = [values(q, torch.float32, (count,)) for q in r.all]
+        for kind in ("SUM", "MAX"):
+            out = every[r.rank].clone()
+            dist.all_reduce(out, getattr(dist.ReduceOp, kind), group=group)
+            same(out, reduced(kind, every), count)
+        out = torch.empty(3 * count)
+        dist.all_gather_single(out, every[r.rank], group=group)
+        same(out, torch.cat(every), count)
+        part = torch.empty(count)
+        dist.reduce_scatter_single(part, torch.cat(every).mul_(r.rank + 1), group=group)
+        same(part, every[r.rank] * 6, count)
+        dist.broadcast(part, 1, group=group)
+        same(part, every[1] * 6, count)
     dist.destroy_process_group(group)
 
 

@@ -1,0 +1,165 @@
+"""Which interface carries the data of a process group, on hosts with several: network namespaces that a cable joins."""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+
+import distopt.torch  # noqa: F401 - registers the backend
+from benchmarks.networks.emulation import (
+    LINK,
+    Host,
+    HostsUnavailableError,
+    bring_up,
+    namespaces,
+    require_tools,
+    wait_for_link,
+)
+
+from .forked import CONTEXT, Place
+
+PORT = 29_700
+SECONDS = 60.0
+_marks = count()
+
+
+def ip(host: Host, *words: str) -> None:
+    subprocess.run(["ip", "-n", host.namespace, *words], check=True)
+
+
+def add(host: Host, name: str, address: str, *, bridge: bool = False) -> None:
+    """An interface that leads nowhere, before the cable in the kernel's order: a cable to itself, or a bridge of it."""
+    end = "port" if bridge else name
+    if bridge:
+        ip(host, "link", "add", name, "type", "bridge")
+        ip(host, "link", "set", name, "up")
+    ip(host, "link", "add", end, "type", "veth", "peer", "name", "end")
+    ip(host, "link", "set", "end", "up")
+    ip(host, "link", "set", end, "up", *(["master", name] if bridge else []))
+    ip(host, "address", "add", address, "dev", name)
+
+
+def with_bridges(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        add(host, "docker0", "172.17.0.1/16", bridge=True)
+
+
+def with_other_networks(hosts: Sequence[Host]) -> None:
+    for number, host in enumerate(hosts):
+        add(host, "other", f"10.9.{number}.1/24")
+
+
+def with_ipv6_alone(hosts: Sequence[Host]) -> None:
+    for number, host in enumerate(hosts, 1):
+        ip(host, "address", "flush", "dev", LINK, "scope", "global")
+        ip(host, "address", "add", f"fd00::{number}/64", "dev", LINK, "nodad")
+
+
+@contextmanager
+def cabled(before: Callable[[Sequence[Host]], None] | None = None) -> Iterator[tuple[Host, ...]]:
+    """Two hosts; `before` the cable comes, they get other interfaces."""
+    try:
+        require_tools("ip", "unshare")
+    except HostsUnavailableError as error:
+        pytest.skip(str(error))
+    with namespaces(2, f"-if{next(_marks)}") as hosts:
+        if before is not None:
+            before(hosts)
+        peer = ["peer", "name", LINK, "netns", hosts[1].namespace]
+        subprocess.run(["ip", "link", "add", LINK, "netns", hosts[0].namespace, "type", "veth", *peer], check=True)
+        bring_up(hosts)
+        wait_for_link(hosts)
+        yield hosts
+
+
+def rank_main(rank: int, method: str, variables: dict[str, str], out: Connection) -> None:
+    """Sum twice, the second time what needs several messages; the error of either, or where the bytes went."""
+    os.environ.update(variables)
+    try:
+        dist.init_process_group("distopt", init_method=method, rank=rank, world_size=2, timeout=timedelta(0, SECONDS))
+        for length in (3, 500_000):
+            tensor = torch.arange(float(length)) * (rank + 1)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, torch.arange(float(length)) * 3)
+        dist.destroy_process_group()
+        out.send([socket.gethostname(), used()])
+    except dist.DistBackendError as error:
+        out.send(["error", str(error)])
+
+
+def used() -> list[str]:
+    """The interfaces, apart from the loopback, that have sent a part of a large sum."""
+    lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines() if ":" in line]
+    return [name.strip() for name, numbers in lines if int(numbers.split()[8]) > 1_000_000 and name.strip() != "lo"]
+
+
+def outcomes(hosts: Sequence[Host], method: str, of_second: dict[str, str]) -> list[list[object]]:
+    ends, ranks = [], []
+    for rank, host in enumerate(hosts):
+        end, start = CONTEXT.Pipe(duplex=False)
+        variables = of_second if rank else {}
+        ranks.append(CONTEXT.Process(target=Place._run, args=(host, rank_main, rank, method, variables, start)))
+        ranks[-1].start()
+        start.close()
+        ends.append(end)
+    try:
+        return [end.recv() if end.poll(2 * SECONDS) else ["no answer"] for end in ends]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+class Case(NamedTuple):
+    change: Callable[[Sequence[Host]], None]
+    place: str  # of `init_process_group`; {folder}: where both ranks find a file
+    is_late: bool = False  # whether the change needs the cable
+
+
+CASES = {
+    "equal bridges, an address": Case(with_bridges, f"tcp://10.213.77.1:{PORT}"),
+    "equal bridges, a file": Case(with_bridges, "file://{folder}/store"),
+    "another network, a file": Case(with_other_networks, "file://{folder}/store"),
+    "IPv6 alone, an address": Case(with_ipv6_alone, f"tcp://[fd00::1]:{PORT}", is_late=True),
+    "IPv6 alone, a file": Case(with_ipv6_alone, "file://{folder}/store", is_late=True),
+}
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("name", CASES)
+def test_the_interface_that_leads_to_the_other_host(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with cabled(None if case.is_late else case.change) as hosts:
+        if case.is_late:
+            case.change(hosts)
+        found = outcomes(hosts, case.place.format(folder=tmp_path), {})
+        assert found == [[host.name, [LINK]] for host in hosts], json.dumps(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, r"there is no network interface 'nowhere0'"),
+        ({"DISTOPT_UCX_LIBRARY": "/nowhere/libucp.so.0"}, r"/nowhere/libucp.so.0"),
+    ],
+)
+def test_a_rank_that_cannot_use_ucx(variables: dict[str, str], text: str) -> None:
+    with cabled() as hosts:
+        for found in outcomes(hosts, f"tcp://{hosts[0].address}:{PORT}", variables):
+            assert found[0] == "error", found
+            assert text in str(found[1])
+            assert f"rank 1 ({hosts[1].name})" in str(found[1])
