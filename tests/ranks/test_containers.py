@@ -6,6 +6,7 @@ system calls.
 
 import functools
 import re
+import shlex
 import subprocess
 import sys
 
@@ -143,3 +144,14 @@ def test_ranks_that_are_process_1_by_variables(container, hosts, memory):
     assert [one.code for one in ended] == [0, 0], ended
     assert [one.stdout.split(",")[0] for one in ended] == ["rank 0 of 2", "rank 1 of 2"], ended
     assert ended[1].stdout.endswith("done\n")  # a second after rank 0 has left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("container", ["process namespaces"])
+def test_containers_that_share_a_network_of_the_loopback_alone(container, memory):
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": "29500", "DISTOPT_TIMEOUT": "60"}
+    ranks = [shlex.join(["env", f"RANK={rank}", *CONTAINERS[container], sys.executable, SCRIPT]) for rank in range(2)]
+    shell = f"ip link set lo up; {ranks[0]} & {ranks[1]} && wait $!"
+    ended = Program([*memory, "unshare", "--net", "sh", "-c", shell], variables).end()
+    assert_sums([ended], 2, "ucx")

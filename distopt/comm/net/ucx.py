@@ -248,6 +248,8 @@ def _interface(job: Peers, endpoint: str) -> str:
                 f"there is no network interface {named!r}, which GLOO_SOCKET_IFNAME names; there are {', '.join(names)}"
             )
         return named
+    if not any(offers):  # containers of one machine that share its network, which has nothing but the loopback
+        return "lo"
     # Hosts may have equal addresses, such as those of bridges for containers, by which they do not reach each other.
     abroad = [each for rank, offer in enumerate(offers) if rank not in job.local_ranks for each in offer]
     routes = (route_to(each) for each in abroad if each not in own)
