@@ -1,11 +1,11 @@
-"""distopt beside the library under it, in one table: sums over Gloo and MPI, steps and tokens over Gloo.
+"""distopt beside its peers, in one table: sums beside Gloo, MPI and messages of UCX, steps and tokens beside Gloo.
 
-Each row compares distopt with the best that the library below offers, in turns of one run; times are medians of turns, and
+Each row compares distopt with the best that a peer offers, in turns of one run; times are medians of turns, and
 a range is that of the turns: Gloo has two speeds, and it tells which of them was met. Rows of steps compare the
 time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open MPI with mpi4py; takes some minutes.
 
     sudo .venv/bin/python -m benchmarks never-slower
-    sudo .venv/bin/python -m benchmarks never-slower --only small,mpi-2x1 --turns 9
+    sudo .venv/bin/python -m benchmarks never-slower --only small,torch-2x1-1KiB --turns 9
     sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,mpi-2x2 --profile
 
 With --profile, tables of where the time is spent follow, in microseconds a call, step or token: for each rank, means of the
@@ -16,6 +16,8 @@ of its timeline ("wait": for other ranks), and "rest", which is all else; for ot
 from __future__ import annotations
 
 import argparse
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,13 +27,14 @@ from statistics import mean, median
 from typing import Any
 
 from distopt.cli.values import at_least
-from distopt.errors import DistoptError
+from distopt.comm.net.ucx import library
+from distopt.errors import DistoptError, MissingDependencyError, pip_install
 
 from . import pytorch
 from .all_reduce import Row as Measured
 from .all_reduce import measure
-from .networks.emulation import two_hosts
-from .networks.site import EmulatedSite, Site
+from .networks.emulation import LINK, near_hosts, two_hosts
+from .networks.site import EmulatedSite, NamespaceSite, Site
 from .options import names_of
 from .output import heading, machine, table, write_json
 from .peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew
@@ -39,6 +42,8 @@ from .pytorch import DISTOPT, FAKE, GLOO, MODELS, NOTHING, Answers, of_rounds, p
 
 MPI = "MPI"
 SAMPLES, WARM_UP = 5, 2  # batches of a sum in each turn
+SIZES = {"1KiB": 1 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20, "16MiB": 16 << 20}
+_TRIES = 20  # to reach a server that starts
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,11 @@ class Row:
     """What is measured, by `measure(site, args)`.
 
     Attributes:
-        ranks: on each of two emulated hosts; 0: two ranks on this one.
+        ranks: on each emulated host; 0: two ranks on this one.
         wanted: as the table says it.
         met: whether a score is as wanted.
         bound: whether mpiexec binds the ranks of a host to a core each. Small sums depend on who shares a core.
+        hosts: number of emulated hosts.
     """
 
     work: str
@@ -76,6 +82,7 @@ class Row:
     met: Callable[[float], bool]
     measure: Callable[[Site, argparse.Namespace], Result]
     bound: bool = False
+    hosts: int = 2
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -106,6 +113,42 @@ def sums(name: str, peer: str, n_bytes: int, site: Site, args: argparse.Namespac
     ours, theirs = _turns(best[name]), _turns(best[peer])
     score = median(ours) * 1e6 if in_us else median(theirs) / median(ours)
     return Result(ours, theirs, score, profile=phases)
+
+
+def beside_messages(n_bytes: int, site: Site, args: argparse.Namespace) -> Result:
+    """All-reduces of float32 in PyTorch beside messages of `ucx_perftest`, as often as in its time in one direction."""
+    ours, theirs = [], []
+    given = argparse.Namespace(collective="all_reduce", dtype="float32", w=WARM_UP, np=2, n=SAMPLES, turns=1)
+    with Lineup() as lineup:
+        pytorch.fill(lineup, [DISTOPT], "all_reduce", site, {})
+        for _ in range(args.turns):
+            rows = measure(given, lineup, n_bytes // 4, n_bytes // 4, n_bytes)
+            lineup.require_all()
+            ours.append(min(median(row.seconds) for row in rows))
+            theirs.append(one_way(site, n_bytes))
+    return Result(ours, theirs, median(ours) / median(theirs))
+
+
+def one_way(site: Site, n_bytes: int) -> float:
+    """The median time that a message of UCX takes from one host to the other, in seconds, by `ucx_perftest`."""
+    folder = Path(library()).parents[1]
+    program = folder / "bin" / "ucx_perftest"
+    if not program.exists():
+        raise MissingDependencyError(f"{program} is missing; {pip_install('hosts')}")
+    settings = [f"LD_LIBRARY_PATH={folder / 'lib'}", "UCX_TLS=tcp,self", f"UCX_NET_DEVICES={LINK}"]
+    command = ["env", *settings, str(program), "-t", "tag_lat", "-s", str(n_bytes), "-n", "2000", "-w", "200", "-f"]
+    address, port = site.meeting()["meeting"].removeprefix("tcp://").split(":")
+    with subprocess.Popen(site.by_hand(0, [*command, "-p", port]), stdout=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(_TRIES):
+                time.sleep(0.2)  # until it listens
+                client = site.by_hand(1, [*command, "-p", port, address])
+                done = subprocess.run(client, capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    return float(done.stdout.split()[-7]) * 1e-6
+        finally:
+            server.kill()
+    raise DistoptError(f"ucx_perftest: {done.stderr.strip()}")
 
 
 def _turns(row: Measured) -> list[float]:
@@ -211,20 +254,34 @@ ROWS = {
         measure=partial(sums, DISTOPT, GLOO, 1 << 10, in_us=True),
     ),
     **{
-        name: Row(
-            f"{size} in PyTorch, 2 hosts x 1 rank", 1, **at_least_as(0.97), measure=partial(sums, DISTOPT, GLOO, n)
+        f"torch-{hosts}x{ranks}-{size}": Row(
+            f"{size} in PyTorch, {hosts} hosts x {ranks}",
+            ranks,
+            **at_least_as(wanted),
+            measure=partial(sums, DISTOPT, GLOO, n_bytes),
+            hosts=hosts,
         )
-        for name, size, n in (
-            ("torch-2x1-small", "1 KiB", 1 << 10),
-            ("torch-2x1", "256 KiB", 256 << 10),
-            ("torch-2x1-large", "4 MiB", 4 << 20),
-        )
+        for hosts, ranks in ((2, 1), (2, 2), (4, 1))
+        for (size, n_bytes), wanted in zip(SIZES.items(), (5, 1.5, 0.97, 0.97, 0.97), strict=True)
     },
     **{
-        f"torch-2x2-{size}": Row(
-            f"{size} MiB in PyTorch, 2 x 2", 2, **at_least_as(1), measure=partial(sums, DISTOPT, GLOO, size << 20)
+        f"ucx-{size}": Row(
+            f"{size} in PyTorch, 2 hosts x 1, beside one way of a message of ucx_perftest",
+            1,
+            **at_most(wanted),
+            measure=partial(beside_messages, SIZES[size]),
         )
-        for size in (1, 4, 16)
+        for size, wanted in (("1KiB", 5), ("64KiB", 3))
+    },
+    **{
+        f"ucx-2x{ranks}-{size}": Row(
+            f"{size} over UCX, 2 hosts x {ranks}, beside MPI",
+            ranks,
+            **at_least_as(wanted),
+            measure=partial(sums, "ucx", MPI, n_bytes),
+        )
+        for ranks in (1, 2)
+        for (size, n_bytes), wanted in zip(SIZES.items(), (0.7, 0.8, 0.95, 0.95, 0.95), strict=True)
     },
     "mpi-2x1": Row("25.6 MB over MPI, 2 x 1", 1, **at_least_as(0.95), measure=partial(sums, "mpi", MPI, 25_600_000)),
     "mpi-2x2": Row(
@@ -269,10 +326,16 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {heading(facts)}; medians of {args.turns} turns", flush=True)
     print_head("row", "work", "distopt", "peer", "score", "wanted", "met", "notes")
     with ExitStack() as stack:
-        net = stack.enter_context(two_hosts()) if any(ROWS[name].ranks for name in args.only) else None
-        for name in args.only:
-            row = ROWS[name]
-            site = EmulatedSite(net, row.ranks, bound=row.bound) if row.ranks else Site(2)
+        rows = [ROWS[name] for name in args.only]
+        net = stack.enter_context(two_hosts()) if any(row.ranks and row.hosts == 2 for row in rows) else None
+        more = {row.hosts for row in rows if row.hosts > 2}
+        hosts = {count: stack.enter_context(near_hosts(count, f"-{count}")) for count in more}
+        for name, row in zip(args.only, rows, strict=True):
+            site = Site(2)
+            if row.hosts > 2:
+                site = NamespaceSite(hosts[row.hosts], row.ranks)
+            elif row.ranks:
+                site = EmulatedSite(net, row.ranks, bound=row.bound)
             try:
                 result = row.measure(site, args)
             except DistoptError as error:

@@ -10,6 +10,7 @@
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_PORTS` | | `FIRST-LAST`: the only TCP ports at which jobs of several hosts listen; for firewalls |
 | `DISTOPT_UCX_LIBRARY` | | path of the libucp.so.0 to load instead of the installed wheel's |
+| `DISTOPT_STREAMS` | 1 | connections between any two ranks over UCX, 1 to 16; equal on all ranks |
 | `DISTOPT_FLIGHT_RECORDS` | 256 | operations that each rank keeps for the flight record; 0: none |
 | `DISTOPT_FLIGHT_FOLDER` | | folder of flight records (default: a new one among the temporary files) |
 | `DISTOPT_HASH` | | hashes after every step, for `distopt diff`: `every`, beside checkpoints, or a folder |
@@ -27,6 +28,7 @@ from difflib import get_close_matches
 
 from .errors import UsageError
 
+MOST_STREAMS = 16
 OLD_TRANSPORT = "DISTOPT_BACKEND"  # the name of DISTOPT_TRANSPORT before 0.1; for one version
 
 
@@ -41,10 +43,12 @@ class Settings:
     device: str = "auto"
     nccl_library: str | None = None
     ports: range | None = None
+    streams: int = 1
     flight_records: int = 256
     flight_folder: str | None = None
     hash: str | None = None
     timeline: str | None = None
+    ucx_library: str | None = None
     watch: bool = False
     job_secret: str = field(default="", repr=False)
 
@@ -65,10 +69,12 @@ class Settings:
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             ports=_ports(env, "DISTOPT_PORTS"),
+            streams=_streams(env),
             flight_records=_count(env, "DISTOPT_FLIGHT_RECORDS", env.get("TORCH_FR_BUFFER_SIZE", "256")),
             flight_folder=env.get("DISTOPT_FLIGHT_FOLDER") or None,
             hash=env.get("DISTOPT_HASH") or None,
             timeline=env.get("DISTOPT_TIMELINE") or None,
+            ucx_library=env.get("DISTOPT_UCX_LIBRARY") or None,
             watch=env.get("DISTOPT_WATCH", "") == "1",
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),
         )
@@ -81,7 +87,6 @@ _NAMES = [each.name.upper() for each in fields(Settings)] + [
     "SUPERVISOR",
     "RUN_ID",
     "SANITIZE",
-    "UCX_LIBRARY",
 ]
 
 
@@ -113,6 +118,13 @@ def _ports(env: Mapping[str, str], name: str) -> range | None:
     if len(numbers) != 2 or text.count("-") != 1 or not 0 < numbers[0] <= numbers[1] < 1 << 16:
         raise UsageError(f"{name}={text!r} is not a range of TCP ports, such as 24000-24099")
     return range(numbers[0], numbers[1] + 1)
+
+
+def _streams(env: Mapping[str, str]) -> int:
+    text = env.get("DISTOPT_STREAMS", "1")
+    if not (text.isdecimal() and len(text) < 3 and 1 <= int(text) <= MOST_STREAMS):
+        raise UsageError(f"DISTOPT_STREAMS={text!r} is not a number from 1 to {MOST_STREAMS}")
+    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

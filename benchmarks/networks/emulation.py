@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
@@ -124,15 +124,34 @@ def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
     _, version = find_mpiexec()
     if not any(name in version for name in ("HYDRA", "Open MPI")):
         raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
-    with tempfile.TemporaryDirectory() as folder, namespaces(2, mark) as (first, second):
-        peer = ["peer", "name", LINK, "netns", second.namespace]
-        _ip("link", "add", LINK, "netns", first.namespace, "type", "veth", *peer)
-        bring_up((first, second))
-        wait_for_link((first, second))
+    with tempfile.TemporaryDirectory() as folder, near_hosts(2, mark) as (first, second):
         launcher = Path(folder) / "launcher"
         launcher.write_text(_launcher_script((first, second)))
         launcher.chmod(0o700)
         yield TwoHosts((first, second), launcher, "Open MPI" in version)
+
+
+@contextmanager
+def near_hosts(count: int, mark: str = "") -> Iterator[tuple[Host, ...]]:
+    """Make `count` hosts that a cable joins, or a switch if they are more than two, and remove them at the end.
+
+    Args:
+        count: number of hosts, 26 at most.
+        mark: see `two_hosts`.
+    """
+    with namespaces(count, mark) as hosts, ExitStack() as stack:
+        if count == 2:
+            _join(hosts[0], hosts[1].namespace, LINK)
+        else:
+            (switch,) = stack.enter_context(namespaces(1, f"{mark}-switch"))
+            inside = ("-n", switch.namespace, "link")
+            _ip(*inside, "add", "switch", "up", "type", "bridge")
+            for i, host in enumerate(hosts):
+                _join(host, switch.namespace, f"port{i}")
+                _ip(*inside, "set", f"port{i}", "up", "master", "switch")
+        bring_up(hosts)
+        wait_for_link(hosts)
+        yield hosts
 
 
 def require_tools(*tools: str) -> None:
@@ -162,6 +181,11 @@ def namespaces(count: int, mark: str = "") -> Iterator[tuple[Host, ...]]:
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
+
+
+def _join(host: Host, namespace: str, device: str) -> None:
+    """Make a cable from `LINK` of the host to a device of that namespace."""
+    _ip("link", "add", LINK, "netns", host.namespace, "type", "veth", "peer", "name", device, "netns", namespace)
 
 
 def bring_up(hosts: Sequence[Host]) -> None:

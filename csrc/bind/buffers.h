@@ -207,10 +207,10 @@ struct RaggedWork : Work {
 };
 
 // Bindings common to both communicators of _core. `start` begins a collective, given the communicator and either
-// a collective or its arguments and arrays; `Collective` is the class of ragged collectives. Arrays are contiguous;
-// types and reductions are the codes of distopt.comm.base.
-template <typename Communicator, typename Collective, typename Class, typename Start>
-void bind_collectives(Class& cls, Start start) {
+// a collective or its arguments and arrays, and returns its work, for which `wait` waits; `Collective` is the class of
+// ragged collectives. Arrays are contiguous; types and reductions are the codes of distopt.comm.base.
+template <typename Communicator, typename Collective, typename Class, typename Start, typename Wait>
+void bind_collectives(Class& cls, Start start, Wait wait) {
   cls.def("start", [start](Communicator& on, const char* kind, nb::handle array, nb::handle out, int dtype, int op,
                            int root, const char* label, bool looks) {
     Arguments arguments = make_arguments(kind, dtype, label, op, root);
@@ -243,6 +243,23 @@ void bind_collectives(Class& cls, Start start) {
       nb::arg("place"),
       "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
       "argument is wrong. It is noted in the flight record with the text `place`, unless that is negative.");
+  cls.def(
+      "reduce_memory",
+      [start, wait](Communicator& on, nb::handle owner, std::uintptr_t address, std::uint64_t count, int dtype, int op,
+                    double timeout, std::int64_t place) {
+        Arguments arguments = make_arguments("all_reduce", dtype, "", op);
+        arguments.count = count;
+        arguments.input = arguments.output = reinterpret_cast<char*>(address);
+        note(on, arguments, place);
+        try {
+          wait(start(on, std::move(arguments), Buffers()), timeout);
+        } catch (...) {
+          owner.inc_ref();  // for good: the collective may still write there
+          throw;
+        }
+      },
+      nb::arg("owner"), nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("timeout"),
+      nb::arg("place"), "See `NativeCommunicator.reduce_memory`.");
   cls.def("barrier", [start](Communicator& on) { return start(on, Arguments{}, Buffers()); });
   cls.def_prop_ro("next_number", &Communicator::next_number, "The number of the operation that is started next.");
   cls.def(

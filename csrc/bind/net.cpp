@@ -98,13 +98,13 @@ class NetChannel {
   std::shared_ptr<Transfer> send(nb::handle array, int to, int tag) {
     auto transfer = std::make_shared<Transfer>();
     const Py_buffer& data = transfer->buffers.add(array, 0);
-    transport_->send(static_cast<const char*>(data.buf), static_cast<std::size_t>(data.len), to, tag, transfer->done);
+    transport_->send(static_cast<const char*>(data.buf), static_cast<std::size_t>(data.len), to, {tag}, transfer->done);
     return keep(std::move(transfer));
   }
   std::shared_ptr<Transfer> receive(nb::handle array, int from, int tag) {
     auto transfer = std::make_shared<Transfer>();
     const Py_buffer& data = transfer->buffers.add(array, PyBUF_WRITABLE);
-    transport_->receive(static_cast<char*>(data.buf), static_cast<std::size_t>(data.len), from, tag, transfer->done);
+    transport_->receive(static_cast<char*>(data.buf), static_cast<std::size_t>(data.len), from, {tag}, transfer->done);
     return keep(std::move(transfer));
   }
   int probe(int tag) { return transport_->probe(tag); }
@@ -138,9 +138,9 @@ std::shared_ptr<Transport> open_mpi(std::string module, Address communicator, Ad
 
 std::shared_ptr<NetCommunicator> create(std::shared_ptr<Transport> transport, int rank,
                                         const std::vector<ProcessFields>& processes, std::size_t inline_bytes,
-                                        std::size_t chunk_bytes) {
+                                        std::size_t chunk_bytes, bool is_far) {
   return std::make_shared<NetCommunicator>(std::move(transport), rank, processes_of(processes), inline_bytes,
-                                           chunk_bytes);
+                                           chunk_bytes, is_far);
 }
 
 void use_hierarchy(NetCommunicator& communicator, std::size_t local, std::vector<int> between, std::size_t host,
@@ -225,18 +225,22 @@ void bind_net(nb::module_& m) {
           "By which other processes reach this one.")
       .def(
           "open",
-          [](UcxWorker& worker, std::uint64_t number, int rank, const std::vector<nb::bytes>& addresses) {
+          [](UcxWorker& worker, std::uint64_t number, int rank, const std::vector<nb::bytes>& addresses,
+             int streams) {
             std::vector<std::string> texts;
             for (const nb::bytes& one : addresses) texts.emplace_back(one.c_str(), one.size());
-            return std::shared_ptr<Transport>(worker.open(number, rank, texts));
+            return std::shared_ptr<Transport>(worker.open(number, rank, texts, streams));
           },
-          nb::arg("number"), nb::arg("rank"), nb::arg("addresses"), "See UcxWorker in csrc/net/ucx.h.")
+          nb::arg("number"), nb::arg("rank"), nb::arg("addresses"), nb::arg("streams") = 1,
+          "See UcxWorker in csrc/net/ucx.h.")
+      .def_prop_ro("longest_round_trip", &UcxWorker::longest_round_trip, nb::call_guard<WithoutGil>(),
+                   "In seconds, as measured by the operating system; see UcxWorker in csrc/net/ucx.h.")
       .def("stop", &UcxWorker::stop, nb::call_guard<WithoutGil>(), "End its thread; before the process ends.");
   nb::class_<NetCommunicator> communicator(
       m, "NetCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());
   communicator
       .def(nb::new_(&create), nb::arg("transport"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
-           nb::arg("chunk_bytes"))
+           nb::arg("chunk_bytes"), nb::arg("is_far") = false)
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
            nb::arg("collect"), "See Hierarchy in csrc/net/hierarchy.h.")
       .def("progress", &NetCommunicator::progress, nb::call_guard<WithoutGil>())
@@ -260,7 +264,7 @@ void bind_net(nb::module_& m) {
                    "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &NetCommunicator::scratch_count, "Number of unused buffers (tests).");
   bind_collectives<NetCommunicator, NetCollective>(
-      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); }, &wait);
 }
 
 }  // namespace distopt

@@ -42,27 +42,11 @@ ShmWork start(ShmCommunicator& communicator, Arguments arguments, Buffers buffer
   return start(communicator, std::make_shared<WithArrays<ShmCollective>>(std::move(arguments), std::move(buffers)));
 }
 
-void wait(ShmCommunicator& communicator, const ShmCollective& collective, std::optional<double> timeout) {
-  if (communicator.wait_briefly(collective)) return;
+void wait(const ShmWork& work, std::optional<double> timeout) {
+  ShmCommunicator& communicator = *work.communicator;
+  if (communicator.wait_briefly(*work.collective)) return;
   const WithoutGil unlocked;
-  communicator.wait(collective, timeout.value_or(communicator.default_timeout()));
-}
-
-// An all_reduce in place of memory that `owner` keeps, and that the caller has checked.
-void reduce_memory(ShmCommunicator& communicator, nb::handle owner, std::uintptr_t address, std::uint64_t count,
-                   int dtype, int op, double timeout, std::int64_t place) {
-  Arguments arguments = make_arguments("all_reduce", dtype, "", op);
-  arguments.count = count;
-  arguments.input = arguments.output = reinterpret_cast<char*>(address);
-  note(communicator, arguments, place);
-  auto collective = std::make_shared<ShmCollective>(std::move(arguments));
-  try {
-    const ShmWork work = start(communicator, std::move(collective));
-    wait(communicator, *work.collective, timeout);
-  } catch (...) {
-    owner.inc_ref();  // for good: the collective may still write there
-    throw;
-  }
+  communicator.wait(*work.collective, timeout.value_or(communicator.default_timeout()));
 }
 
 nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, int dtype,
@@ -141,10 +125,7 @@ void bind_works(nb::module_& m) {
       .def(
           "done", [](ShmWork& work) { return work.communicator->test(*work.collective); }, nb::call_guard<WithoutGil>(),
           "Local. Move the operation forward without waiting; return whether it has finished.")
-      .def(
-          "wait",
-          [](ShmWork& work, std::optional<double> timeout) { wait(*work.communicator, *work.collective, timeout); },
-          nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
+      .def("wait", &wait, nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro(
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.collective->nonfinite()); },
           "See `Work.nonfinite`.");
@@ -183,15 +164,13 @@ void bind_communicator(nb::module_& m) {
       .def("count_cores", &ShmCommunicator::count_cores)
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
       .def("empty", &empty)
-      .def("reduce_memory", &reduce_memory, nb::arg("owner"), nb::arg("address"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("op"), nb::arg("timeout"), nb::arg("place"))
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<WithoutGil>())
       // Without the lock, which a thread that has the turn may need to release an array.
       .def("close", &ShmCommunicator::close, nb::call_guard<WithoutGil>());
   bind_collectives<ShmCommunicator, ShmCollective>(
-      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); }, &wait);
 }
 
 }  // namespace

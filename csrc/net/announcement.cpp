@@ -34,8 +34,42 @@ void Announcement::describe(const Arguments& arguments, std::uint64_t sequence, 
 }
 
 void Announcement::begin() {
+  if (context_.announces_to_all()) return send_to_all();
   exchanges_ = context_.size() > 1;
   if (exchanges_) exchange();
+}
+
+void Announcement::send_to_all() {
+  const int size = context_.size(), rank = context_.rank;
+  direct_ = std::make_unique<bool[]>(2 * static_cast<std::size_t>(size));
+  bool* const sent = direct_.get();
+  bool* const received = sent + size;
+  sent[rank] = received[rank] = true;
+  const std::size_t room = room_for(1);
+  for (int step = 1; step < size; ++step) {
+    const int from = (rank + size - step) % size;
+    char* const block = memory_.data() + static_cast<std::size_t>(step) * room;
+    context_.transport.receive(block, room, from, {tag_}, received[from]);
+  }
+  for (int step = 1; step < size; ++step) {
+    const int to = (rank + step) % size;
+    context_.transport.send(memory_.data(), ends_.front(), to, {tag_}, sent[to]);
+  }
+}
+
+bool Announcement::advance_to_all() {
+  const int size = context_.size(), rank = context_.rank;
+  const bool* const sent = direct_.get();
+  const bool* const received = sent + size;
+  for (int step = 1; step < size; ++step) {
+    const int from = (rank + size - step) % size;
+    if (received[from] && said_[from] == nullptr)
+      note(memory_.data() + static_cast<std::size_t>(step) * room_for(1));
+  }
+  if (n_said_ < said_.size() || !std::all_of(sent, sent + size, [](bool done) { return done; })) return false;
+  compare();
+  complete_ = true;
+  return true;
 }
 
 // Starts a round: sends the blocks that the partner lacks, and receives as many.
@@ -46,12 +80,13 @@ void Announcement::exchange() {
   // hosts.
   const int to = doubling ? rank ^ (size / 2 / distance_) : (rank + size - distance_) % size;
   const int from = doubling ? to : (rank + distance_) % size;
-  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks) + context_.data_room(), from, tag_,
+  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks) + context_.data_room(), from, {tag_},
                              received_);
-  context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);
+  context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, {tag_}, sent_);
 }
 
 bool Announcement::advance() {
+  if (direct_ && !complete_) return advance_to_all();
   while (!complete_) {
     if (!sent_ || !received_) return false;
     if (exchanges_ && distance_ < context_.size()) take_in();

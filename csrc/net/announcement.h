@@ -1,13 +1,15 @@
 // Announcements of one collective by all ranks, gathered so that ranks which call different collectives notice. Small
 // data travel with them.
 //
-// Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by
+// By messages from each rank to each other one, or, if these are too many, in ceil(log2(world size)) rounds: by
+// recursive doubling where the world size is a power of two, else by
 // the algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
 // Systems", IEEE Transactions on Parallel and Distributed Systems 8(11), 1997, section 3.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,6 +64,8 @@ class Announcement {
   int blocks_of_round() const { return std::min(distance_, context_.size() - distance_); }
   void exchange();
   void take_in();
+  void send_to_all();
+  bool advance_to_all();
   void compare() const;
 
   Context& context_;
@@ -72,6 +76,7 @@ class Announcement {
   std::vector<std::size_t> ends_;  // of the blocks
   int distance_ = 1;               // blocks of this rank, up to all; doubles in each round
   bool exchanges_ = false, sent_ = true, received_ = true;
+  std::unique_ptr<bool[]> direct_;  // without rounds: whether the message to, and from, each rank has ended
   bool complete_ = false;
 };
 

@@ -71,7 +71,7 @@ FlowPlan NetCollective::plan() const {
   const Group& everyone = context_->everyone;
   switch (arguments_.kind) {
     case OpKind::all_reduce:
-      return plan_all_reduce(arguments_, everyone, context_->chunk_bytes);
+      return plan_all_reduce(arguments_, everyone, *context_);
     case OpKind::reduce_scatter:
       return plan_reduce_scatter(arguments_, everyone);
     case OpKind::all_gather:

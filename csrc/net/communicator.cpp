@@ -19,6 +19,11 @@ using Clock = std::chrono::steady_clock;
 // Time between two turns of the network while a kernel computes: 10 Gbit/s carry 125 kB in it, far less than a socket's
 // buffer holds.
 constexpr double tick_seconds = 1e-4;
+// With nothing to move for so long, as between hosts far apart, a wait sleeps where the transport can: a busy wait would
+// take the core from other processes, and a system that shares cores fairly would then keep it from this one when data
+// arrive. Nearby, data arrive sooner, and to wake up takes longer than to wait for them.
+constexpr double spin_seconds = 2e-3;
+constexpr double sleep_seconds = 5e-3;
 // The longest wait before Python can look for signals.
 constexpr double longest_wait_seconds = 0.1;
 
@@ -60,7 +65,7 @@ Listening& listening() {
 }  // namespace
 
 NetCommunicator::NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes,
-                                 std::size_t inline_bytes, std::size_t chunk_bytes)
+                                 std::size_t inline_bytes, std::size_t chunk_bytes, bool is_far)
     : processes_(std::move(processes)),
       transport_(std::move(transport)),
       context_{*transport_,
@@ -69,6 +74,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<Transport> transport, int rank,
                processes_,
                inline_bytes,
                chunk_bytes,
+               is_far,
                everyone(rank, processes_.size()),
                two_hosts(rank, processes_)} {
   Listening& all = listening();
@@ -160,8 +166,10 @@ bool NetCommunicator::wait_on(const NetCollective& collective, double quiet_seco
     const Clock::time_point now = Clock::now();
     if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
       return false;
-    // Where ranks outnumber cores, this gives the core to one that has work.
-    ::sched_yield();
+    if (seconds_between(moved_, now) > spin_seconds)
+      transport_->sleep(sleep_seconds);
+    else
+      ::sched_yield();  // where ranks outnumber cores, this gives the core to one that has work
   }
 }
 

@@ -27,9 +27,9 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
  public:
   static constexpr bool finds_nonfinite = false;
 
-  // `inline_bytes` and `chunk_bytes`: see Context.
+  // `inline_bytes`, `chunk_bytes`, and `is_far`: see Context. All three are equal on all ranks.
   NetCommunicator(std::shared_ptr<Transport> transport, int rank, std::vector<Process> processes,
-                  std::size_t inline_bytes, std::size_t chunk_bytes);
+                  std::size_t inline_bytes, std::size_t chunk_bytes, bool is_far);
   ~NetCommunicator();
   NetCommunicator(const NetCommunicator&) = delete;
   NetCommunicator& operator=(const NetCommunicator&) = delete;

@@ -26,12 +26,15 @@ struct Context {
   const std::vector<Process>& processes;  // one for each rank
   std::size_t inline_bytes;               // most data that travel with a rank's announcement
   std::size_t chunk_bytes;                // largest message that carries data
+  bool is_far;                            // a message takes long, even a short one
 
   Group everyone;
   // For ranks on two hosts, the first half on one and the second half on the other, and more than one on each: the
   // ranks of this host and the one with the same local index on the other host, in rank order. Else empty.
   Group two_hosts;
 
+  // Whether each rank sends its announcement to all others: one delay, but more messages than in rounds.
+  bool announces_to_all() const { return data_room() == 0 && size() <= (is_far ? 64 : 8); }
   int size() const { return static_cast<int>(processes.size()); }
   // The most data that announcements of a RidingSum bring along.
   std::size_t data_room() const { return size() == 4 && !two_hosts.ranks.empty() ? 64 << 10 : 0; }

@@ -8,8 +8,11 @@
 namespace distopt::net {
 namespace {
 
-// Chunks from one rank that may have arrived before the first of them is reduced.
-constexpr std::size_t window = 2;
+// Chunks on their way between two ranks, for each stream, so that MPI has little to look through.
+constexpr std::size_t in_flight = 8;
+// Chunks from one rank, for each stream, that may have arrived before the first of them is reduced: so many, or of so
+// many bytes together.
+constexpr std::size_t window = 2, window_bytes = 2 << 20;
 
 template <typename T>
 void divide_as(void* data, std::size_t count, int divisor) {
@@ -28,6 +31,10 @@ void divide(void* data, std::size_t count, DType dtype, int divisor) {
 
 std::size_t Flow::chunks_of(std::size_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
 
+int Flow::stream_of(std::size_t chunk) const {
+  return static_cast<int>(chunk % static_cast<std::size_t>(context_.transport.streams()));
+}
+
 ByteSpan Flow::chunk_of(const ByteSpan& piece, std::size_t chunk) const {
   const std::size_t begin = chunk * chunk_bytes_;
   return {piece.data + begin, std::min(chunk_bytes_, piece.bytes - begin)};
@@ -38,6 +45,7 @@ std::vector<Flow::PieceTransfer> Flow::transfers_of(const std::vector<ByteSpan>&
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     transfers[i].piece = pieces[i];
     transfers[i].chunks = chunks_of(pieces[i].bytes);
+    transfers[i].most_under_way = in_flight * static_cast<std::size_t>(context_.transport.streams());
     transfers[i].done = std::make_unique<bool[]>(transfers[i].chunks);
   }
   return transfers;
@@ -60,7 +68,8 @@ void Flow::begin(FlowPlan plan) {
 // Allocates what receiving needs.
 void Flow::admit() {
   if (!plan_.reduction) return;
-  slots_ = std::min(window, ready_chunks_);
+  const std::size_t streams = static_cast<std::size_t>(context_.transport.streams());
+  slots_ = std::min(std::max(window * streams, window_bytes / chunk_bytes_), ready_chunks_);
   slot_bytes_ = std::min(chunk_bytes_, plan_.result.bytes);
   scratch_ = context_.pool.take(group_.size() * slots_ * slot_bytes_);
 }
@@ -95,7 +104,8 @@ void Flow::send_what_may_go() {
 bool Flow::send(PieceTransfer& transfer, std::size_t place, int tag, std::size_t limit) {
   if (!transfer.may_start(limit)) return false;
   const ByteSpan chunk = chunk_of(transfer.piece, transfer.started);
-  context_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
+  context_.transport.send(chunk.data, chunk.bytes, group_.ranks[place], {tag, stream_of(transfer.started)},
+                          transfer.done[transfer.started]);
   ++transfer.started;
   return true;
 }
@@ -114,7 +124,8 @@ void Flow::receive_what_may_come() {
 
 void Flow::receive(PieceTransfer& transfer, std::size_t place, int tag, char* into) {
   const std::size_t bytes = chunk_of(transfer.piece, transfer.started).bytes;
-  context_.transport.receive(into, bytes, group_.ranks[place], tag, transfer.done[transfer.started]);
+  context_.transport.receive(into, bytes, group_.ranks[place], {tag, stream_of(transfer.started)},
+                             transfer.done[transfer.started]);
   ++transfer.started;
 }
 

@@ -61,16 +61,15 @@ class Flow {
   bool advance();
 
  private:
-  // Chunks on their way between two ranks, so that MPI has little to look through.
-  static constexpr std::size_t in_flight = 8;
-
   // A piece on its way to or from one rank.
   struct PieceTransfer {
     ByteSpan piece;
     std::size_t chunks = 0, started = 0, ended = 0;
     std::unique_ptr<bool[]> done;
 
-    bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
+    std::size_t most_under_way = 0;
+
+    bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + most_under_way}); }
     // Notes which requests have ended; returns whether all have.
     bool poll() {
       while (ended < started && done[ended]) ++ended;
@@ -80,6 +79,7 @@ class Flow {
 
   void admit();
   std::size_t chunks_of(std::size_t bytes) const;
+  int stream_of(std::size_t chunk) const;
   ByteSpan chunk_of(const ByteSpan& piece, std::size_t chunk) const;
   std::vector<PieceTransfer> transfers_of(const std::vector<ByteSpan>& pieces) const;
   void send_what_may_go();

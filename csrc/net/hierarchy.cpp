@@ -91,7 +91,7 @@ HierarchicalCollective::Stage HierarchicalCollective::make_stage(const Section& 
   stage.count = section.share;
   if (section.stage == 1) {
     stage.output = slice;
-    FlowPlan plan = plan_all_reduce(stage, levels.between, context().chunk_bytes);
+    FlowPlan plan = plan_all_reduce(stage, levels.between, context());
     if (divides_once_) plan.reduction->divisor = context().size();
     const auto flow = std::make_shared<Flow>(context(), levels.between, section.tag);
     flow->begin(std::move(plan));

@@ -32,15 +32,15 @@ class MpiTransport final : public Transport {
     find(module, "MPI_Error_string", error_string_);
   }
 
-  void send(const char* data, std::size_t bytes, int to, int tag, bool& done) override {
+  void send(const char* data, std::size_t bytes, int to, Tag tag, bool& done) override {
     Handle request;
-    check(isend_(data, count_of(bytes), byte_, to, tag, communicator_, &request));
+    check(isend_(data, count_of(bytes), byte_, to, tag.number, communicator_, &request));
     keep(request, done);
   }
 
-  void receive(char* data, std::size_t bytes, int from, int tag, bool& done) override {
+  void receive(char* data, std::size_t bytes, int from, Tag tag, bool& done) override {
     Handle request;
-    check(irecv_(data, count_of(bytes), byte_, from, tag, communicator_, &request));
+    check(irecv_(data, count_of(bytes), byte_, from, tag.number, communicator_, &request));
     keep(request, done);
   }
 

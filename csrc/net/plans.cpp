@@ -6,7 +6,8 @@
 namespace distopt::net {
 namespace {
 
-// Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes.
+// Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes. Far from
+// each other they do it at any size, because the delay costs more than to reduce twice as much.
 constexpr std::size_t whole_bytes = 256 << 10;
 
 // Messages where chunks pass through several ranks in turn: an eighth of a slice, within limits. If there are few,
@@ -26,11 +27,11 @@ ByteSpan slice_of(const Arguments& arguments, std::size_t size, std::size_t plac
 
 }  // namespace
 
-FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, std::size_t chunk_bytes) {
+FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, const Context& context) {
   const std::size_t size = group.size(), place = group.place;
   const ByteSpan all{arguments.output, arguments.count * item_bytes(arguments.dtype)};
   FlowPlan plan(group);
-  const bool whole = size == 2 && all.bytes <= std::min(whole_bytes, chunk_bytes);
+  const bool whole = size == 2 && (context.is_far || all.bytes <= std::min(whole_bytes, context.chunk_bytes));
   plan.result = whole ? all : slice_of(arguments, size, place);
   plan.reduction = ChunkReduction{arguments.dtype, arguments.op, plan.result.data, 1, whole};
   for (std::size_t i = 0; i < size; ++i) {

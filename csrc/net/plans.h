@@ -6,7 +6,7 @@
 
 namespace distopt::net {
 
-FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, std::size_t chunk_bytes);
+FlowPlan plan_all_reduce(const Arguments& arguments, const Group& group, const Context& context);
 // In the group Context::two_hosts, for types that round_each_operation: the first host reduces, slice by slice, and
 // sends its partial results to the second host, which reduces them with its own arrays and sends the results back. Rank
 // order, but the network carries the array once in each direction and not once for every rank of a host.

@@ -39,11 +39,11 @@ void RidingSum::begin() {
   std::memcpy(near_, own.data, own.bytes);
   std::memcpy(to_far_, own.data, own.bytes);
   Transport& transport = context().transport;
-  transport.receive(slice_, most_bytes, neighbour(), tag() + slice_tag, slice_came_);
-  transport.receive(near_ + block_bytes_, far_room, partner(), tag(), far_came_);
-  transport.receive(from_near_, near_room, neighbour(), tag(), near_came_);
+  transport.receive(slice_, most_bytes, neighbour(), {tag() + slice_tag}, slice_came_);
+  transport.receive(near_ + block_bytes_, far_room, partner(), {tag()}, far_came_);
+  transport.receive(from_near_, near_room, neighbour(), {tag()}, near_came_);
   const ByteSpan theirs = half(neighbour());
-  transport.send(theirs.data, theirs.bytes, neighbour(), tag() + slice_tag, slice_sent_);
+  transport.send(theirs.data, theirs.bytes, neighbour(), {tag() + slice_tag}, slice_sent_);
 }
 
 bool RidingSum::advance() {
@@ -78,7 +78,7 @@ void RidingSum::send_far() {
   if (has_data_) reduce();
   Announcement::note_data(to_far_, has_data_);
   const std::size_t bytes = block_bytes_ + (has_data_ ? half(context().rank).bytes : 0);
-  context().transport.send(to_far_, bytes, partner(), tag(), far_sent_);
+  context().transport.send(to_far_, bytes, partner(), {tag()}, far_sent_);
   far_began_ = true;
 }
 
@@ -87,7 +87,7 @@ void RidingSum::send_near() {
   const bool has_result = is_first() ? partner_has_data_ : has_data_;
   const std::size_t bytes =
       static_cast<std::size_t>(own_result_ - near_) + (has_result ? half(context().rank).bytes : 0);
-  context().transport.send(near_, bytes, neighbour(), tag(), near_sent_);
+  context().transport.send(near_, bytes, neighbour(), {tag()}, near_sent_);
   near_began_ = true;
 }
 

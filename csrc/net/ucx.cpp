@@ -1,8 +1,11 @@
 #include "net/ucx.h"
 
 #include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,12 +21,14 @@
 namespace distopt::net {
 namespace {
 
-// A tag of UCX: number of the channel, rank of the sender, tag.
-constexpr int tag_bits = 15, rank_bits = 13;
+// A tag of UCX: number of the channel, stream, rank of the sender, tag.
+constexpr int tag_bits = 15, rank_bits = 13, stream_bits = 4;
 constexpr std::uint64_t rank_mask = ((std::uint64_t{1} << rank_bits) - 1) << tag_bits;
 
 // The thread begins to move bytes when no rank has for so long, and looks again after as long.
 constexpr std::int64_t unattended_ns = 500'000;
+// The same while a rank sleeps until bytes may move.
+constexpr std::int64_t slept_ns = 2'000'000;
 // It looks at least so often whether the worker stops.
 constexpr int longest_poll_ms = 10;
 // With nothing under way and nothing begun for so long, it sleeps until something begins.
@@ -100,7 +105,7 @@ class Sockets {
 
 }  // namespace
 
-// The connection to one process, which all channels to it share.
+// A connection to one process, which all channels to it share.
 class UcxPeer {
  public:
   UcxPeer(UcxWorker& worker, const std::string& address) : worker_(worker) {
@@ -145,10 +150,11 @@ class UcxPeer {
 class UcxTransport final : public Transport {
  public:
   UcxTransport(std::shared_ptr<UcxWorker> worker, std::uint64_t number, int rank,
-               const std::vector<std::string>& addresses)
-      : worker_(std::move(worker)), number_(number), rank_(rank) {
+               const std::vector<std::string>& addresses, int streams)
+      : worker_(std::move(worker)), number_(number), rank_(rank), streams_(streams), peers_(addresses.size()) {
     for (std::size_t i = 0; i < addresses.size(); ++i)
-      peers_.push_back(static_cast<int>(i) == rank ? nullptr : worker_->reach(addresses[i]));
+      for (int stream = 0; stream < streams && static_cast<int>(i) != rank; ++stream)
+        peers_[i].push_back(worker_->reach(addresses[i], stream));
   }
   UcxTransport(const UcxTransport&) = delete;
   UcxTransport& operator=(const UcxTransport&) = delete;
@@ -167,9 +173,11 @@ class UcxTransport final : public Transport {
     for (auto& one : under_way_) kept.push_back(std::move(one));
   }
 
-  void send(const char* data, std::size_t bytes, int to, int tag, bool& done) override {
+  int streams() const override { return streams_; }
+
+  void send(const char* data, std::size_t bytes, int to, Tag tag, bool& done) override {
     const auto lock = worker_->entered();
-    const UcxPeer& peer = *peers_[static_cast<std::size_t>(to)];
+    const UcxPeer& peer = *peers_[static_cast<std::size_t>(to)][static_cast<std::size_t>(tag.stream)];
     ucx::RequestParams params;
     params.sent = [](void* request, ucx::Status status, void* argument) { end(request, status, argument); };
     if (peer.failure() == ucx::ok)
@@ -179,7 +187,7 @@ class UcxTransport final : public Transport {
       done = true;
   }
 
-  void receive(char* data, std::size_t bytes, int from, int tag, bool& done) override {
+  void receive(char* data, std::size_t bytes, int from, Tag tag, bool& done) override {
     const auto lock = worker_->entered();
     ucx::RequestParams params;
     params.received = [](void* request, ucx::Status status, const ucx::TagInfo*, void* argument) {
@@ -194,7 +202,7 @@ class UcxTransport final : public Transport {
     const auto lock = worker_->entered();
     worker_->progress();
     ucx::TagInfo info{};
-    if (worker_->api_.tag_probe(worker_->worker_, wide(0, tag), ~rank_mask, 0, &info) == nullptr) return -1;
+    if (worker_->api_.tag_probe(worker_->worker_, wide(0, {tag}), ~rank_mask, 0, &info) == nullptr) return -1;
     return static_cast<int>((info.tag & rank_mask) >> tag_bits);
   }
 
@@ -216,11 +224,13 @@ class UcxTransport final : public Transport {
     return any;
   }
 
+  void sleep(double seconds) override { worker_->sleep(seconds); }
+
   void flush() override {
     const auto lock = worker_->entered();
     std::vector<void*> requests;
-    for (const auto& peer : peers_)
-      if (peer) requests.push_back(peer->flush());
+    for (const auto& streams : peers_)
+      for (const auto& peer : streams) requests.push_back(peer->flush());
     worker_->finish(requests);
   }
 
@@ -228,7 +238,8 @@ class UcxTransport final : public Transport {
     const auto lock = worker_->entered();
     std::vector<int> ranks;
     for (std::size_t i = 0; i < peers_.size(); ++i)
-      if (peers_[i] && peers_[i]->failure() != ucx::ok) ranks.push_back(static_cast<int>(i));
+      if (std::any_of(peers_[i].begin(), peers_[i].end(), [](const auto& peer) { return peer->failure() != ucx::ok; }))
+        ranks.push_back(static_cast<int>(i));
     return ranks;
   }
 
@@ -270,15 +281,16 @@ class UcxTransport final : public Transport {
     done = true;
   }
 
-  std::uint64_t wide(int rank, int tag) const {
-    return number_ << (tag_bits + rank_bits) | static_cast<std::uint64_t>(rank) << tag_bits |
-           static_cast<std::uint64_t>(tag);
+  std::uint64_t wide(int rank, Tag tag) const {
+    const std::uint64_t channel = number_ << stream_bits | static_cast<std::uint64_t>(tag.stream);
+    return channel << (tag_bits + rank_bits) | static_cast<std::uint64_t>(rank) << tag_bits |
+           static_cast<std::uint64_t>(tag.number);
   }
 
   const std::shared_ptr<UcxWorker> worker_;
   const std::uint64_t number_;
-  const int rank_;
-  std::vector<std::shared_ptr<UcxPeer>> peers_;
+  const int rank_, streams_;
+  std::vector<std::vector<std::shared_ptr<UcxPeer>>> peers_;  // by rank and stream
   std::deque<std::unique_ptr<UnderWay>> under_way_;
 };
 
@@ -320,7 +332,7 @@ void UcxWorker::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<void*> requests;
-    for (const auto& [address, peer] : peers_) requests.push_back(peer->flush());
+    for (const auto& [key, peer] : peers_) requests.push_back(peer->flush());
     finish(requests);
     stops_ = true;
     wanted_.notify_all();
@@ -361,6 +373,30 @@ void UcxWorker::begin_to_move() {
   if (sleeps_) wanted_.notify_all();
 }
 
+double UcxWorker::longest_round_trip() {
+  const auto lock = entered();
+  std::uint32_t longest_us = 0;
+  for_each_watched(event_, [&longest_us](int socket) {
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    const bool is_known = ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 && info.tcpi_min_rtt != ~0U;
+    if (is_known) longest_us = std::max(longest_us, info.tcpi_min_rtt);
+  });
+  return longest_us * 1e-6;
+}
+
+void UcxWorker::sleep(double seconds) {
+  {
+    const auto lock = entered();
+    if (api_.worker_arm(worker_) != ucx::ok) return;  // something has happened already
+  }
+  sleepers_.fetch_add(1, std::memory_order_relaxed);
+  pollfd waited{event_, POLLIN, 0};
+  ::poll(&waited, 1, static_cast<int>(seconds * 1e3));
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  attended_ns_.store(now_ns(), std::memory_order_relaxed);
+}
+
 void UcxWorker::move_unattended() {
   is_helper = true;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -376,7 +412,8 @@ void UcxWorker::move_unattended() {
       sleeps_ = false;
       continue;
     }
-    if (now_ns() - attended_ns_.load(std::memory_order_relaxed) > unattended_ns) {
+    const std::int64_t patience_ns = sleepers_.load(std::memory_order_relaxed) == 0 ? unattended_ns : slept_ns;
+    if (now_ns() - attended_ns_.load(std::memory_order_relaxed) > patience_ns) {
       progress();
       lock.unlock();
       tick();  // the communicators send and reduce what may follow
@@ -389,11 +426,11 @@ void UcxWorker::move_unattended() {
         continue;
       }
     }
-    wanted_.wait_for(lock, std::chrono::nanoseconds(unattended_ns));
+    wanted_.wait_for(lock, std::chrono::nanoseconds(patience_ns));
   }
 }
 
-std::shared_ptr<UcxPeer> UcxWorker::reach(const std::string& address) {
+std::shared_ptr<UcxPeer> UcxWorker::reach(const std::string& address, int stream) {
   std::vector<std::shared_ptr<UcxPeer>> failed;  // destroyed without the lock, which the destructor takes
   const auto lock = entered();
   progress();  // notices processes that have ended
@@ -405,20 +442,22 @@ std::shared_ptr<UcxPeer> UcxWorker::reach(const std::string& address) {
     failed.push_back(std::move(one->second));
     one = peers_.erase(one);
   }
-  std::shared_ptr<UcxPeer>& peer = peers_[address];
+  const std::pair key{address, stream};
+  std::shared_ptr<UcxPeer>& peer = peers_[key];
   if (!peer) {
     try {
       peer = std::make_shared<UcxPeer>(*this, address);
     } catch (...) {
-      peers_.erase(address);
+      peers_.erase(key);
       throw;
     }
   }
   return peer;
 }
 
-std::unique_ptr<Transport> UcxWorker::open(std::uint64_t number, int rank, const std::vector<std::string>& addresses) {
-  return std::make_unique<UcxTransport>(shared_from_this(), number, rank, addresses);
+std::unique_ptr<Transport> UcxWorker::open(std::uint64_t number, int rank, const std::vector<std::string>& addresses,
+                                           int streams) {
+  return std::make_unique<UcxTransport>(shared_from_this(), number, rank, addresses, streams);
 }
 
 }  // namespace distopt::net

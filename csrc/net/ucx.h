@@ -34,9 +34,13 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   // Bytes by which other processes reach this one.
   const std::string& address() const { return address_; }
   const std::string& version() const { return api_.version; }
-  // A channel between processes, whose addresses stand in the order of their ranks. `number` is equal on all of them,
-  // and belongs to no other channel of any.
-  std::unique_ptr<Transport> open(std::uint64_t number, int rank, const std::vector<std::string>& addresses);
+  // A channel between processes, whose addresses stand in the order of their ranks, with `streams` connections between
+  // any two. `number` is equal on all of them, and belongs to no other channel of any.
+  std::unique_ptr<Transport> open(std::uint64_t number, int rank, const std::vector<std::string>& addresses,
+                                  int streams);
+  // The longest time there and back, in seconds, that the operating system has measured on any connection; 0 if it has
+  // measured none. It counts no time in which a process waits for a core.
+  double longest_round_trip();
   // Hands all that was sent to the operating system, and ends the thread. To be called before the process ends.
   void stop();
 
@@ -46,11 +50,14 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
 
   // The lock. Throws in a forked child, where another thread of the parent may hold it for ever.
   std::unique_lock<std::mutex> entered();
-  std::shared_ptr<UcxPeer> reach(const std::string& address);
+  std::shared_ptr<UcxPeer> reach(const std::string& address, int stream);
   // With the lock held.
   void progress();
   void finish(const std::vector<void*>& requests);  // waits for them, a moment, and frees them
   void begin_to_move();
+
+  // Without it. Until bytes may move, or so long.
+  void sleep(double seconds);
 
   void move_unattended();
   void check(ucx::Status status, const char* action) const;
@@ -62,11 +69,12 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   int event_ = -1;  // readable when bytes may move
   // They stay until they fail: if one process closed a connection that the other one still uses, the next channel of
   // both would begin with a broken one.
-  std::map<std::string, std::shared_ptr<UcxPeer>> peers_;
+  std::map<std::pair<std::string, int>, std::shared_ptr<UcxPeer>> peers_;  // by address and stream
   std::mutex mutex_;  // of the worker, and of all that its callbacks write
   std::thread thread_;
   std::condition_variable wanted_;            // by the thread, which sleeps while nothing moves
   bool sleeps_ = false, stops_ = false;       // the thread
+  std::atomic<int> sleepers_{0};              // ranks that wait for bytes
   std::atomic<std::int64_t> attended_ns_{0};  // when a rank called UCX last
   std::size_t n_under_way_ = 0;               // requests of all channels
   std::int64_t moved_ns_ = 0;                 // when a request began last

@@ -36,6 +36,20 @@ class NativeCommunicator(Communicator):
             return work
         return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
+    def reduce_memory(self, owner: object, address: int, count: int, dtype: int, op: int, timeout: float) -> None:
+        """Collective; waits. `all_reduce` in place of memory that the caller has checked, without an array of it.
+
+        Args:
+            owner: keeps the memory.
+            address: where it begins, aligned to elements.
+            count: elements.
+            dtype: a value of `DTYPES`.
+            op: a value of `OPS`, which the type has.
+            timeout: see `Work.wait`, which has the errors.
+        """
+        place = -1 if self.flight is None else self.flight.caller("all_reduce", "")
+        self.core.reduce_memory(owner, address, count, dtype, op, timeout, place)
+
     def progress(self) -> None:
         """Local. See `Communicator.progress`."""
         self.core.progress()

@@ -95,20 +95,6 @@ class ShmCommunicator(NativeCommunicator):
         self.closed = True
         self.core.close()
 
-    def reduce_memory(self, owner: object, address: int, count: int, dtype: int, op: int, timeout: float) -> None:
-        """Collective; waits. `all_reduce` in place of memory that the caller has checked, without an array of it.
-
-        Args:
-            owner: keeps the memory.
-            address: where it begins, aligned to elements.
-            count: elements.
-            dtype: a value of `DTYPES`.
-            op: a value of `OPS`, which the type has.
-            timeout: see `Work.wait`, which has the errors.
-        """
-        place = -1 if self.flight is None else self.flight.caller("all_reduce", "")
-        self.core.reduce_memory(owner, address, count, dtype, op, timeout, place)
-
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         array = self.core.empty(count, DTYPES[dtype], available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)

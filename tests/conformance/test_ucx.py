@@ -1,6 +1,7 @@
 """UCX between ranks that believe to be on several hosts: failures, forks, and what groups give back."""
 
 import gc
+import hashlib
 import os
 import re
 import signal
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from distopt.comm.base import Communicator
-from distopt.comm.net import ucx
-from distopt.comm.net.ucx import communicator_over_ucx, library
+from distopt.comm.net import distance, ucx
+from distopt.comm.net.ucx import UcxCommunicator, UcxNetwork, communicator_over_ucx, library
 from distopt.errors import (
     CommunicatorError,
     DistoptError,
@@ -108,7 +109,7 @@ def give_up(job: LocalJob) -> str:
     if job.topology.rank == 2:
         job.all_gather(b"")
     with pytest.raises(StalledError) as info:
-        comm.all_reduce(np.zeros(3)).wait(0.2 if job.topology.rank == 0 else None)
+        comm.all_reduce(np.zeros(100_000)).wait(0.2 if job.topology.rank == 0 else None)
     for _ in range(2 - job.topology.rank):
         job.all_gather(b"")
     return str(info.value)
@@ -188,6 +189,96 @@ def test_a_rank_that_stops_is_named_and_the_others_go_on(large: bool) -> None:
     for outcome in run_ranks(stop_in_a_message, 3, large)[::2]:
         assert outcome.error is None, outcome.trace
         assert all("rank 1 (host host1" in text for text in outcome.value), outcome.value
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+def sum_over_streams(job: LocalJob, is_distant: bool) -> list[bytes]:
+    """Sums of odd and even sizes, one after the other and side by side, over one stream and over several."""
+    jobs, rank = jobs_of(job), job.topology.rank
+    found = []
+    for streams in ("1", "3", "16"):
+        os.environ["DISTOPT_STREAMS"] = streams
+        with pytest.MonkeyPatch.context() as patch:
+            if is_distant:
+                patch.setattr(distance, "_FAR_SECONDS", 0.0)
+            network = UcxNetwork(jobs)
+        assert network.is_far == is_distant
+        comm = UcxCommunicator(jobs, network, chunk_bytes=12_344)  # a multiple of 8
+        arrays = [
+            ((np.arange(count) * 7 + rank * 13) % 1013 / (rank + 3)).astype(kind)
+            for count in (1, 8_191, 12_345, 100_003, 400_001)
+            for kind in (np.float32, np.float64)
+        ]
+        works = [comm.all_reduce(array) for array in arrays]
+        for work in works:
+            work.wait()
+        pieces = np.empty(arrays[5].size * comm.topology.world_size)
+        comm.all_gather(arrays[5] * (rank + 1), pieces).wait()
+        comm.broadcast(arrays[-1] if rank == 1 else arrays[-2], 1).wait()
+        found.append(b"".join(np.asarray(each).tobytes() for each in (*arrays, pieces)))
+        comm.close()
+    assert found[0] == found[1] == found[2]
+    return [hashlib.sha256(found[0]).hexdigest()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_and_distance_leave_the_bits_as_they_are(size: int) -> None:
+    outcomes = run_ranks_ok(sum_over_streams, size, False) + run_ranks_ok(sum_over_streams, size, True)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def lose_with_streams(job: LocalJob) -> None:
+    """Rank 1 is killed while a large sum is on its way over several streams."""
+    os.environ["DISTOPT_STREAMS"] = "4"
+    comm = connect(job)
+    check_sum(comm)
+    array = np.ones(4_000_000)
+    work = comm.all_reduce(array)
+    if job.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm._waits._peers._ranks.clear()  # type: ignore[attr-defined]  # the network alone may notice it
+    with pytest.raises(PeerLostError, match="rank 1"):
+        work.wait()
+
+
+def test_the_end_of_a_rank_is_noticed_over_streams() -> None:
+    first, lost, last = run_ranks(lose_with_streams, 3)
+    assert (first.error, last.error) == (None, None), (first.trace, last.trace)
+    assert lost.exit_code == -signal.SIGKILL
+
+
+def join_with_streams(job: LocalJob) -> str:
+    jobs = jobs_of(job)
+    os.environ["DISTOPT_STREAMS"] = str(job.topology.rank + 1)
+    with pytest.raises(LaunchError) as info:
+        communicator_over_ucx(jobs)
+    return str(info.value)
+
+
+def test_ranks_with_different_numbers_of_streams_are_refused() -> None:
+    assert run_ranks_ok(join_with_streams, 2) == ["DISTOPT_STREAMS differs between the ranks: 1, 2"] * 2
+
+
+def sockets() -> int:
+    """Connections of this process, to itself included."""
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def count_sockets(job: LocalJob) -> list[int]:
+    found = []
+    for streams in ("1", "6"):
+        os.environ["DISTOPT_STREAMS"] = streams
+        before = sockets()
+        check_sum(comm := connect(job), 2_000_000)
+        found.append(sockets() - before)
+        comm.barrier()
+    return found
+
+
+def test_each_stream_is_a_connection() -> None:
+    for one, more in run_ranks_ok(count_sockets, 2):
+        assert more >= 5 > one - 2, (one, more)
 
 
 # -- groups one after the other --------------------------------------------------------------------------------------

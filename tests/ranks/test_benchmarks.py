@@ -23,7 +23,7 @@ SHORT = {
     "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
     "pytorch": "--only cnn --rounds 1 --steps 1",
-    "never-slower": "--only small,mpi-2x1,torch-2x1 --turns 1 --profile",
+    "never-slower": "--only small,mpi-2x1,torch-2x1-1KiB,ucx-1KiB,torch-4x1-1KiB,ucx-2x1-1KiB --turns 1 --profile",
     "kernels": "--count 1000 -n 1 --peers=",
     "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
     "--json {results} --plot {plot} --output {page}",

@@ -46,9 +46,9 @@ DOUBT = "**does not hold**"
 _INTRODUCTION = """\
 # Results on a real Slurm
 
-Written by `make slurm` ({version}, {date}). One machine plays the front end and two nodes: network namespaces with host
-names of their own, joined by a bridge. mpiexec and `srun --mpi=pmi2` use MPICH with `UCX_TLS=tcp,self`, so that what the
-nodes exchange goes over the bridge; all other commands use UCX. See [Slurm](../guide/slurm.md).
+Written by `make slurm` ({version}, {date}). One machine plays the front end and two nodes: network namespaces with
+host names of their own, joined by a bridge. mpiexec and `srun --mpi=pmi2` use MPICH with `UCX_TLS=tcp,self`, so that
+what the nodes exchange goes over the bridge; all other commands use UCX. See [Slurm](../guide/slurm.md).
 """
 
 

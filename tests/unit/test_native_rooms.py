@@ -10,10 +10,10 @@ ALLOWED = {
     "base": {SHARED},
     "host": {"base"},
     "shm": {"base", "host", "cpu/reduce.h"},
-    "mpi": {"base", "host", "shm", "cpu/reduce.h"},
+    "net": {"base", "host", "shm", "cpu/reduce.h"},
     "nccl": {"base", "host"},
     "cpu": {"base", SHARED},
-    "bind": {"base", "host", "shm", "mpi", "nccl", "cpu"},
+    "bind": {"base", "host", "shm", "net", "nccl", "cpu"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.M)
 

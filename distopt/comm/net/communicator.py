@@ -26,6 +26,8 @@ _ALIGNMENT = 64
 # Most data that travel with the announcement, for two ranks, and for all ranks together if there are more. They go to
 # every rank: with more than two, they cross the network more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
+# The same far from each other, where that is quicker than to wait for one delay more: for each rank, and for all.
+_FAR_INLINE_BYTES_OF_EACH, _FAR_INLINE_BYTES_OF_ALL = 64 << 10, 256 << 10
 
 
 Work.register(_core.NetWork)  # written in C++ for speed
@@ -58,18 +60,26 @@ class NetCommunicator(NativeCommunicator):
             network: connects them.
             settings: time-outs (default: those of the environment).
             inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
-                two ranks, else 48 KiB divided by their number).
+                two ranks, else 48 KiB divided by their number; between ranks that are far from each other 256 KiB
+                divided by their number, at most 64 KiB).
             chunk_bytes: the largest size of a message; larger data are sent in several (default: the network's).
         """
         rank, size = job.topology.rank, job.topology.world_size
         if inline_bytes is None:
             inline_bytes = _INLINE_BYTES_OF_TWO if size <= 2 else _INLINE_BYTES_OF_ALL // size
+            if network.is_far:
+                inline_bytes = min(_FAR_INLINE_BYTES_OF_EACH, _FAR_INLINE_BYTES_OF_ALL // size)
         self.topology = job.topology
         self._network = network
         self._waits = Waits(job, network, settings or Settings.from_env())
         transport = network.open()
         self.core = _core.NetCommunicator(
-            transport, rank, self._waits.processes, inline_bytes, chunk_bytes or network.chunk_bytes
+            transport,
+            rank,
+            self._waits.processes,
+            inline_bytes,
+            chunk_bytes or network.chunk_bytes,
+            network.is_far,
         )
         self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/net.cpp
         self._waits.core = self.core

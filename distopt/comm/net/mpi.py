@@ -28,6 +28,7 @@ class MpiNetwork:
     # MPICH's UCX copies messages of up to 3 MiB once more where they arrive from TCP. Smaller limits also need more
     # context switches if ranks outnumber cores.
     chunk_bytes = 4 << 20
+    is_far = False
 
     def __init__(self, job: MpiJob, *, owns_job: bool = False) -> None:
         self._mpi = import_mpi()

@@ -45,9 +45,11 @@ class Network(Protocol):
 
     Attributes:
         chunk_bytes: the size of messages that carries large arrays best.
+        is_far: whether a message between some of the ranks takes long, even a short one.
     """
 
     chunk_bytes: int
+    is_far: bool
 
     @property
     def has_ended(self) -> bool:

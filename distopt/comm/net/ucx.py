@@ -30,6 +30,7 @@ from ...launch.sockets import is_free
 from ...settings import Settings
 from ..base import Communicator
 from .communicator import NetCommunicator
+from .distance import is_far
 from .hierarchical import HierarchicalCommunicator
 from .network import Peers
 
@@ -43,7 +44,10 @@ _PROCESS = {
     "UCX_DEBUG_SIGNO": "0",
 }
 _TRANSPORTS_OF_A_NETWORK = 4  # at most
-_NUMBER_BITS, _CANDIDATES = 34, 4
+_NUMBER_BITS, _CANDIDATES = 30, 4
+# Larger messages wait until the receiver asks for them, and then need not be copied; all others stream.
+_LONGEST_STREAMED_BYTES = 192 << 10
+_NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 1 << 20, 128 << 10
 _live: set[int] = set()  # numbers of networks
 _users: set[int] = set()  # process ids of this process, and of its parents, that use UCX
 
@@ -56,13 +60,12 @@ class UcxNetwork:
         endpoint: a host that all ranks reach, such as the one where they met; or empty.
     """
 
-    chunk_bytes = 1 << 20
-
     def __init__(self, job: Peers, endpoint: str = "") -> None:
         """Collective.
 
         Raises:
-            LaunchError: a host has no address by which others reach it, or ranks use different versions of UCX.
+            LaunchError: a host has no address by which others reach it, or ranks use different versions of UCX, or
+                numbers of streams.
             MissingDependencyError: there is no UCX.
         """
         self._job = job
@@ -71,7 +74,8 @@ class UcxNetwork:
         mine: list[Any]
         try:
             self._worker = _worker(os.getpid(), _interface(job, endpoint))
-            mine = [self._worker.version, self._worker.address.hex(), candidates, sorted(_live)]
+            self._streams = Settings.from_env().streams
+            mine = [self._worker.version, self._streams, self._worker.address.hex(), candidates, sorted(_live)]
         except DistoptError as error:
             failure, mine = error, [str(error)]
         notes = job.exchange(mine)  # also of a failure, so that no rank waits
@@ -82,18 +86,27 @@ class UcxNetwork:
                 text += "; or start the script with mpiexec, which connects them by MPI"
             _leave_together(job)
             raise (LaunchError if failure is None else type(failure))(text) from failure
-        versions, addresses, offers, live = zip(*notes, strict=True)
+        versions, streams, addresses, offers, live = zip(*notes, strict=True)
         if len(set(versions)) > 1:
             ranks_of = _by_value(job, dict(enumerate(versions)))
             found = ", ".join(f"{version} on {ranks}" for version, ranks in ranks_of.items())
             _leave_together(job)
             raise LaunchError(f"the ranks use different versions of UCX: {found}; {pip_install('hosts')} on all hosts")
+        if len(set(streams)) > 1:
+            found = ", ".join(
+                f"{count} on {ranks}" for count, ranks in _by_value(job, dict(enumerate(streams))).items()
+            )
+            _leave_together(job)
+            raise LaunchError(f"DISTOPT_STREAMS differs between the ranks: {found}; give all the same")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
         _live.add(self._number)
         self._addresses = [bytes.fromhex(address) for address in addresses]
         self._n_open = 0
         self._pid = os.getpid()
+        self.is_far = is_far(job, self.open(), self._worker)
+        streams_chunks = self.is_far or self._streams > 1
+        self.chunk_bytes = _FAR_CHUNK_BYTES if streams_chunks else _NEAR_CHUNK_BYTES
 
     @property
     def has_ended(self) -> bool:
@@ -109,7 +122,7 @@ class UcxNetwork:
         number = self._number * _TRANSPORTS_OF_A_NETWORK + self._n_open
         self._n_open += 1
         try:
-            return self._worker.open(number, self._job.topology.rank, self._addresses)
+            return self._worker.open(number, self._job.topology.rank, self._addresses, self._streams)
         except TransportError as error:
             raise LaunchError(
                 f"rank {self._job.topology.rank} does not reach the other ranks ({error}); name a network interface "
@@ -181,12 +194,12 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
         UsageError: a process from which this one was forked uses UCX, and this one cannot load it a second time.
     """
     _users.add(pid)
-    options, ports = {"TLS": "tcp,self", "NET_DEVICES": interface}, Settings.from_env().ports
+    options = {"TLS": "tcp,self", "NET_DEVICES": interface, "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES)}
     with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}), ExitStack() as stack:
         path = library()
         if len(_users) > 1:
             path = _copy_of(Path(path), Path(stack.enter_context(TemporaryDirectory(prefix="distopt-ucx-"))))
-        worker = _listening(path, options, ports)
+        worker = _listening(path, options, Settings.from_env().ports)
     atexit.register(worker.stop)
     return worker
 
@@ -241,7 +254,7 @@ def library() -> str:
     Raises:
         MissingDependencyError: there is none.
     """
-    if path := os.environ.get("DISTOPT_UCX_LIBRARY"):
+    if path := Settings.from_env().ucx_library:
         return path
     for line in Path("/proc/self/maps").read_text().splitlines():
         # Such as MPICH's, if the script has imported mpi4py.MPI: a second one would find symbols of the first.

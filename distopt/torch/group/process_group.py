@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ...comm.shm import ShmCommunicator
+from ...comm.native import NativeCommunicator
 from ...errors import DistoptError
 from ...recorder.timeline import timeline
 from ..ddp.shared_buckets import LEAST_BYTES
@@ -89,8 +89,10 @@ class DistoptProcessGroup(NamedGroup):
         self._has_left = False
         self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
         self._reduce = None
-        if isinstance(communicator, ShmCommunicator) and not self._check_nan:
+        if isinstance(communicator, NativeCommunicator) and not self._check_nan:
             self._reduce = communicator.reduce_memory
+        # Larger storages may move into shared memory.
+        self._reduce_below_bytes = LEAST_BYTES if communicator.reduces_in_place else sys.maxsize
         self._backend = give_backend(self)
         if not _groups:
             atexit.register(_leave_at_exit)
@@ -373,12 +375,12 @@ class DistoptProcessGroup(NamedGroup):
             raise as_torch(error) from error
 
     def _reduce_at_once(self, tensor: Tensor, opts: Any) -> bool:
-        """Collective. What `_run` does with a small all_reduce if nothing is to be done but the sum; False if there is.
+        """Collective. What `_run` does with an all_reduce if nothing is to be done but the sum; False if there is.
 
-        Each step that it leaves out costs as much as the sum itself.
+        Each step that it leaves out costs as much as a small sum itself.
         """
         assert self._reduce is not None
-        memory = memory_of(tensor, opts.reduceOp, LEAST_BYTES)
+        memory = memory_of(tensor, opts.reduceOp, self._reduce_below_bytes)
         if memory is None or is_profiling() or timeline.is_on or callback_owner() is not None:
             return False
         channel = self._channels.first
