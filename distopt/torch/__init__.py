@@ -3,8 +3,8 @@
 To import this package registers the backend. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all
 that a script for Gloo has to change; see 'Coming from PyTorch' in the documentation.
 
-`register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over
-shared memory or `hosts`. `ddp` and `checkpoint` serve training loops, and `training` brings gradients to the engine. No
+`register` names the backend, and `join` has the ranks of a group meet. `group` carries out what PyTorch calls, over a
+communicator of `comm`. `ddp` and `checkpoint` serve training loops, and `training` brings gradients to the engine. No
 other package imports torch. It imports `engine`, `codecs`, `comm`, `launch`, `data` and the package `checkpoint`, and
 knows nothing of `nn`. Names of PyTorch that are not documented are in `private` only.
 """

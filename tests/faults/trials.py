@@ -63,8 +63,8 @@ class Trial(NamedTuple):
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
         kind, way = KINDS[self.kind], WAYS[self.way]
-        # Nobody reports such an end at the start, if not on one host, nor always a death between hosts.
-        missed = (kind.leaves and (way.by_mpiexec or way.hosts == 2)) or (kind.silent and way.hosts == 2)
+        # MPI does not report such an end before the ranks have met, nor mpiexec always a death between hosts.
+        missed = (kind.leaves and way.by_mpiexec) or (kind.silent and way.by_mpiexec and way.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
 
 

@@ -28,6 +28,7 @@ from benchmarks.networks.emulation import (
     require_tools,
     wait_for_link,
 )
+from distopt.comm.net.ucx import library
 
 from .forked import CONTEXT, Place
 
@@ -88,6 +89,8 @@ def cabled(before: Callable[[Sequence[Host]], None] | None = None) -> Iterator[t
 def rank_main(rank: int, method: str, variables: dict[str, str], out: Connection) -> None:
     """Sum twice, the second time what needs several messages; the error of either, or where the bytes went."""
     os.environ.update(variables)
+    if variables:
+        library.cache_clear()  # of the process that was forked
     try:
         dist.init_process_group("distopt", init_method=method, rank=rank, world_size=2, timeout=timedelta(0, SECONDS))
         for length in (3, 500_000):
@@ -100,23 +103,47 @@ def rank_main(rank: int, method: str, variables: dict[str, str], out: Connection
         out.send(["error", str(error)])
 
 
+def forks(rank: int, method: str, variables: dict[str, str], out: Connection) -> None:
+    """A worker, as that of a loader, makes a group with the other rank's, twice, and so does a child of it."""
+    rank_main(rank, f"{method}0", {}, out)
+    worker = CONTEXT.Process(target=in_worker, args=(rank, method, out))
+    worker.start()
+    worker.join()
+    rank_main(rank, f"{method}4", {}, out)
+
+
+def in_worker(rank: int, method: str, out: Connection) -> None:
+    for number in (1, 2):
+        rank_main(rank, f"{method}{number}", {}, out)
+    last = CONTEXT.Process(target=rank_main, args=(rank, f"{method}3", {}, out))
+    last.start()
+    last.join()
+
+
 def used() -> list[str]:
     """The interfaces, apart from the loopback, that have sent a part of a large sum."""
     lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines() if ":" in line]
     return [name.strip() for name, numbers in lines if int(numbers.split()[8]) > 1_000_000 and name.strip() != "lo"]
 
 
-def outcomes(hosts: Sequence[Host], method: str, of_second: dict[str, str]) -> list[list[object]]:
+def outcomes(
+    hosts: Sequence[Host],
+    method: str,
+    of_second: dict[str, str],
+    main: Callable[..., None] = rank_main,
+    answers: int = 1,
+) -> list[list[object]]:
+    """All that the ranks say, those of the first host first."""
     ends, ranks = [], []
     for rank, host in enumerate(hosts):
         end, start = CONTEXT.Pipe(duplex=False)
         variables = of_second if rank else {}
-        ranks.append(CONTEXT.Process(target=Place._run, args=(host, rank_main, rank, method, variables, start)))
+        ranks.append(CONTEXT.Process(target=Place._run, args=(host, main, rank, method, variables, start)))
         ranks[-1].start()
         start.close()
         ends.append(end)
     try:
-        return [end.recv() if end.poll(2 * SECONDS) else ["no answer"] for end in ends]
+        return [end.recv() if end.poll(2 * SECONDS) else ["no answer"] for end in ends for _ in range(answers)]
     finally:
         for process in ranks:
             process.kill()
@@ -163,3 +190,10 @@ def test_a_rank_that_cannot_use_ucx(variables: dict[str, str], text: str) -> Non
             assert found[0] == "error", found
             assert text in str(found[1])
             assert f"rank 1 ({hosts[1].name})" in str(found[1])
+
+
+@pytest.mark.slow
+def test_groups_of_workers_that_ranks_have_forked(tmp_path: Path) -> None:
+    with cabled() as hosts:
+        found = outcomes(hosts, f"file://{tmp_path}/store", {}, forks, answers=5)
+        assert found == [[host.name, [LINK]] for host in hosts for _ in range(5)], json.dumps(found)

@@ -55,6 +55,7 @@ class HierarchicalCommunicator(NetCommunicator):
         if Settings.from_env().sum_order == "rank":
             return
         self.by_host_above_bytes = self.core.inline_bytes
+        self.reduces_in_place = True
         place = local.local_rank
         self.core.use_hierarchy(
             local=place,

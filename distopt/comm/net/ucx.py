@@ -7,15 +7,17 @@ system, whose library may know InfiniBand.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import ctypes.util
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from secrets import randbits
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from ... import _core
@@ -33,6 +35,7 @@ from .hierarchical import HierarchicalCommunicator
 from .network import Peers
 
 _PACKAGES = ("libucx-cu12", "libucx-cu13")
+_LIBRARIES = ("libucp", "libuct", "libucs", "libucm")
 # Read by UCX when it is loaded: it must neither handle signals nor replace functions for memory.
 _PROCESS = {
     "UCX_HANDLE_ERRORS": "none",
@@ -81,16 +84,19 @@ class UcxNetwork:
             text = f"UCX cannot connect the hosts: {reasons}"
             if isinstance(job, HostsJob):
                 text += "; or start the script with mpiexec, which connects them by MPI"
+            _leave_together(job)
             raise (LaunchError if failure is None else type(failure))(text) from failure
         versions, streams, addresses, offers, live = zip(*notes, strict=True)
         if len(set(versions)) > 1:
             ranks_of = _by_value(job, dict(enumerate(versions)))
             found = ", ".join(f"{version} on {ranks}" for version, ranks in ranks_of.items())
+            _leave_together(job)
             raise LaunchError(f"the ranks use different versions of UCX: {found}; {pip_install('hosts')} on all hosts")
         if len(set(streams)) > 1:
             found = ", ".join(
                 f"{count} on {ranks}" for count, ranks in _by_value(job, dict(enumerate(streams))).items()
             )
+            _leave_together(job)
             raise LaunchError(f"DISTOPT_STREAMS differs between the ranks: {found}; give all the same")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
@@ -162,6 +168,12 @@ def communicator_over_ucx(job: Peers, endpoint: str = "", settings: Settings | N
     return kind(job, UcxNetwork(job, endpoint), settings)
 
 
+def _leave_together(job: Peers) -> None:
+    """Collective. The rank that serves the others may end only when all have read why."""
+    with suppress(DistoptError, RuntimeError):  # it has ended: all have read it. PyTorch's store raises a RuntimeError
+        job.exchange("")
+
+
 def _by_value(job: Peers, values: Mapping[int, str]) -> dict[str, str]:
     """The values of ranks, each with the ranks that have it and their hosts, in words."""
     ranks: dict[str, list[int]] = {}
@@ -179,19 +191,41 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
     """UCX in this process.
 
     Raises:
-        UsageError: a process from which this one was forked uses UCX, whose threads are absent here.
+        UsageError: a process from which this one was forked uses UCX, and this one cannot load it a second time.
     """
     _users.add(pid)
-    if len(_users) > 1:
-        raise UsageError(
-            "this process was forked from one that uses UCX, and UCX does not work in forked children; start it with "
-            "multiprocessing.get_context('spawn')"
-        )
     options = {"TLS": "tcp,self", "NET_DEVICES": interface, "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES)}
-    with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}):
-        worker = _listening(library(), options, Settings.from_env().ports)
+    with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}), ExitStack() as stack:
+        path = library()
+        if len(_users) > 1:
+            path = _copy_of(Path(path), Path(stack.enter_context(TemporaryDirectory(prefix="distopt-ucx-"))))
+        worker = _listening(path, options, Settings.from_env().ports)
     atexit.register(worker.stop)
     return worker
+
+
+def _copy_of(path: Path, folder: Path) -> str:
+    """Local. A copy of UCX's libraries for a process that was forked from one that uses them; the path of libucp.
+
+    The variables of the libraries speak of threads that are absent here. So this process loads them again, under names
+    of equal length that stand also in the files, since the loader knows a library by these.
+
+    Raises:
+        UsageError: the files are not there, or other libraries would find the symbols of the first ones.
+    """
+    files = [path.with_name(f"{name}.so.0") for name in _LIBRARIES]
+    if not all(file.exists() for file in files) or hasattr(ctypes.CDLL(None), "ucp_worker_create"):
+        raise UsageError(
+            "this process was forked from one that uses UCX, which it cannot load a second time; start it with "
+            "multiprocessing.get_context('spawn')"
+        )
+    mark = f".{len(_users) % 16:x}o."
+    for file in files:
+        content = file.read_bytes()
+        for name in _LIBRARIES:
+            content = content.replace(f"{name}.so.0\0".encode(), f"{name}{mark}0\0".encode())
+        (folder / file.name.replace(".so.", mark)).write_bytes(content)
+    return str(folder / f"{_LIBRARIES[0]}{mark}0")
 
 
 def _listening(path: str, options: Mapping[str, str], ports: range | None) -> _core.UcxWorker:

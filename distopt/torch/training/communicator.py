@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Communicator:
     """Collective. A communicator of the ranks of `group` for arrays on a device.
 
-    On CPUs, it is a new one: shared memory on a host and PyTorch's Gloo between hosts. On GPUs, one for each rank, it
+    On CPUs, it is a new one: shared memory on a host and UCX between hosts. On GPUs, one for each rank, it
     is NCCL, and all groups of the same ranks share one.
 
     The ranks meet in the group's store; afterwards it depends on the group no more. Its operations have an order of
