@@ -187,7 +187,8 @@ def sum_over_streams(job: LocalJob, is_distant: bool) -> list[bytes]:
             work.wait()
         pieces = np.empty(arrays[5].size * comm.topology.world_size)
         comm.all_gather(arrays[5] * (rank + 1), pieces).wait()
-        comm.broadcast(arrays[-1] if rank == 1 else arrays[-2], 1).wait()
+        arrays.append(arrays[-1] * (rank + 1))
+        comm.broadcast(arrays[-1], 1).wait()
         found.append(b"".join(np.asarray(each).tobytes() for each in (*arrays, pieces)))
         comm.close()
     assert found[0] == found[1] == found[2]
