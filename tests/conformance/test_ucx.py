@@ -235,8 +235,8 @@ def test_ranks_with_different_numbers_of_streams_are_refused() -> None:
 
 def sockets() -> int:
     """Connections of this process, to itself included."""
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return sum(link.startswith("socket:") for link in links)
+    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(link.name.startswith("socket:") for link in links)
 
 
 def count_sockets(job: LocalJob) -> list[int]:

@@ -169,7 +169,9 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
             "multiprocessing.get_context('spawn'), or choose DISTOPT_TRANSPORT=auto"
         )
     user = os.environ
-    options = [("TLS", "tcp,self"), ("NET_DEVICES", interface), ("RNDV_THRESH", str(_LONGEST_STREAMED_BYTES))]
+    options = [("NET_DEVICES", interface)]
+    if "UCX_TLS" not in user:  # for TCP: other networks, such as InfiniBand, have their own best way
+        options += [("TLS", "tcp,self"), ("RNDV_THRESH", str(_LONGEST_STREAMED_BYTES)), ("RNDV_SCHEME", "am")]
     with environment({name: value for name, value in _PROCESS.items() if name not in user}):
         worker = _core.UcxWorker(library(), [one for one in options if f"UCX_{one[0]}" not in user])
     atexit.register(worker.stop)
