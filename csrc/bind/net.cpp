@@ -225,8 +225,7 @@ void bind_net(nb::module_& m) {
           "By which other processes reach this one.")
       .def(
           "open",
-          [](UcxWorker& worker, std::uint64_t number, int rank, const std::vector<nb::bytes>& addresses,
-             int streams) {
+          [](UcxWorker& worker, std::uint64_t number, int rank, const std::vector<nb::bytes>& addresses, int streams) {
             std::vector<std::string> texts;
             for (const nb::bytes& one : addresses) texts.emplace_back(one.c_str(), one.size());
             return std::shared_ptr<Transport>(worker.open(number, rank, texts, streams));

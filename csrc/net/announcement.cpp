@@ -63,8 +63,7 @@ bool Announcement::advance_to_all() {
   const bool* const received = sent + size;
   for (int step = 1; step < size; ++step) {
     const int from = (rank + size - step) % size;
-    if (received[from] && said_[from] == nullptr)
-      note(memory_.data() + static_cast<std::size_t>(step) * room_for(1));
+    if (received[from] && said_[from] == nullptr) note(memory_.data() + static_cast<std::size_t>(step) * room_for(1));
   }
   if (n_said_ < said_.size() || !std::all_of(sent, sent + size, [](bool done) { return done; })) return false;
   compare();

@@ -6,8 +6,8 @@
 namespace distopt::net {
 namespace {
 
-// Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes. Far from
-// each other they do it at any size, because the delay costs more than to reduce twice as much.
+// Up to this size two ranks send each other the whole array: one message time instead of two, for as many bytes. Far
+// from each other they do it at any size, because the delay costs more than to reduce twice as much.
 constexpr std::size_t whole_bytes = 256 << 10;
 
 // Messages where chunks pass through several ranks in turn: an eighth of a slice, within limits. If there are few,

@@ -214,7 +214,8 @@ def sum_over_streams(job: LocalJob, is_distant: bool) -> list[bytes]:
             work.wait()
         pieces = np.empty(arrays[5].size * comm.topology.world_size)
         comm.all_gather(arrays[5] * (rank + 1), pieces).wait()
-        comm.broadcast(arrays[-1] if rank == 1 else arrays[-2], 1).wait()
+        arrays.append(arrays[-1] * (rank + 1))
+        comm.broadcast(arrays[-1], 1).wait()
         found.append(b"".join(np.asarray(each).tobytes() for each in (*arrays, pieces)))
         comm.close()
     assert found[0] == found[1] == found[2]
@@ -261,8 +262,8 @@ def test_ranks_with_different_numbers_of_streams_are_refused() -> None:
 
 def sockets() -> int:
     """Connections of this process, to itself included."""
-    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return sum(link.startswith("socket:") for link in links)
+    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(link.name.startswith("socket:") for link in links)
 
 
 def count_sockets(job: LocalJob) -> list[int]:

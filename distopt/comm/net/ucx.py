@@ -194,7 +194,9 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
         UsageError: a process from which this one was forked uses UCX, and this one cannot load it a second time.
     """
     _users.add(pid)
-    options = {"TLS": "tcp,self", "NET_DEVICES": interface, "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES)}
+    options = {"NET_DEVICES": interface}
+    if "UCX_TLS" not in os.environ:  # for TCP: other networks, such as InfiniBand, have their own best way
+        options |= {"TLS": "tcp,self", "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES), "RNDV_SCHEME": "am"}
     with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}), ExitStack() as stack:
         path = library()
         if len(_users) > 1:
