@@ -14,9 +14,7 @@ namespace {
 [[noreturn]] void fail(const std::string& text) { throw CommunicatorError(ErrorKind::other, text); }
 
 std::unique_ptr<Api> load_new(const std::string& path) {
-  // One that MPI has brought already: a second one would be bound to the libraries below the first.
-  void* library = ::dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  if (library == nullptr) library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) fail(std::string("UCX cannot be loaded: ") + ::dlerror());
   auto api = std::make_unique<Api>();
 #define DISTOPT_UCX_LOAD(field, symbol, result, parameters)                       \
