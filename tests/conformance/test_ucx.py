@@ -257,7 +257,8 @@ def join_with_streams(job: LocalJob) -> str:
 
 
 def test_ranks_with_different_numbers_of_streams_are_refused() -> None:
-    assert run_ranks_ok(join_with_streams, 2) == ["DISTOPT_STREAMS differs between the ranks: 1, 2"] * 2
+    text = "DISTOPT_STREAMS differs between the ranks: 1 on rank 0 (host0), 2 on rank 1 (host1); give all the same"
+    assert run_ranks_ok(join_with_streams, 2) == [text] * 2
 
 
 def sockets() -> int:
