@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from ... import _core
@@ -35,7 +35,8 @@ class _End:
     def of(cls, pid: int) -> _End | None:
         """Local. That of the process with this id; None if only its launcher can watch it."""
         end = cls.known.get(pid)
-        if end is None or wait([end], 0):  # an earlier process had this id
+        watched: list[Any] = [end]  # `wait` takes all that has a descriptor, and its declaration does not say so
+        if end is None or wait(watched, 0):  # an earlier process had this id
             fd = end_of(pid)
             end = None if fd is None else cls(fd)
             if end is not None:
@@ -57,7 +58,7 @@ class LostPeers:
         self._ended: dict[int, float] = {}  # rank: when it was noticed
         self._transport = transport
         ends = {rank: _End.of(pid) for rank, pid in pids.items()}
-        self._ranks = {end: rank for rank, end in ends.items() if end is not None}
+        self._ranks: dict[Any, int] = {end: rank for rank, end in ends.items() if end is not None}
 
     def lost(self, failed: Iterable[int]) -> int | None:
         """Local. A rank that was lost some time ago, or that has `failed` as it says itself; None if there is none."""
