@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from ... import _core
@@ -22,21 +22,16 @@ class _End:
     known: ClassVar[WeakValueDictionary[int, _End]] = WeakValueDictionary()
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def __del__(self) -> None:
-        os.close(self._fd)
-
-    def fileno(self) -> int:
-        """Local. The descriptor."""
-        return self._fd
+        os.close(self.fd)
 
     @classmethod
     def of(cls, pid: int) -> _End | None:
         """Local. That of the process with this id; None if only its launcher can watch it."""
         end = cls.known.get(pid)
-        watched: list[Any] = [end]  # `wait` takes all that has a descriptor, and its declaration does not say so
-        if end is None or wait(watched, 0):  # an earlier process had this id
+        if end is None or wait([end.fd], 0):  # an earlier process had this id
             fd = end_of(pid)
             end = None if fd is None else cls(fd)
             if end is not None:
@@ -57,14 +52,14 @@ class LostPeers:
     def __init__(self, pids: Mapping[int, int], transport: _core.Transport) -> None:
         self._ended: dict[int, float] = {}  # rank: when it was noticed
         self._transport = transport
-        ends = {rank: _End.of(pid) for rank, pid in pids.items()}
-        self._ranks: dict[Any, int] = {end: rank for rank, end in ends.items() if end is not None}
+        self._ends = {rank: end for rank, pid in pids.items() if (end := _End.of(pid)) is not None}
+        self._ranks = {end.fd: rank for rank, end in self._ends.items()}
 
     def lost(self, failed: Iterable[int]) -> int | None:
         """Local. A rank that was lost some time ago, or that has `failed` as it says itself; None if there is none."""
         now, ready = time.monotonic(), wait(self._ranks, 0)
-        for end in [end for end in self._ranks if end in ready]:
-            self._ended[self._ranks.pop(end)] = now
+        for fd in [fd for fd in self._ranks if fd in ready]:
+            self._ended[self._ranks.pop(fd)] = now
         for rank in (*failed, *self._transport.lost):
             self._ended.setdefault(rank, now)
         return next((rank for rank, since in self._ended.items() if now - since > _PATIENCE_SECONDS), None)
@@ -72,4 +67,5 @@ class LostPeers:
     def close(self) -> None:
         """Local. Stop watching; idempotent."""
         self._ranks.clear()
+        self._ends.clear()
         self._ended.clear()
