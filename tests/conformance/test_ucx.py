@@ -261,6 +261,12 @@ def test_ranks_with_different_numbers_of_streams_are_refused() -> None:
     assert run_ranks_ok(join_with_streams, 2) == [text] * 2
 
 
+@pytest.mark.parametrize("text", ["0", "17", "-1", "two"])
+def test_numbers_of_streams_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"DISTOPT_STREAMS='{text}' is not a number from 1 to 16"):
+        Settings.from_env({"DISTOPT_STREAMS": text})
+
+
 def sockets() -> int:
     """Connections of this process, to itself included."""
     links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]

@@ -79,7 +79,7 @@ NOT_RUN = {
 # Commands that do not run here: a pattern, and the reason.
 COMMANDS = {
     r"make [a-z-]+": "README's are in .ci/run; the others are targets of the Makefile",
-    r"(time )?(sudo )?(\S*/)?python -m benchmarks [a-z]": "tests/ranks/test_benchmarks.py runs each in seconds",
+    r"(time |sudo |DISTOPT_STREAMS=\d )*(\S*/)?python -m benchmarks [a-z]": "see tests/ranks/test_benchmarks.py",
     r"python3? -m venv|\S*/python -m pip|pip install|\. \.venv/bin/activate|distopt doctor$": "installs from an index",
     r"sbatch |srun |python examples/slurm/": "needs Slurm: make slurm runs these jobs",
     r"torchrun --standalone .* before.py": "see before.py above; a test below compares it with after.py, which runs",
@@ -93,7 +93,8 @@ COMMANDS = {
     r"(python|distopt run .*) train.py .*-": "examples/template: tests/torch and make slurm run them",
     r"(python|mpiexec -n 2 python) train_(cnn|mpi|multiprocess).py": "needs SINGA's scripts: make singa",
     r"python -m (tests\.|pytest )": "minutes: see docs/reference/testing.md",
-    r"export DISTOPT_JOB_SECRET=": "sets a variable",
+    r"export (DISTOPT|GLOO)_[A-Z_]+=": "sets a variable",
+    r"wg genkey|sudo (wg|ip) |  peer KEY": "needs WireGuard on two hosts",
 }
 
 

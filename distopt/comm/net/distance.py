@@ -22,7 +22,7 @@ def is_far(job: Peers, transport: _core.Transport, worker: _core.UcxWorker) -> b
     """Collective. Whether a short message from the first rank to another one, and back, takes long.
 
     Args:
-        job: whose ranks are meant. One in their midst may be nearer to all than they are to each other, by half.
+        job: whose ranks are meant. A first rank in the middle is nearer to all than they are to each other, by half.
         transport: between the ranks of `job`; carries nothing else.
         worker: makes the connections of this process.
 

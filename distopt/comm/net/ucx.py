@@ -45,7 +45,8 @@ _PROCESS = {
 }
 _TRANSPORTS_OF_A_NETWORK = 4  # at most
 _NUMBER_BITS, _CANDIDATES = 30, 4
-# Larger messages wait until the receiver asks for them, and then need not be copied; all others stream.
+# Larger messages wait until the receiver asks for them, so that they fill no memory of a rank that is late; all others
+# stream.
 _LONGEST_STREAMED_BYTES = 192 << 10
 _NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 1 << 20, 128 << 10
 _live: set[int] = set()  # numbers of networks
