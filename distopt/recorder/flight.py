@@ -31,6 +31,13 @@ _STACK_LOOKS, _LOOK_SECONDS = 20, 0.03  # then this process no longer waits for 
 _REQUEST_NS = 2_000_000_000  # a SIGQUIT within this time of another rank's request belongs to it
 
 
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written to: a record says so, if there is ever one to write
+        return "/tmp"
+
+
 class FlightRecord:
     """The record of this process, if it is a rank, and those of other processes of its host."""
 
@@ -47,7 +54,7 @@ class FlightRecord:
             with self._one_warning("there is no flight record"):
                 fd = os.memfd_create("distopt flight record", os.MFD_CLOEXEC)
                 self._mine = Ring(fd, os.getpid(), settings.flight_records)
-        folder = Path(settings.flight_folder or f"{tempfile.gettempdir()}/distopt-flight-{token_hex(4)}")
+        folder = Path(settings.flight_folder or f"{_temporary_folder()}/distopt-flight-{token_hex(4)}")
         ring = self._mine and self._mine.about
         return {"host": socket.gethostname(), "folder": str(folder.absolute()), "ring": ring}
 
