@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.networks.emulation import LINK
-from distopt.comm.net.ucx import UcxNetwork
+from distopt.comm.net import ucx
 from distopt.torch import store_job
 
 from .ranks import Ranks, reduced, same, values
@@ -19,7 +19,7 @@ def check_sums_in_many_chunks(r: Ranks) -> None:
     if len(r.counts) == 1:
         return
     every = [values(q, torch.float32, (300_007,)) for q in r.all]
-    with mock.patch.object(UcxNetwork, "chunk_bytes", 1 << 12):
+    with mock.patch.multiple(ucx, _FAR_CHUNK_BYTES=1 << 12, _NEAR_CHUNK_BYTES=1 << 12):
         group = dist.new_group()
     out = every[r.rank].clone()
     dist.all_reduce(out, group=group)
@@ -34,7 +34,7 @@ def check_three_hosts(r: Ranks) -> None:
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
         mock.patch.object(store_job, "host_identity", return_value=f"host {r.rank}"),
-        mock.patch.object(UcxNetwork, "chunk_bytes", 1 << 12),
+        mock.patch.multiple(ucx, _FAR_CHUNK_BYTES=1 << 12, _NEAR_CHUNK_BYTES=1 << 12),
     ):
         group = dist.new_group()
     for count in (1, 2, 1_000, 20_011, 300_007):
