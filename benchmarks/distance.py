@@ -1,4 +1,4 @@
-"""All-reduce between hosts far apart: PyTorch over Gloo and over distopt, over Gloo and UCX, and the least time.
+"""All-reduce between hosts far apart: PyTorch over Gloo and over distopt, and the least time.
 
 One rank on each host. All take turns in one run; a time is that from when the last rank begins a sum to when the last has
 the result, and the median over the turns. "The link allows" is the lesser time of two schedules among H hosts, with b the
@@ -42,13 +42,9 @@ from .peers.lineup import Lineup, Setup, torch_crew
 
 SIZES = "1KiB,64KiB,1MiB,4MiB,16MiB"
 SAMPLES, WARM_UP = 3, 1  # sums in each turn
-# Label: backend of PyTorch's group, and variables of its ranks.
-CANDIDATES = {
-    "Gloo": ("gloo", {}),
-    "distopt over Gloo": ("distopt", {"DISTOPT_TRANSPORT": "auto"}),
-    "distopt over UCX": ("distopt", {"DISTOPT_TRANSPORT": "ucx"}),
-}
-GLOO, _, UCX = CANDIDATES
+# Label: backend of PyTorch's group.
+CANDIDATES = {"Gloo": "gloo", "distopt": "distopt"}
+GLOO, OURS = CANDIDATES
 ALLOWED = "the link allows"
 # Keeps a core busy as long as the process that started it lives.
 LOOP = """
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if streams := os.environ.get("DISTOPT_STREAMS"):
         conditions += f"; DISTOPT_STREAMS={streams}"
     print(f"# {heading(facts)}\n# {conditions}; medians of {args.turns} turns, in ms", flush=True)
-    head = ["hosts", "bytes", *CANDIDATES, ALLOWED, f"{GLOO} / {UCX}", f"{UCX} / {ALLOWED}"]
+    head = ["hosts", "bytes", *CANDIDATES, ALLOWED, f"{GLOO} / {OURS}", f"{OURS} / {ALLOWED}"]
     rows: list[list[str]] = []
     turns: dict[str, dict[str, list[float]]] = {}
     notes: list[str] = []
@@ -114,12 +110,12 @@ def least_seconds(n_hosts: int, n_bytes: int, link: Link) -> float:
 def fill(lineup: Lineup, site: NamespaceSite) -> None:
     """Start the candidates."""
 
-    def start(group: str, variables: dict[str, str]) -> tuple[Crew, Setup]:
-        crew, setup = torch_crew("all_reduce", site, variables, "distopt")
+    def start(group: str) -> tuple[Crew, Setup]:
+        crew, setup = torch_crew("all_reduce", site, group="distopt")
         return crew, {**setup, "group": group}
 
-    for name, (group, variables) in CANDIDATES.items():
-        lineup.add(name, partial(start, group, variables))
+    for name, group in CANDIDATES.items():
+        lineup.add(name, partial(start, group))
 
 
 def measure(lineup: Lineup, size: int, turns: int, notes: list[str]) -> dict[str, list[float]]:
@@ -152,8 +148,8 @@ def cells(found: dict[str, list[float]], least: float) -> list[str]:
     """The cells of a row after the size."""
     times = {name: median(each) for name, each in found.items()}
     written = [milliseconds(times[name]) if name in times else "" for name in CANDIDATES]
-    gained = f"{times[GLOO] / times[UCX]:.2f}" if {GLOO, UCX} <= {*times} else ""
-    return [*written, milliseconds(least), gained, f"{times[UCX] / least:.2f}" if UCX in times else ""]
+    gained = f"{times[GLOO] / times[OURS]:.2f}" if {GLOO, OURS} <= {*times} else ""
+    return [*written, milliseconds(least), gained, f"{times[OURS] / least:.2f}" if OURS in times else ""]
 
 
 def milliseconds(seconds: float) -> str:

@@ -14,7 +14,8 @@ from distopt.errors import UsageError
 
 from .emulation import LINK, RATES, Host, TwoHosts, two_hosts
 
-BETWEEN_HOSTS = ("mpi", "hierarchical", "ucx")  # communicators that reach another host
+BY_MPI = ("mpi", "hierarchical")
+BETWEEN_HOSTS = (*BY_MPI, "ucx")  # communicators that reach another host
 
 # Below the ports that Linux gives to outgoing connections.
 _FIRST_PORT, _N_PORTS = 20_000, 12_000

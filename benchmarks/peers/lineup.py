@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from distopt.errors import DistoptError, MissingDependencyError, pip_install
 
 from ..networks.emulation import find_mpiexec
-from ..networks.site import BETWEEN_HOSTS, Site
+from ..networks.site import BY_MPI, Site
 from .crew import Crew, CrewError, rank_command
 from .environments import ENVIRONMENTS
 
@@ -111,8 +111,8 @@ def distopt_crew(module: str, site: Site, transport: str) -> tuple[Crew, Setup]:
     Raises:
         MissingDependencyError: mpiexec is missing.
     """
-    launcher = _own_launcher(site) if transport in BETWEEN_HOSTS else []
-    setup = {"library": "distopt", "transport": transport, "secret": secrets.token_hex(16)}
+    launcher = [] if transport not in BY_MPI and site.hand_started else _own_launcher(site)
+    setup = {"library": "distopt", "transport": transport, "secret": secrets.token_hex(16), **site.meeting()}
     return Crew(module, rank_command(), site, launcher, _as_root()), setup
 
 

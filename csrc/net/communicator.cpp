@@ -23,7 +23,7 @@ constexpr double tick_seconds = 1e-4;
 // With nothing to move for so long, as between hosts far apart, a wait sleeps where the transport can: a busy wait
 // would take the core from other processes, and a system that shares cores fairly would then keep it from this one when
 // data arrive. Nearby, data arrive sooner, and to wake up takes longer than to wait for them.
-double spin_seconds = std::getenv("XSPIN") ? atof(std::getenv("XSPIN")) * 1e-6 : 1e-4;
+constexpr double spin_seconds = 1e-4;
 // The longest wait before Python can look for signals.
 constexpr double longest_wait_seconds = 0.1;
 

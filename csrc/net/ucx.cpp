@@ -357,7 +357,8 @@ std::unique_lock<std::mutex> UcxWorker::entered() {
 
 void UcxWorker::progress() {
   has_ended_ = false;
-  while (api_.worker_progress(worker_) != 0) {
+  // Not on and on while bytes come: the next chunk arrives while this one is reduced.
+  while (!has_ended_ && api_.worker_progress(worker_) != 0) {
   }
   // It may be what another thread waits for, and the bytes that would have woken it are gone.
   if (has_ended_ && resting_ != 0) api_.worker_signal(worker_);

@@ -252,6 +252,10 @@ def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
 
     if rank < 0:
         return comm.create(launch.MpiJob(), setup["transport"])
+    if "meeting" in setup:  # on several hosts, as under torchrun
+        address, _, port = setup["meeting"].removeprefix("tcp://").rpartition(":")
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": port}
+        return comm.create(launch.join(), setup["transport"])
     job = launch.MultiprocessJob(launch.Ticket(bytes.fromhex(setup["secret"])), rank, world_size)
     return comm.create(job, setup["transport"] if world_size > 1 else "single")
 

@@ -48,7 +48,14 @@ _NUMBER_BITS, _CANDIDATES = 30, 4
 # Larger messages wait until the receiver asks for them, so that they fill no memory of a rank that is late; all others
 # stream.
 _LONGEST_STREAMED_BYTES = 192 << 10
-_NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 1 << 20, 128 << 10
+_FOR_TCP = {
+    "TLS": "tcp,self",
+    "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES),
+    "RNDV_SCHEME": "am",
+    "TCP_TX_SEG_SIZE": "64kb",
+    "TCP_RX_SEG_SIZE": "128kb",
+}
+_NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 2 << 20, 128 << 10
 _live: set[int] = set()  # numbers of networks
 _users: set[int] = set()  # process ids of this process, and of its parents, that use UCX
 
@@ -196,8 +203,8 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
     """
     _users.add(pid)
     options = {"NET_DEVICES": interface}
-    if "UCX_TLS" not in os.environ:  # for TCP: other networks, such as InfiniBand, have their own best way
-        options |= {"TLS": "tcp,self", "RNDV_THRESH": str(_LONGEST_STREAMED_BYTES), "RNDV_SCHEME": "am"}
+    if "UCX_TLS" not in os.environ:  # other networks, such as InfiniBand, have their own best way
+        options |= _FOR_TCP
     with environment({name: value for name, value in _PROCESS.items() if name not in os.environ}), ExitStack() as stack:
         path = library()
         if len(_users) > 1:
