@@ -9,7 +9,8 @@ seconds in which a host sends the array once, headers of TCP and IP included, an
   first: the greater of 2 (H - 1) / H b + d, which is the rate, and (H - 1) / H b + 2 d, which is the delays.
 
 Recursive doubling, ceil(log2 H) (b + d), is never faster than both. Lost packets are not in it. A connection that was idle
-first sends little (the slow start of TCP): each turn begins with untimed sums.
+first sends little (the slow start of TCP; BBR also spaces packets by the rate at which the connection has sent): each turn
+begins with untimed sums.
 
 The hosts are network namespaces of this machine; see `networks.far`. Needs root, PyTorch and the extra "hosts".
 
@@ -45,6 +46,7 @@ SAMPLES, WARM_UP = 3, 1  # sums in each turn
 # Label: backend of PyTorch's group.
 CANDIDATES = {"Gloo": "gloo", "distopt": "distopt"}
 GLOO, OURS = CANDIDATES
+CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 ALLOWED = "the link allows"
 # Keeps a core busy as long as the process that started it lives.
 LOOP = """
@@ -70,7 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if everything could be measured, and was right."""
     facts, link = machine(), link_of(args)
-    conditions = f"{link}; busy loops on each core: {args.load}" if args.load else str(link)
+    conditions = f"{link}; TCP of this kernel: {Path(CONGESTION).read_text().strip()}"
+    if args.load:
+        conditions += f"; busy loops on each core: {args.load}"
     if streams := os.environ.get("DISTOPT_STREAMS"):
         conditions += f"; DISTOPT_STREAMS={streams}"
     print(f"# {heading(facts)}\n# {conditions}; medians of {args.turns} turns, in ms", flush=True)

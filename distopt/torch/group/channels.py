@@ -43,7 +43,7 @@ class Channel:
         self.who = who
         self.seconds = seconds
         self.collectives = Collectives(communicator, who)
-        self.queue = OperationQueue(name, communicator.flight, by_thread=False)
+        self.queue = OperationQueue(name, communicator.flight)
         self.shared_buckets = (
             SharedBuckets(communicator, self._post, seconds) if communicator.reduces_in_place else None
         )

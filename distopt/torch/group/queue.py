@@ -199,14 +199,11 @@ class OperationQueue:
     Args:
         name: of the channel.
         flight: notes the operations, if any does.
-        by_thread: whether the queue's thread carries out every asynchronous operation. Operations that progress only
-            while a thread waits for them need this to overlap with the computation of this process.
     """
 
-    def __init__(self, name: str, flight: GroupRecord | None = None, *, by_thread: bool) -> None:
+    def __init__(self, name: str, flight: GroupRecord | None = None) -> None:
         self.name = name
         self.flight = flight
-        self._by_thread = by_thread
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
         self._waiting = 0  # number of threads that wait for the condition
@@ -322,7 +319,6 @@ class OperationQueue:
     # -- who carries them out ----------------------------------------------------------------------------------------
     def attend(self, *, at_once: bool = False) -> None:
         """Local. Have the queue's thread carry out all operations, at once or after `_GRACE_SECONDS`."""
-        at_once = at_once or self._by_thread
         self._at_once = self._at_once or at_once
         if self._thread in (None, threading.current_thread()):  # a callback that waits in that thread needs another one
             with self._lock:
@@ -339,8 +335,6 @@ class OperationQueue:
         Autograd runs callbacks in the order in which they were queued. DDP queues its own after its last bucket, so
         this one runs first, and can raise the error that DDP would turn into a RuntimeError.
         """
-        if self._by_thread:
-            self.attend()
         backward_pass, callback = current_backward_pass(), self._at_the_end()
         if callback is None or callback.backward_pass != backward_pass:
             callback = _AtTheEnd(self, backward_pass)
