@@ -6,7 +6,7 @@ time that communication adds. Needs root, iproute2, PyTorch, and MPICH or Open M
 
     sudo .venv/bin/python -m benchmarks never-slower
     sudo .venv/bin/python -m benchmarks never-slower --only small,torch-2x1-1KiB --turns 9
-    sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,mpi-2x2 --profile
+    sudo .venv/bin/python -m benchmarks never-slower --only mpi-2x1,ucx-2x2-1KiB --profile
 
 With --profile, tables of where the time is spent follow, in microseconds a call, step or token: for each rank, means of the
 half of its batches, steps or tokens whose times are in the middle. Over a process group of distopt they have the events
@@ -284,13 +284,6 @@ ROWS = {
         for (size, n_bytes), wanted in zip(SIZES.items(), (0.7, 0.8, 0.95, 0.95, 0.95), strict=True)
     },
     "mpi-2x1": Row("25.6 MB over MPI, 2 x 1", 1, **at_least_as(0.95), measure=partial(sums, "mpi", MPI, 25_600_000)),
-    "mpi-2x2": Row(
-        "64 KiB over MPI, 2 x 2, flat",
-        2,
-        **at_least_as(0.95),
-        measure=partial(sums, "mpi", MPI, 64 << 10),
-        bound=True,
-    ),
     "hierarchical-2x2": Row(
         "1 KiB over MPI, 2 x 2, hierarchical",
         2,

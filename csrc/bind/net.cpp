@@ -28,12 +28,10 @@ using net::HierarchicalCollective;
 using net::Hierarchy;
 using net::NetCollective;
 using net::NetCommunicator;
-using net::RidingSum;
 using net::Transport;
 using net::UcxWorker;
 using Plain = WithArrays<NetCollective>;
 using TwoLevels = WithArrays<HierarchicalCollective>;
-using Riding = WithArrays<RidingSum>;
 
 struct NetWork {
   nb::object communicator;  // the Python object, which has the attribute `waits`
@@ -54,8 +52,6 @@ NetWork start(NetCommunicator& communicator, Arguments arguments, Buffers buffer
   if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(arguments))
     return start(communicator,
                  std::make_shared<TwoLevels>(std::move(arguments), std::move(buffers), std::move(levels)));
-  if (communicator.rides(arguments))
-    return start(communicator, std::make_shared<Riding>(std::move(arguments), std::move(buffers)));
   return start(communicator, std::make_shared<Plain>(std::move(arguments), std::move(buffers)));
 }
 

@@ -20,7 +20,7 @@ std::size_t Announcement::room_for(int blocks) const {
 void Announcement::describe(const Arguments& arguments, std::uint64_t sequence, const char* payload,
                             std::size_t payload_bytes) {
   const int size = context_.size();
-  memory_ = context_.pool.take(room_for(size) + context_.data_room());
+  memory_ = context_.pool.take(room_for(size));
   said_.assign(static_cast<std::size_t>(size), nullptr);
   auto* mine = new (memory_.data()) Said{};
   fill(mine->descriptor, mine->label, arguments);
@@ -79,8 +79,7 @@ void Announcement::exchange() {
   // hosts.
   const int to = doubling ? rank ^ (size / 2 / distance_) : (rank + size - distance_) % size;
   const int from = doubling ? to : (rank + distance_) % size;
-  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks) + context_.data_room(), from, {tag_},
-                             received_);
+  context_.transport.receive(memory_.data() + ends_.back(), room_for(blocks), from, {tag_}, received_);
   context_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, {tag_}, sent_);
 }
 

@@ -42,25 +42,18 @@ class Announcement {
   std::uint64_t count_of(int rank) const { return said_[rank]->descriptor.count; }
   const char* payload_of(int rank) const { return reinterpret_cast<const char*>(said_[rank] + 1); }
 
-  // For a RidingSum, which sends announcements itself, as blocks that data may follow.
-  ByteSpan own() const { return {memory_.data(), ends_.front()}; }
-  std::size_t room_for(int blocks) const;
-  // Takes in the block that a rank has sent; returns what follows it. The block must stay where it is.
-  const char* note(const char* block);
-  // Whether data follow the block.
-  static bool has_data(const char* block) { return reinterpret_cast<const Said*>(block)->has_data; }
-  static void note_data(char* block, bool has_data) { reinterpret_cast<Said*>(block)->has_data = has_data; }
-
  private:
   // Followed by the payload, padded so that what comes next is aligned.
   struct Said {
     Descriptor descriptor;  // `location` is the rank
     char label[label_bytes];
     std::uint64_t payload_bytes;
-    bool has_data;
   };
 
   static std::size_t block_bytes(std::size_t payload_bytes);
+  std::size_t room_for(int blocks) const;
+  // Takes in the block that a rank has sent; returns what follows it. The block must stay where it is.
+  const char* note(const char* block);
   int blocks_of_round() const { return std::min(distance_, context_.size() - distance_); }
   void exchange();
   void take_in();

@@ -36,11 +36,11 @@ void NetCollective::begin() {
     start_flow(context_->everyone, plan());
 }
 
-Announcement& NetCollective::prepare(const char* payload, std::size_t bytes) {
+void NetCollective::announce(const char* payload, std::size_t bytes) {
   begun_ = true;
   announcement_ = std::make_unique<Announcement>(*context_, tag());
   announcement_->describe(arguments_, sequence_, payload, bytes);
-  return *announcement_;
+  announcement_->begin();
 }
 
 void NetCollective::start_flow(const Group& group, FlowPlan plan) {

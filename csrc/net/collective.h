@@ -28,8 +28,8 @@ class NetCollective {
   virtual bool awaits_network() const { return true; }
   // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();
-  // How many tags it uses: one for the announcement, two for each flow, one for the slices of a RidingSum.
-  virtual std::uint64_t tags() const { return 4; }
+  // How many tags it uses: one for the announcement, two for each flow.
+  virtual std::uint64_t tags() const { return 3; }
   // Counts from the communicator's first collective.
   std::uint64_t first_tag() const { return first_tag_; }
 
@@ -52,9 +52,7 @@ class NetCollective {
 
   Context& context() const { return *context_; }
   int tag() const { return static_cast<int>(first_tag_ % tag_count); }
-  // An announcement that is not sent yet.
-  Announcement& prepare(const char* payload, std::size_t bytes);
-  void announce(const char* payload, std::size_t bytes) { prepare(payload, bytes).begin(); }
+  void announce(const char* payload, std::size_t bytes);
   Announcement& announcement() const { return *announcement_; }
   bool agree() { return announcement_->advance(); }
   // `out` = the reduction, in rank order, of the ranks' inline data, from this offset on.

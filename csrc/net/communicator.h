@@ -19,7 +19,6 @@
 #include "base/turn.h"
 #include "net/collective.h"
 #include "net/hierarchy.h"
-#include "net/riding_sum.h"
 
 namespace distopt::net {
 
@@ -38,9 +37,6 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
   // The hierarchy for the arguments, if it runs in two levels.
   std::shared_ptr<Hierarchy> hierarchy_for(const Arguments& arguments) const;
-
-  // Whether the arguments are those of a RidingSum.
-  bool rides(const Arguments& arguments) const { return RidingSum::serves(arguments, context_); }
 
   // Starts a collective. All of these throw CommunicatorError, the recorded one after the first failure.
   void start(std::shared_ptr<NetCollective> collective);

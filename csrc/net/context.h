@@ -34,10 +34,8 @@ struct Context {
   Group two_hosts;
 
   // Whether each rank sends its announcement to all others: one delay, but more messages than in rounds.
-  bool announces_to_all() const { return data_room() == 0 && size() <= (is_far ? 64 : 8); }
+  bool announces_to_all() const { return size() <= (is_far ? 64 : 8); }
   int size() const { return static_cast<int>(processes.size()); }
-  // The most data that announcements of a RidingSum bring along.
-  std::size_t data_room() const { return size() == 4 && !two_hosts.ranks.empty() ? 64 << 10 : 0; }
 };
 
 }  // namespace distopt::net

@@ -14,18 +14,11 @@ from mpi4py import MPI
 
 from distopt import _core
 from distopt.comm import Communicator, create
-from distopt.errors import CommunicatorError, MismatchError
+from distopt.errors import CommunicatorError
 from distopt.launch.job.mpi import MpiJob
 
 # Through one exchange, flat, by hosts, with a rest, and in several parts.
 COUNTS = (5, 1001, 8193, 100_003, 4_500_001)
-# Elements of the call of a rank, by its letter in a word of MISMATCHES: an all_reduce that travels with announcements
-# of 2 x 2 ranks, another one, one that is inline, one that has chunks, and a broadcast.
-CALLS = {"r": 16_384, "o": 9_001, "i": 16, "c": 200_000, "b": 20_000}
-MISMATCHES = (
-    *("orrr", "rorr", "rror", "rrro", "irrr", "rrri", "crrr", "rrrc"),
-    *("brrr", "rrrb", "rrbb", "brbr", "rbbr", "ooro", "iror", "crri"),
-)
 
 
 def check(comm: Communicator, flat: Communicator) -> str:
@@ -48,25 +41,6 @@ def check(comm: Communicator, flat: Communicator) -> str:
     return digest.hexdigest()
 
 
-def mismatches(job: MpiJob) -> str:
-    """How many errors have named this rank's call and that of another rank, both as they were."""
-    rank, named = job.topology.rank, 0
-    for word in MISMATCHES:
-        comm = create(job, "mpi")
-        array = np.full(CALLS["r"], rank + 1, np.float32)
-        comm.all_reduce(array).wait()
-        np.testing.assert_array_equal(array, 10)
-        array = np.full(CALLS[word[rank]], rank, np.float32)
-        try:
-            (comm.broadcast(array) if word[rank] == "b" else comm.all_reduce(array)).wait()
-        except MismatchError as error:
-            calls = {call.rank: call.count for call in error.calls}
-            named += len(calls) == 2 and rank in calls and all(CALLS[word[q]] == calls[q] for q in calls)
-        np.testing.assert_array_equal(array, rank)
-        job.comm.Barrier()
-    return f"{named} mismatches"
-
-
 def main() -> None:
     how, hosts = sys.argv[1], sys.argv[2:]
     _core.set_leak_warnings(True)
@@ -82,8 +56,6 @@ def main() -> None:
         flat = create(job, "mpi")
         said = check(comm, flat)
         flat.close()
-    elif how == "riding":
-        said = mismatches(job)
     else:
         try:
             if how == "op":

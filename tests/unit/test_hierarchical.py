@@ -105,13 +105,6 @@ def test_failures_name_ranks_and_hosts(how, expected, hosts, transport):
         assert sum(text.startswith("MismatchError") for _, text in ranks) >= 2
 
 
-@pytest.mark.slow
-def test_sums_that_ride_on_announcements_end_in_errors_if_a_rank_is_in_another_collective():
-    ended = mpiexec(4, SCRIPT, "riding", "aabb")
-    assert ended.code == 0, ended.stderr
-    assert [text for _, text in told(ended.stdout)] == ["16 mismatches"] * 4
-
-
 def test_ranks_that_sum_in_different_orders_are_refused():
     rank = "OMPI_COMM_WORLD_RANK" if is_open_mpi() else "PMI_RANK"
     order = f"os.environ['DISTOPT_SUM_ORDER'] = ('auto', 'rank')[int(os.environ['{rank}'])]"
