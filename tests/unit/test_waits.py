@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich", exc_type=ImportError)
 
-from distopt import _core
 from distopt.comm.net import waits
 from distopt.comm.net.waits import Waits
 from distopt.errors import Process, StalledError
@@ -63,6 +62,9 @@ class Core:
         self.clock.now += seconds
         return False
 
+    def pause(self, quiet_seconds: float) -> None:
+        self.clock.sleep(1e-3)
+
     def check_patience(self, patience: object, waited: float, tell, warn) -> None:
         text, late = tell()
         if waited > TIMEOUT:
@@ -75,7 +77,6 @@ class Core:
 def test_who_is_accused(monkeypatch, caplog):
     clock = Clock()
     monkeypatch.setattr(waits, "time", clock)
-    monkeypatch.setattr(_core, "pause", lambda quiet: clock.sleep(1e-3))
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
     one._has_failed = False
