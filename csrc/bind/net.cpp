@@ -179,19 +179,19 @@ void bind_net(nb::module_& m) {
   m.attr("yield_seconds") = yield_seconds;
   m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<WithoutGil>(),
         "Yield the core or sleep between two polls, nothing having moved for that long.");
-  nb::class_<NetCollective>(m, "NetCollective", "A collective over MPI.")
+  nb::class_<NetCollective>(m, "NetCollective", "A collective over a network.")
       .def_prop_ro("sequence", &NetCollective::sequence)
       .def_prop_ro("unheard", &NetCollective::unheard, "Ranks that are not known to have begun it.")
       .def("__str__", &NetCollective::description);
   nb::class_<NetWork>(m, "NetWork", nb::sig("class NetWork(distopt.comm.work.Work)"),
-                      "A collective over MPI under way.")
+                      "A collective over a network under way.")
       .def("done", &done, "Local. Move all operations forward without waiting; return whether this one has finished.")
       .def("wait", &wait, nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
       .def_prop_ro("nonfinite", [](const NetWork&) { return nb::none(); });
   using NetRaggedWork = RaggedWork<NetWork, NetCollective>;
   nb::class_<NetRaggedWork, NetWork>(m, "NetRaggedWork",
                                      nb::sig("class NetRaggedWork(NetWork, distopt.comm.work.RaggedWork)"),
-                                     "A ragged collective over MPI under way.")
+                                     "A ragged collective over a network under way.")
       .def_prop_ro("parts", &NetRaggedWork::take_parts, "See `RaggedWork.parts`.");
 
   nb::class_<Transport>(m, "Transport", "A channel between the ranks of a communicator.")

@@ -1,4 +1,4 @@
-// One collective over MPI as a state machine that each rank moves forward when it has the time.
+// One collective over a network as a state machine that each rank moves forward when it has the time.
 #pragma once
 
 #include <atomic>

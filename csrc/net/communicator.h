@@ -1,8 +1,8 @@
-// Collectives over MPI, for ranks on several hosts. MPI moves bytes only: sums are computed here, in rank order,
-// because MPI_Allreduce may choose any order.
+// Collectives over a network, for ranks on several hosts. The network moves bytes only: sums are computed here, in rank
+// order, because MPI_Allreduce may choose any order.
 //
-// Starting a collective only posts messages. MPI moves bytes when it is called: later calls (another start,
-// progress, a wait) move all outstanding collectives forward, in any order.
+// Starting a collective only posts messages. Bytes move when the network is called: later calls (another start,
+// progress, a wait) move all outstanding collectives forward, in any order. UCX also has a thread for this.
 #pragma once
 
 #include <chrono>

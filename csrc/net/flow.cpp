@@ -8,7 +8,7 @@
 namespace distopt::net {
 namespace {
 
-// Chunks on their way between two ranks, for each stream, so that MPI has little to look through.
+// Chunks on their way between two ranks, for each stream, so that the network has little to look through.
 constexpr std::size_t in_flight = 8;
 // Chunks from one rank, for each stream, that may have arrived before the first of them is reduced: so many, or of so
 // many bytes together.

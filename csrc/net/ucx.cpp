@@ -52,7 +52,7 @@ void for_each_watched(int epoll, Act act) {
   const int info = ::open(path, O_RDONLY | O_CLOEXEC);
   if (info < 0) return;
   char text[4096];
-  std::size_t kept = 0;  // of a line that goes on
+  std::size_t kept = 0;  // of an unfinished line
   for (ssize_t got; (got = ::read(info, text + kept, sizeof text - 1 - kept)) > 0;) {
     text[kept + static_cast<std::size_t>(got)] = 0;
     char* line = text;
@@ -135,7 +135,7 @@ class UcxPeer {
   }
 
   ucx::Endpoint* endpoint() const { return endpoint_; }
-  // Why it can no longer be reached.
+  // The reason why it cannot be reached any more; ok before.
   ucx::Status failure() const { return failure_; }
 
  private:

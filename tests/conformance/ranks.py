@@ -128,7 +128,7 @@ needs_ucx = pytest.mark.skipif(not has_ucx(), reason="UCX is absent: pip install
 
 
 class OverUcx:
-    """UCX between ranks of one machine, each of which believes to be on a host of its own."""
+    """UCX between ranks of one machine that take themselves for hosts of their own."""
 
     per_host = 1
 

@@ -126,7 +126,7 @@ WAYS = {
 
 
 def possible_ways(*, hosts: bool) -> dict[str, Way]:
-    """Those of one host, and those of two if there are `hosts`."""
+    """The ways of one host, and of two if there are `hosts`."""
     return {name: way for name, way in WAYS.items() if way.hosts == 1 or hosts}
 
 

@@ -66,7 +66,7 @@ class HierarchicalCommunicator(NetCommunicator):
         )
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        # It waits without calling MPI, so no operation may be under way that needs this rank.
+        # It waits without calling the network, so no operation may be under way that needs this rank.
         self.barrier()
         return self._scatter.empty(count, dtype)
 

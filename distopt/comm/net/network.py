@@ -1,4 +1,4 @@
-"""What a communicator over hosts asks of the network, and of the job whose ranks it connects."""
+"""The interfaces that a communicator over hosts needs: of the network, and of the job whose ranks it connects."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _End:
 
     @classmethod
     def of(cls, pid: int) -> _End | None:
-        """Local. That of the process with this id; None if only its launcher can watch it."""
+        """Local. The file of the process with this id; None if only its launcher can watch it."""
         end = cls.known.get(pid)
         if end is None or wait([end.fd], 0):  # an earlier process had this id
             fd = end_of(pid)

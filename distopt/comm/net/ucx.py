@@ -74,7 +74,7 @@ class UcxNetwork:
         Raises:
             LaunchError: a host has no address by which others reach it, or ranks use different versions of UCX, or
                 numbers of streams.
-            MissingDependencyError: there is no UCX.
+            MissingDependencyError: UCX is missing.
         """
         self._job = job
         candidates = [randbits(_NUMBER_BITS) for _ in range(_CANDIDATES)]
@@ -241,7 +241,7 @@ def _copy_of(path: Path, folder: Path) -> str:
 def _listening(path: str, options: Mapping[str, str], ports: range | None) -> _core.UcxWorker:
     """UCX, at one of the ports.
 
-    UCX gets one port at a time: in a range of which all are taken, it looks for a free one without end.
+    UCX gets one port at a time: in a range whose ports are all taken, it looks for a free one without end.
     """
     user = os.environ
     given = [(name, value) for name, value in options.items() if f"UCX_{name}" not in user]
