@@ -135,4 +135,4 @@ def test_between_hosts_messages_that_differ_do_not_meet() -> None:
     assert len(said) == len(APART)
     for text in said:
         assert "rank 0 (host distopt-a" in text, said
-    assert "receive of a message of 2 float32 with tag 0 (both sides must agree on tag, type and count)" in said[0]
+        assert "sent 4 float32 with tag 0, where rank 1 (host distopt-b" in text, said
