@@ -24,7 +24,7 @@ class NetCollective {
   virtual void enqueue(Context& context, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier collective uses its arrays.
   virtual void begin();
-  // Whether it goes on only when the network has moved.
+  // Whether it waits for nothing but the network.
   virtual bool awaits_network() const { return true; }
   // Does all that can be done without waiting; returns whether the collective has ended. Throws CommunicatorError.
   virtual bool advance();

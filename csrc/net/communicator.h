@@ -78,7 +78,7 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   static void move_all();
   void move_if_idle();
 
-  // Whether all that is under way goes on only when the network has moved.
+  // Whether all that is under way waits for nothing but the network.
   bool awaits_network() const;
   void advance();
   void move();

@@ -34,7 +34,7 @@ class Transport {
   virtual bool rest(double) { return false; }
   // Hands all that was sent to the operating system, which delivers it after the end of this process. Waits a moment.
   virtual void flush() {}
-  // Ranks that can no longer be reached, as far as the network knows.
+  // Ranks that the network has lost, as far as it knows.
   virtual std::vector<int> lost() const { return {}; }
 };
 

@@ -34,7 +34,7 @@ _REQUEST_NS = 2_000_000_000  # a SIGQUIT within this time of another rank's requ
 def _temporary_folder() -> str:
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written to: a record says so, if there is ever one to write
+    except FileNotFoundError:  # no folder can be written to; the first record that fails to be written warns of it
         return "/tmp"
 
 

@@ -142,8 +142,7 @@ class Job:
         script = [*inherited(trial.kind), sys.executable, "-m", "tests.faults.job", *map(str, words)]
         self.lines: list[str] = []
         self.programs = [
-            Program(own_memory(memory) + command, {**env, **more})
-            for command, more in self.way.programs(trial.world_size, script, net)
+            Program(own_memory(memory) + command, env) for command in self.way.programs(trial.world_size, script, net)
         ]
         streams = [stream for program in self.programs for stream in (program.process.stdout, program.process.stderr)]
         self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]

@@ -7,31 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.networks.emulation import LINK, TwoHosts
+from benchmarks.networks.emulation import TwoHosts
 from tests.processes import mpiexec_command
 
 _PRIVATE = ("unshare", "--mount", "sh", "-c")
-_WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}  # the hosts share one kernel; UCX would find the ways past it
 
-Programs = list[tuple[list[str], dict[str, str]]]  # commands, and what their environments have in addition
+Programs = list[list[str]]  # commands
 
 
 def _plain(n: int, script: list[str], net: TwoHosts | None) -> Programs:
-    return [(script, {})]
+    return [script]
 
 
 def _by_mpiexec(n: int, script: list[str], net: TwoHosts | None) -> Programs:
-    return [(net.mpiexec(n // 2, script) if net else [*mpiexec_command(n), *script], {})]
+    return [net.mpiexec(n // 2, script) if net else [*mpiexec_command(n), *script]]
 
 
 def _by_run(n: int, script: list[str], net: TwoHosts | None) -> Programs:
     words = script.index("-m")
     agent = [*script[:words], "-m", "distopt", "run"]
     if net is None:
-        return [([*agent, "--nproc-per-node", str(n), *script[words:]], {})]
+        return [[*agent, "--nproc-per-node", str(n), *script[words:]]]
     endpoint = f"{net.hosts[0].address}:{random.randrange(1 << 14, 1 << 15)}"
     options = ["--nnodes", "2", "--nproc-per-node", str(n // 2), "--rdzv-endpoint", endpoint]
-    return [(host.inside([*agent, *options, *script[words:]]), _WIRE) for host in net.hosts]
+    return [host.inside([*agent, *options, *script[words:]]) for host in net.hosts]
 
 
 def _numbered(
@@ -46,7 +45,7 @@ def _numbered(
             words = " ".join(f"{k}={v}" for k, v in numbers(net, node * (n // 2) + local, local).items())
             lines.append(f'env {words} "$@" & pids="$pids $!"')
         lines.append("code=0; for pid in $pids; do wait $pid || code=$?; done; exit $code")
-        programs.append((host.inside(["sh", "-c", "\n".join(lines), "node", *script]), _WIRE))
+        programs.append(host.inside(["sh", "-c", "\n".join(lines), "node", *script]))
     return programs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -75,14 +74,13 @@ class _Talk:
             self._channel.poll()
             now = time.perf_counter()
             self.received |= {other: now for other in missing if transfers[other].done}
-            self._check(transfers, now - begin)
+            self._check(missing, now - begin)
             _core.pause(now - begin)
         return [int(number[0]) for number in numbers.values()]
 
-    def _check(self, transfers: Mapping[int, _core.Transfer], waited: float) -> None:
-        missing = [other for other, transfer in transfers.items() if not transfer.done]
+    def _check(self, missing: list[int], waited: float) -> None:
         lost = [other for other in missing if other in self._transport.lost]
-        if lost or (missing and waited > self._patience):
+        if lost or waited > self._patience:
             names = ", ".join(f"rank {self._job.numbers[other]}" for other in lost or missing)
             me = f"rank {self._job.numbers[self._job.topology.rank]}"
             why = "has ended, or cannot be reached" if lost else f"has not answered for {waited:.3g} s"

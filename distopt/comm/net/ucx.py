@@ -95,17 +95,15 @@ class UcxNetwork:
             _leave_together(job)
             raise (LaunchError if failure is None else type(failure))(text) from failure
         versions, streams, addresses, offers, live = zip(*notes, strict=True)
-        if len(set(versions)) > 1:
-            ranks_of = _by_value(job, dict(enumerate(versions)))
-            found = ", ".join(f"{version} on {ranks}" for version, ranks in ranks_of.items())
-            _leave_together(job)
-            raise LaunchError(f"the ranks use different versions of UCX: {found}; {pip_install('hosts')} on all hosts")
-        if len(set(streams)) > 1:
-            found = ", ".join(
-                f"{count} on {ranks}" for count, ranks in _by_value(job, dict(enumerate(streams))).items()
-            )
-            _leave_together(job)
-            raise LaunchError(f"DISTOPT_STREAMS differs between the ranks: {found}; give all the same")
+        for fact, values, cure in (
+            ("the ranks use different versions of UCX", versions, f"{pip_install('hosts')} on all hosts"),
+            ("DISTOPT_STREAMS differs between the ranks", streams, "give all the same"),
+        ):
+            if len(set(values)) > 1:
+                by_value = _by_value(job, dict(enumerate(values)))
+                found = ", ".join(f"{value} on {ranks}" for value, ranks in by_value.items())
+                _leave_together(job)
+                raise LaunchError(f"{fact}: {found}; {cure}")
         taken = set().union(*live)
         self._number = next(number for number in offers[0] if number not in taken)
         _live.add(self._number)
@@ -182,9 +180,9 @@ def _leave_together(job: Peers) -> None:
         job.exchange("")
 
 
-def _by_value(job: Peers, values: Mapping[int, str]) -> dict[str, str]:
+def _by_value(job: Peers, values: Mapping[int, Any]) -> dict[Any, str]:
     """The values of ranks, each with the ranks that have it and their hosts, in words."""
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[Any, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return {

@@ -68,21 +68,18 @@ class HostsJob(Job):
     def __init__(self, info: LauncherInfo, met: Meeting) -> None:
         self._settings = Settings.from_env()
         self.endpoint = met.address
-        seconds = self._settings.timeout
         lifeline = meet(info, met)
-        link = lifeline.client_link(seconds)
+        link = lifeline.client_link(self._settings.timeout)
         assert link is not None  # the first one of this lifeline
-        self._client = RemoteClient(
-            link,
-            info.rank,
-            range(info.size),
-            seconds,
-            "the server of rank 0",
-            absence=partial(Absence, min(self._settings.stall_warning, seconds / 2)),
-        )
+        self._client = self._client_over(link, info.rank, info.size)
         self._introduce(info.rank, host_identity(), socket.gethostname())
         end_with_parent(launched=True)
         leave_at_exit(lifeline)
+
+    def _client_over(self, link: socket.socket, rank: int, size: int) -> RemoteClient:
+        seconds = self._settings.timeout
+        absence = partial(Absence, min(self._settings.stall_warning, seconds / 2))
+        return RemoteClient(link, rank, range(size), seconds, "the server of rank 0", absence=absence)
 
     def _introduce(self, rank: int, identity: str, host: str) -> None:
         """Collective. Learn where the ranks are."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from ...errors import LaunchError
 from ...settings import Settings
 from ..end_together.exit_guard import guard
 from ..end_together.lifeline import Lifeline, reach
-from ..end_together.siblings import Absence
 from ..gate import FOR_KEYS
-from ..rendezvous.key_value import KeyValueClient, RemoteClient, client_alone
+from ..rendezvous.key_value import KeyValueClient, client_alone
 from ..rendezvous.mpi import check_launcher, import_mpi, start_mpi
 from ..rendezvous.mpi_address import share_address
 from ..stopwatch import GRACE_SECONDS
@@ -73,10 +71,7 @@ class MpiJob(HostsJob):
         if link is None:
             offer = self._share_offer(mpi, comm, end_together=False)
             link = reach(offer.addresses, offer.key, FOR_KEYS, rank, size, seconds, _SOURCE)
-        limit = min(self._settings.stall_warning, seconds / 2)
-        return RemoteClient(
-            link, rank, range(size), seconds, "the server of rank 0", absence=partial(Absence, limit)
-        ), lifeline
+        return self._client_over(link, rank, size), lifeline
 
     def _share_offer(self, mpi: Any, comm: Any, *, end_together: bool) -> Offer:
         content = b""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...errors import LaunchError
 from ..addresses import own_addresses
 from ..end_together.lifeline import Lifeline, start_server
-from ..sockets import listen, listen_at_one_of
+from ..sockets import listen_at_one_of
 from .base import Job
 from .topology import host_identity, network_of
 
@@ -56,7 +56,7 @@ def start(
     Raises:
         OSError: a limit is reached, or all ports are taken.
     """
-    listener = listen(0, 2 * size + 16) if ports is None else listen_at_one_of(ports, 2 * size + 16)
+    listener = listen_at_one_of(ports or (0,), 2 * size + 16)  # 0: the system's choice
     if listener is None:
         raise OSError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
     with listener:
