@@ -52,14 +52,16 @@ def refuse_worker(endpoint: tuple[str, int] | None = None) -> None:
     """
     if parent_process() is None and not is_importing():
         return
-    rank = _rank_of(_parent(), endpoint)
+    parent = _parent()
+    variables = _variables_of(parent)
+    rank = _rank_by(variables, endpoint)
     if rank is None and not is_importing():
         return
-    where = f"process {_parent()}" if rank is None else f"rank {rank}"
+    where = f"process {parent}" if rank is None else f"rank {rank}"
     fact = f"{current_process().name} (pid {os.getpid()}) was started by multiprocessing in {where}, and is not a rank"
     cure = 'put the call under `if __name__ == "__main__":`' if is_importing() else "let the rank itself join the job"
-    if is_importing():
-        sys.excepthook = partial(_print_refusal, f"{fact}; {cure}")
+    if is_importing():  # if the parent has ended, another child of it has been refused before
+        sys.excepthook = partial(_print_refusal, f"{fact}; {cure}") if variables else lambda *_: None
     raise LaunchError(f"{fact}; {cure}")
 
 
@@ -73,14 +75,20 @@ def _parent() -> int:
     return pid
 
 
-def _rank_of(pid: int, endpoint: tuple[str, int] | None) -> int | None:
-    """The rank of a process by its variables at its start, if this one has the same, and no other endpoint."""
-    with contextlib.suppress(OSError, LaunchError):  # it has ended; its variables contradict each other
+def _variables_of(pid: int) -> dict[str, str]:
+    """The variables of a process at its start; none if it has ended."""
+    with contextlib.suppress(OSError):
         pairs = (os.fsdecode(pair).partition("=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-        variables = {name: value for name, _, value in pairs}
-        place = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
-        if endpoint is not None and (endpoint[0], str(endpoint[1])) != place:
-            return None
+        return {name: value for name, _, value in pairs if name}
+    return {}
+
+
+def _rank_by(variables: dict[str, str], endpoint: tuple[str, int] | None) -> int | None:
+    """The rank of the process with these variables, if this one has the same, and no other endpoint."""
+    place = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    if endpoint is not None and (endpoint[0], str(endpoint[1])) != place:
+        return None
+    with contextlib.suppress(LaunchError):  # they contradict each other
         theirs = launcher(variables)
         if theirs is not None and theirs.size > 1 and theirs == launcher():
             return theirs.rank
