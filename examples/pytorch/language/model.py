@@ -1,0 +1,117 @@
+"""A language model in the shape of Llama: one file, plain PyTorch.
+
+Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv 2302.13971, section 2.2; grouped queries:
+Ainslie et al., "GQA", arXiv 2305.13245.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; `n_key_heads` divides `n_heads`."""
+
+    vocabulary: int
+    hidden: int
+    n_layers: int
+    n_heads: int
+    n_key_heads: int
+    feed_forward: int
+    rope_base: float = 10_000.0
+
+    @property
+    def head(self) -> int:
+        """Elements of a head."""
+        return self.hidden // self.n_heads
+
+
+TINY = Shape(vocabulary=256, hidden=128, n_layers=4, n_heads=4, n_key_heads=2, feed_forward=512)  # 1.0 million
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.query = nn.Linear(shape.hidden, shape.n_heads * shape.head, bias=False)
+        self.key = nn.Linear(shape.hidden, shape.n_key_heads * shape.head, bias=False)
+        self.value = nn.Linear(shape.hidden, shape.n_key_heads * shape.head, bias=False)
+        self.out = nn.Linear(shape.n_heads * shape.head, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """`x`: batch x length x hidden; `turn`: see `turns`."""
+        query, key, value = (
+            each(x).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        seen = functional.scaled_dot_product_attention(
+            turned(query, turn), turned(key, turn), value, is_causal=True, enable_gqa=True
+        )
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+def turns(length: int, shape: Shape) -> torch.Tensor:
+    """For each position and each pair of elements of a head, cosine and sine of its angle: 2 x length x head."""
+    speeds = shape.rope_base ** (-torch.arange(0, shape.head, 2) / shape.head)
+    angles = torch.outer(torch.arange(length), speeds).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, with the halves of a head as pairs: Su et al., "RoFormer", arXiv 2104.09864, section 3.2."""
+    first, second = x.chunk(2, -1)
+    return x * turn[0] + torch.cat((-second, first), -1) * turn[1]
+
+
+class Block(nn.Module):
+    """A layer: attention and a gated feed-forward network, each on the normalized sum of all before."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_norm = nn.RMSNorm(shape.hidden, 1e-5), nn.RMSNorm(shape.hidden, 1e-5)
+        self.attention = Attention(shape)
+        self.gate = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
+        self.down = nn.Linear(shape.feed_forward, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), turn)
+        normal = self.feed_norm(x)
+        return x + self.down(functional.silu(self.gate(normal)) * self.up(normal))
+
+
+class LanguageModel(nn.Module):
+    """The model; the embedding serves as the last layer, too."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
+        self.norm = nn.RMSNorm(shape.hidden, 1e-5)
+        for matrix in (each for each in self.parameters() if each.ndim == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token at each position: batch x length x vocabulary, for tokens of batch x length."""
+        x = self.embedding(tokens)
+        turn = turns(tokens.shape[1], self.shape)
+        for block in self.blocks:
+            x = block(x, turn)
+        return functional.linear(self.norm(x), self.embedding.weight)
+
+
+def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+    """Mean negative logarithm of the probability of each token but the first, in nats.
+
+    Args:
+        model: a `LanguageModel`, perhaps in DDP.
+        text: batch x length tokens.
+    """
+    return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
