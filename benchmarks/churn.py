@@ -170,15 +170,18 @@ class Outcome:
         lost: samples.
         pauses: seconds, for each fault; of an undisturbed run the longest one.
         losses: samples and loss, in the order of the samples.
+        curve: seconds and samples so far.
     """
 
     def __init__(self, log: Log, faults: Sequence[Fault], begin: float, end: float) -> None:
         self.samples = self.lost = 0
         self.losses: list[tuple[int, float]] = []
+        self.curve: list[tuple[float, int]] = []
         pending: dict[str, int] = {}  # samples since the last average, by process
         reached: dict[str, int] = {}
         new: dict[str, list[float]] = {}  # times of new steps
         for at, (what, *words) in [line for line in log.lines if line[0] <= end]:
+            self.curve.append((at - begin, self.samples + sum(pending.values())))
             name = words[0]
             if what == "loss":
                 self.losses.append((self.samples + sum(pending.values()), float(name)))
@@ -294,6 +297,21 @@ def run_way(way: str, args: argparse.Namespace, *, disturbed: bool) -> Outcome:
         return outcome
 
 
+def plot(path: Path, outcomes: dict[str, tuple[Outcome, Outcome]], unit: int) -> None:
+    """Draw the steps so far of each way over the seconds, the undisturbed run dashed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="seconds", ylabel="steps that count")
+    for number, (way, pair) in enumerate(outcomes.items()):
+        for outcome, style, label in zip(pair, ("--", "-"), (None, WAYS[way]), strict=True):
+            seconds, samples = zip(*outcome.curve, strict=True)
+            axes.plot(seconds, [each / unit for each in samples], style, color=f"C{number}", label=label)
+    axes.set_xlim(0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(WAYS), default=list(WAYS), help=f"({','.join(WAYS)})")
     parser.add_argument("--hosts", type=number_of_hosts, default=4, metavar="H", help="(4)")
@@ -307,6 +325,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--far", action="store_true", help="hosts far apart, see the next three")
     add_link(parser)
     parser.add_argument("--verbose", action="store_true", help="print the last output of each job")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps over the seconds, by Matplotlib")
     parser.add_argument(
         "--output", type=Path, metavar="PAGE", help="write the table between the marks of this page, too"
     )
@@ -333,7 +352,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     print(table(head, []), flush=True)
     rows: list[list[str]] = []
-    failed = 0
+    outcomes: dict[str, tuple[Outcome, Outcome]] = {}
+    unit, failed = BATCH * args.hosts, 0
     for way in args.only:
         try:
             plain, found = (run_way(way, args, disturbed=disturbed) for disturbed in (False, True))
@@ -341,7 +361,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"# {WAYS[way]}: {error}", flush=True)
             failed = 1
             continue
-        unit = BATCH * args.hosts
+        outcomes[way] = plain, found
         more = found.losses[-1][1] - plain.loss_at(found.losses[-1][0]) if found.losses else float("nan")
         cells = [f"{plain.samples / unit:.0f}", f"{found.samples / unit:.0f}", f"{found.samples / plain.samples:.0%}"]
         cells += [f"{found.lost / unit:.1f}", f"{plain.pauses[0]:.1f} s", f"{median(found.pauses):.1f} s"]
@@ -350,4 +370,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output and not failed:
         text = f"{facts['cores']} cores of {facts['processor']}, Linux {facts['kernel']}. {conditions}."
         put(args.output, "churn", f"{text}\n\n{table(head, rows)}")
+    if args.plot and outcomes:
+        plot(args.plot, outcomes, unit)
     return failed
