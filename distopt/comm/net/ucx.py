@@ -66,9 +66,10 @@ class UcxNetwork:
     Args:
         job: the job.
         endpoint: a host that all ranks reach, such as the one where they met; or empty.
+        alone: whether its connections are its own, since those of an earlier network may have been cut.
     """
 
-    def __init__(self, job: Peers, endpoint: str = "") -> None:
+    def __init__(self, job: Peers, endpoint: str = "", *, alone: bool = False) -> None:
         """Collective.
 
         Raises:
@@ -81,7 +82,8 @@ class UcxNetwork:
         failure: DistoptError | None = None
         mine: list[Any]
         try:
-            self._worker = _worker(os.getpid(), _interface(job, endpoint))
+            interface = _interface(job, endpoint)
+            self._worker = _new_worker(os.getpid(), interface) if alone else _worker(os.getpid(), interface)
             self._streams = Settings.from_env().streams
             mine = [self._worker.version, self._streams, self._worker.address.hex(), candidates, sorted(_live)]
         except DistoptError as error:
@@ -194,7 +196,12 @@ def _by_value(job: Peers, values: Mapping[int, Any]) -> dict[Any, str]:
 
 @cache
 def _worker(pid: int, interface: str) -> _core.UcxWorker:
-    """UCX in this process.
+    """UCX in this process; see `_new_worker`."""
+    return _new_worker(pid, interface)
+
+
+def _new_worker(pid: int, interface: str) -> _core.UcxWorker:
+    """UCX in this process, with connections of its own.
 
     Raises:
         UsageError: a process from which this one was forked uses UCX, and this one cannot load it a second time.
