@@ -69,5 +69,6 @@ class Job(ABC):
         """Make the group of this host."""
 
     def check_open(self) -> None:
+        """Local. Raise a LaunchError if this process has closed the job."""
         if self._closed:
             raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")

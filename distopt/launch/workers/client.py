@@ -52,7 +52,7 @@ class _States(Gate):
         super().__init__(key, selector)
         self._provide = provide
 
-    def _refusal(self, link: Link, size: int) -> str:  # noqa: ARG002
+    def _refusal(self, link: Link, size: int) -> str:
         return "" if link.purpose == FOR_STATES else "here are only states"
 
     def _admitted(self, link: Link) -> None:
@@ -139,7 +139,9 @@ class WorkersClient:
     def take_part(self, trial: int) -> None:
         """This worker begins a trial, unless it has been aborted already."""
         with self._changed:
-            if any(message["do"] in {"abort", "cut"} and message.get("trial", trial) == trial for message in self._inbox):
+            if any(
+                message["do"] in {"abort", "cut"} and message.get("trial", trial) == trial for message in self._inbox
+            ):
                 raise AbortedError("the trial has been aborted")
             self.trial = trial
 
@@ -152,10 +154,11 @@ class WorkersClient:
         with self._changed:
             self._values = None
             self._send({"say": "ask", "epoch": epoch, "content": content.hex()})
-            answered = self._changed.wait_for(lambda: self._values or self.trial is None, self._seconds)
-            if not answered or self._values is None:
-                raise AbortedError("the trial has been aborted")
-            return self._values["kind"], bytes.fromhex(self._values["content"])
+            self._changed.wait_for(lambda: self._values or self.trial is None, self._seconds)
+            answer = self._answer()
+        if answer is None:
+            raise AbortedError("the trial has been aborted")
+        return answer["kind"], bytes.fromhex(answer["content"])
 
     def copy(self, host: str, port: int) -> Copy:
         """Begin to copy the states of a member; messages "header", "copied" or "lost" follow, with the copy."""
@@ -180,6 +183,10 @@ class WorkersClient:
         if self._failure is not None:
             raise self._failure
 
+    def _answer(self) -> dict[str, Any] | None:
+        answer, self._values = self._values, None
+        return answer
+
     def _send(self, message: dict[str, Any]) -> None:
         if self._link is not None:
             say(self._link, json.dumps(message))
@@ -199,7 +206,7 @@ class WorkersClient:
                         self._send({"say": "beat"})
                 if self._link is not None and now > self._heard + SILENT_SECONDS:
                     self._lose()
-        except Exception as error:  # noqa: BLE001 - raised in the thread that trains
+        except Exception as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -210,9 +217,9 @@ class WorkersClient:
 
     def _connect(self) -> None:
         place, clock = self.place, Stopwatch(LONGEST_CALL_SECONDS)
-        number = NO_RANK if self.number < 0 else self.number
+        known = NO_RANK if self.number < 0 else self.number
         try:
-            link = call((place.host, place.port), place.key, FOR_MEMBERS, number, 0, clock, _CONNECT_SECONDS)
+            link = call((place.host, place.port), place.key, FOR_MEMBERS, known, 0, clock, _CONNECT_SECONDS)
         except RefusedError as error:
             raise LaunchError(f"{place.host}:{place.port} refuses this worker: {error}") from None
         except OSError:

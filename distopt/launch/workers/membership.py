@@ -60,6 +60,11 @@ class Worker:
     has_caught: bool = False
     is_away: bool = False
 
+    @property
+    def may_count(self) -> bool:
+        """Whether it has listened to an average, unless it was a member before."""
+        return self.has_listened or self.is_late
+
 
 @dataclass
 class Trial:
@@ -125,7 +130,7 @@ class Membership:
         if number is None:
             number = self._numbers
         elif (before := self.workers.pop(number, None)) is not None:
-            self._lose(before, now, "has connected again")
+            self._lose(before, now, "")
         self._numbers = max(self._numbers, number + 1)
         worker = Worker(number, f"worker {number}, {name}", send, host, message["port"], now)
         worker.least = message["least"]
@@ -171,7 +176,7 @@ class Membership:
         """A worker's connection has ended."""
         if self.workers.get(worker.number) is worker:
             del self.workers[worker.number]
-            self._lose(worker, now, how)
+            self._lose(worker, now, "" if worker.is_away else how)
             self.check(now)
 
     def _is_current(self, message: dict[str, Any]) -> bool:
@@ -179,7 +184,7 @@ class Membership:
 
     def _lose(self, worker: Worker, now: float, how: str) -> None:
         left = len(self._living())
-        if worker.phase != "done" and not worker.is_away:
+        if worker.phase != "done" and how:
             self._say(f"{worker.name} {how}; {left} {'worker goes' if left == 1 else 'workers go'} on")
         self._not_before = 0.0
         trial = self._trial
@@ -189,12 +194,17 @@ class Membership:
                 self._abort()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
+    def wake(self, now: float) -> None:
+        """The service was suspended, and has heard nothing."""
+        for worker in self.workers.values():
+            worker.heard = now
+
     def check(self, now: float) -> None:
         """Act on what has changed, and on the time."""
         for worker in list(self.workers.values()):
             if not worker.is_away and now - worker.heard > SILENT_SECONDS:
-                self._lose(worker, now, f"gives no sign of life for {SILENT_SECONDS} s")
                 worker.is_away = True
+                self._lose(worker, now, f"has given no sign of life for {SILENT_SECONDS} s")
         self._count()
         self._found(now)
         if self.counted is None:
@@ -269,11 +279,10 @@ class Membership:
         elif worker.phase == "asks" and trial is None:
             worker.phase = "listens" if worker.base == self.counted else "joins"
             worker.send({"do": "listen" if worker.phase == "listens" else "again", "average": worker.base})
-        elif worker.phase == "listens" and worker.has_caught and not takes_part:
-            if worker.has_listened or worker.is_late or self.finished:
-                self._make_member(worker, worker.steps)
-                verb = "is back" if worker.is_late else "has joined"
-                self._say(f"{worker.name} {verb} with average {self.counted}")
+        elif worker.phase == "listens" and worker.has_caught and not takes_part and (self.finished or worker.may_count):
+            self._make_member(worker, worker.steps)
+            verb = "is back" if worker.is_late else "has joined"
+            self._say(f"{worker.name} {verb} with average {self.counted}")
 
     def _name(self, now: float) -> None:
         """Name the members of the next trial, if it is time to."""
@@ -303,7 +312,7 @@ class Membership:
         self._trial = Trial(wanted, self._trials, taking)
         order = {"do": "members", "average": wanted, "trial": self._trials, "epoch": self.epoch, "members": numbers}
         order |= {"counting": [worker.number for worker in ready], "steps": max(worker.steps for worker in ready)}
-        for worker in list(taking):
+        for worker in taking:
             worker.send(order)
 
     def _too_few(self, count: int, least: int, now: float) -> bool:

@@ -13,7 +13,7 @@ from ..addresses import is_own
 from ..gate import FOR_AGENT, FOR_MEMBERS, Gate, Link
 from ..keys import Values
 from ..sockets import say
-from .membership import Membership, Worker
+from .membership import SILENT_SECONDS, Membership, Worker
 
 
 class Service(Gate):
@@ -45,6 +45,7 @@ class Service(Gate):
         self._workers: dict[Link, Worker] = {}
         self._values = Values()
         self._epoch = 0  # of these values
+        self._checked_at = time.monotonic()
         self.membership = Membership(most, warn)
 
     @property
@@ -55,7 +56,10 @@ class Service(Gate):
     def check_times(self) -> None:
         """Act on the time."""
         self._drop_slow_strangers()
-        self.membership.check(time.monotonic())
+        before, self._checked_at = self._checked_at, time.monotonic()
+        if self._checked_at > before + SILENT_SECONDS / 2:
+            self.membership.wake(self._checked_at)
+        self.membership.check(self._checked_at)
 
     def _refusal(self, link: Link, size: int) -> str:
         if link.purpose == FOR_AGENT and size != self._nodes:

@@ -85,7 +85,7 @@ class _Worker:
         """Notice the end; a process that was killed is started again, unless it has just been."""
         if self.code is None and (code := self._process.poll()) is not None:
             if code == -signal.SIGKILL and time.monotonic() > self.began + _SHORT_SECONDS:
-                _say(f"the process (pid {self._process.pid}) that supervises a worker was killed; starting the worker again")
+                _say(f"pid {self._process.pid}, which supervises a worker, was killed; starting the worker again")
                 self.start()
             else:
                 self.code, _ = describe_exit(code)
@@ -167,7 +167,7 @@ class _Supervisor:
         while self._link is None and not any(signum in ENDING_SIGNALS for signum in self._caught):
             try:
                 self._call_once(clock)
-            except OSError as error:
+            except OSError as error:  # noqa: PERF203 - it is called until it answers
                 if clock.seconds() > wait:
                     raise LaunchError(
                         f"no distopt run --workers answers at {self._options.endpoint} within {wait:g} s ({error}); "
@@ -202,8 +202,8 @@ class _Supervisor:
         self._link = None
         if any(worker.code is None for worker in self._workers):
             _say(
-                f"{self._options.endpoint} has ended or cannot be reached; the workers go on to their next average, and "
-                "wait there for it, or for the same line typed at it"
+                f"{self._options.endpoint} has ended or cannot be reached; the workers go on to their next average, "
+                "and wait there for it, or for the same line typed at it"
             )
 
     # -- signals -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import threading
 import time
@@ -270,7 +269,7 @@ class Members:
         self._copy = None
 
     def _take_header(self, header: Mapping[str, Any]) -> None:
-        """What must be equal before the first collective: the outer optimizer's options, and the numbers of averages."""
+        """Take what must be equal before the first collective: the outer optimizer's options, and the counts."""
         for group, options in zip(self._outer.param_groups, header["groups"], strict=True):
             group.update(options)
         for fragment, counts in zip(self._fragments, header["counts"], strict=True):
@@ -348,7 +347,9 @@ class Members:
         """Local, from another thread. The states for a newcomer, and what it needs before them."""
         content = io.BytesIO()
         with self._lock:
-            options = [{key: value for key, value in group.items() if _is_plain(value)} for group in self._outer.param_groups]
+            options = [
+                {key: value for key, value in group.items() if _is_plain(value)} for group in self._outer.param_groups
+            ]
             header = {
                 "average": self.average,
                 "steps": self.steps,
@@ -362,7 +363,4 @@ class Members:
 
 
 def _is_plain(value: Any) -> bool:
-    try:
-        return json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        return False
+    return isinstance(value, (bool, int, float, str, type(None)))

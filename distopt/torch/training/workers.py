@@ -157,5 +157,5 @@ def summary_of(params: Sequence[TrainedParameter]) -> str:
     """Local. Names, shapes and types of parameters, in short: equal for equal models."""
     text = "; ".join(f"{param.name} {list(param.tensor.shape)} {param.tensor.dtype}" for param in params)
     elements = sum(param.tensor.numel() for param in params)
-    first = f"{params[0].name} {list(params[0].tensor.shape)}"
-    return f"{len(params)} parameters from {first}, {elements:,} elements, digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{len(params)} parameters from {text.partition(';')[0]}, {elements:,} elements, digest {digest}"
