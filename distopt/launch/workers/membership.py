@@ -35,7 +35,7 @@ class Worker:
         wants: the average that it has a change for; None: it computes.
         phase: "new", it has not asked for states; "joins", it waits for some; "copies", it has an address; "asks", it
             wants to listen; "listens"; "member"; "done".
-        is_late: whether it was a member before.
+        is_late: whether it was a member, was left out, and has not counted since.
         base: the average whose states it copies.
         has_listened: whether an average has counted while it listened.
         has_caught: whether it has all states.
@@ -59,11 +59,6 @@ class Worker:
     has_listened: bool = False
     has_caught: bool = False
     is_away: bool = False
-
-    @property
-    def may_count(self) -> bool:
-        """Whether it has listened to an average, unless it was a member before."""
-        return self.has_listened or self.is_late
 
 
 @dataclass
@@ -228,7 +223,7 @@ class Membership:
             if member.phase == "listens":
                 member.has_listened = True
             else:
-                member.holds = trial.average
+                member.holds, member.is_late = trial.average, False
             member.wants = None
             member.send({"do": "commit", "average": trial.average, "trial": trial.number})
 
@@ -279,10 +274,15 @@ class Membership:
         elif worker.phase == "asks" and trial is None:
             worker.phase = "listens" if worker.base == self.counted else "joins"
             worker.send({"do": "listen" if worker.phase == "listens" else "again", "average": worker.base})
-        elif worker.phase == "listens" and worker.has_caught and not takes_part and (self.finished or worker.may_count):
+        elif worker.phase == "listens" and worker.has_caught and not takes_part and self._may_count(worker):
             self._make_member(worker, worker.steps)
             verb = "is back" if worker.is_late else "has joined"
             self._say(f"{worker.name} {verb} with average {self.counted}")
+
+    def _may_count(self, worker: Worker) -> bool:
+        """Whether a worker that has all states is a member: it has listened, or there is nothing to listen to."""
+        members = sum(one.phase == "member" for one in self._living())
+        return worker.has_listened or worker.is_late or self.finished or members < worker.least
 
     def _name(self, now: float) -> None:
         """Name the members of the next trial, if it is time to."""
@@ -290,7 +290,9 @@ class Membership:
         living, wanted = self._living(), self.counted + 1
         members = [worker for worker in living if worker.phase == "member"]
         ready = [worker for worker in members if worker.wants == wanted]
-        if 2 * len(ready) < max(len(members), 1):
+        # One that was left out is ready at once, and must hurry nobody.
+        punctual = [worker for worker in members if not worker.is_late]
+        if 2 * sum(worker in ready for worker in punctual) < len(punctual):
             self._ready_since = None
         elif self._ready_since is None:
             self._ready_since = now

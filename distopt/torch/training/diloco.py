@@ -179,6 +179,11 @@ class DiLoCo:
         return self._communicator.topology.rank if self._workers is None else self._workers.number
 
     @property
+    def worker_of_checkpoint(self) -> int | None:
+        """Local. The number by which a `Checkpoint` tells this worker from others; None where all ranks are one job."""
+        return None if self._workers is None else self._workers.number
+
+    @property
     def finished(self) -> bool:
         """Collective in this worker. Whether all `averages` have been applied.
 
