@@ -18,7 +18,7 @@ class Worker:
         self.inbox: list[dict[str, Any]] = []
         self.phase, self.is_late, self.result, self.copied, self.heard = "joins", False, None, None, []
         self.computes_until, self.refused, self.left = net.now, "", False
-        self.listened, self.joined_at = 0, None
+        self.listened, self.joined_at, self.must_return = 0, None, False
         hello = {"model": model, "number": None, "least": least, "port": 1}
         self.worker = net.membership.hello(hello, f"host {len(net.workers)}", "host", self.inbox.append, net.now)
         net.workers.append(self)
@@ -29,18 +29,25 @@ class Worker:
     def average(self) -> int:
         return len(self.history)
 
+    @property
+    def trial(self) -> int:
+        return self.history[-1][1] if self.history else 0
+
     def say(self, what: str, **content: Any) -> None:
-        if self.reached and self.worker is not None:
+        if self.reached and self.worker is not None and not self.must_return:
             self.net.membership.hear(self.worker, {"say": what, **content}, self.net.now)
 
     def join(self, late: bool = False) -> None:
         self.phase, self.is_late, self.copied, self.heard, self.result = "joins", late, None, [], None
         digest = str(self.history)
-        self.say("join", late=late, average=self.average if self.history else NOTHING, digest=digest, steps=0)
+        average = self.average if self.history else NOTHING
+        self.say("join", late=late, average=average, of=self.trial, digest=digest, steps=0)
 
     def act(self) -> None:
         if not self.reached:
             return
+        if self.must_return:
+            self.come_back()
         while self.inbox and not self.left:
             self.handle(self.inbox.pop(0))
         if self.phase == "again":
@@ -48,6 +55,20 @@ class Worker:
         if self.phase == "computes" and self.net.now >= self.computes_until:
             self.phase = "waits"
             self.say("ready", average=self.average + 1, steps=self.average)
+
+    def come_back(self) -> None:
+        """To another service."""
+        self.must_return, self.result = False, None
+        self.inbox.clear()
+        hello = {"model": MODEL, "number": self.worker.number, "least": 1, "port": 1}
+        self.worker = self.net.membership.hello(hello, "host", "host", self.inbox.append, self.net.now)
+        if self.phase in {"joins", "again"}:
+            self.join(self.is_late)
+        else:
+            what = "done" if self.phase == "done" else "member"
+            self.say(what, average=self.average, of=self.trial)
+            if self.phase == "waits":
+                self.say("ready", average=self.average + 1, steps=self.average)
 
     def handle(self, message: dict[str, Any]) -> None:
         do = message["do"]
@@ -62,7 +83,7 @@ class Worker:
                 self.copied = newest.history
                 self.say("listen", average=len(self.copied))
         elif do == "again":
-            self.join(self.is_late)
+            self.phase = "again"
         elif do == "listen":
             self.say("caught")
         elif do == "member":
@@ -75,15 +96,11 @@ class Worker:
         elif do == "members":
             counting = tuple(message["counting"])
             self.result = message["trial"], (message["average"], message["trial"], counting)
-            # Those that have the result of a trial have it from all members.
-            self.net.trials.setdefault(message["trial"], message)
             self.say("averaged", average=message["average"], trial=message["trial"])
         elif do == "abort":
             if self.result is not None and self.result[0] == message["trial"]:
                 self.result = None
         elif do == "commit" and self.result is not None and self.result[0] == message["trial"]:
-            self.net.counted.setdefault(self.result[1][0], self.result[1])
-            assert self.net.counted[self.result[1][0]] == self.result[1]
             if self.phase == "joins":
                 self.heard.append(self.result[1])
                 self.listened += 1
@@ -107,7 +124,7 @@ class Worker:
     def go_on(self) -> None:
         if self.average >= self.net.goal:
             self.phase = "done"
-            self.say("done", average=self.average)
+            self.say("done", average=self.average, of=self.trial)
         else:
             self.phase = "computes"
             self.computes_until = self.net.now + self.net.numbers.uniform(0.2, 0.4)
@@ -119,8 +136,6 @@ class Net:
         self.lines: list[str] = []
         self.membership = Membership(most, self.lines.append)
         self.workers: list[Worker] = []
-        self.counted: dict[int, tuple] = {}
-        self.trials: dict[int, dict[str, Any]] = {}
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -130,6 +145,12 @@ class Net:
                 worker.say("beat")
                 worker.act()
             self.membership.check(self.now)
+
+    def replace_service(self) -> None:
+        """The service ends; another one knows nothing, and has other numbers for trials."""
+        self.membership = Membership(4, self.lines.append, self.numbers.getrandbits(40))
+        for worker in self.workers:
+            worker.must_return = True
 
     def lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
@@ -251,6 +272,25 @@ def test_random_schedules(seed: int) -> None:
         net.check()
     for worker in net.workers:
         worker.reached = True
+    net.run(60)
+    net.check()
+    assert all(worker.left and worker.average == 60 for worker in net.workers), net.lines
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_another_service_takes_over(seed: int) -> None:
+    """Where the last average had counted for a worker that nobody reaches, the others go another way; it follows."""
+    net = Net(seed, goal=60)
+    for _ in range(4):
+        Worker(net)
+    for _ in range(8):
+        net.run(net.numbers.choice([0.05, 0.3, 1.0, 2.0]))
+        if len([worker for worker in net.workers if worker.reached]) > 1 and net.numbers.random() < 0.5:
+            net.numbers.choice(net.workers).reached = False
+        net.replace_service()
+        net.run(net.numbers.choice([0.1, 2.0, 14.0]))
+        for worker in net.workers:
+            worker.reached = True
     net.run(60)
     net.check()
     assert all(worker.left and worker.average == 60 for worker in net.workers), net.lines

@@ -13,6 +13,7 @@ from typing import Any
 
 SILENT_SECONDS = 1.2  # then a worker without a sign of life counts as cut off
 _LAST_CALL_SECONDS = 3.0  # after the last worker has come, training begins without the others
+_AWAY_SECONDS = 10.0  # then the others go back to older states, if a worker that is cut off alone holds the newest
 _SAY_SECONDS = 2.0  # then a line says that workers are missing
 NOTHING = -1  # the average that a worker holds which has no states
 
@@ -30,6 +31,7 @@ class Worker:
         heard: when it gave the last sign of life.
         least: how many workers must take part in an average.
         holds: the number of the average that its states belong to, or `NOTHING`.
+        trial: the trial that this average has counted by.
         digest: of these states, when it came.
         steps: that it had done when it came.
         wants: the average that it has a change for; None: it computes.
@@ -50,6 +52,7 @@ class Worker:
     heard: float = 0.0
     least: int = 1
     holds: int = NOTHING
+    trial: int = 0
     digest: str = ""
     steps: int = 0
     wants: int | None = None
@@ -84,6 +87,7 @@ class Membership:
     Args:
         most: how many workers there can be: training begins at once when all have come.
         say: prints a line.
+        first_trial: the number before that of the first trial; another one for each service.
 
     Attributes:
         workers: those that have a connection, by number.
@@ -92,14 +96,15 @@ class Membership:
         finished: whether the training has ended.
     """
 
-    def __init__(self, most: int, say: Callable[[str], None]) -> None:
+    def __init__(self, most: int, say: Callable[[str], None], first_trial: int = 0) -> None:
         self._most, self._say = most, say
         self.workers: dict[int, Worker] = {}
         self.counted: int | None = None
         self.epoch = 0
         self.finished = False
         self._trial: Trial | None = None
-        self._trials = 0
+        self._trials = first_trial
+        self._counted_by = 0  # the trial of the last average that counts
         self._numbers = 0
         self._model: dict[str, Any] | None = None
         self._of_epoch: list[int] = []
@@ -142,12 +147,13 @@ class Membership:
             worker.send({"do": "beat"})
         elif say == "join":
             worker.phase, worker.is_late, worker.steps = "joins", message["late"], message["steps"]
-            worker.holds, worker.digest = average, message["digest"]
+            worker.holds, worker.trial, worker.digest = average, message["of"], message["digest"]
             worker.has_listened = worker.has_caught = False
             worker.wants = None
         elif say == "member":  # after a new service has begun
-            worker.phase, worker.holds = "member", average
-            self.counted = max(self.counted or 0, average)
+            if self.counted is None:  # this service is new: others come, too
+                self._not_before = now + SILENT_SECONDS
+            self._return(worker, average, message["of"])
         elif say == "listen":
             worker.phase, worker.base = "asks", average
         elif say == "caught":
@@ -162,10 +168,18 @@ class Membership:
                 self._not_before = now + SILENT_SECONDS
                 self._abort()
         elif say == "done":
-            worker.phase, worker.holds, self.finished = "done", average, True
+            worker.phase, worker.holds, worker.trial, self.finished = "done", average, message["of"], True
         elif say == "bye":
             self.lost(worker, now, "has left")
         self.check(now)
+
+    def _return(self, worker: Worker, average: int, trial: int) -> None:
+        """A member has connected again, perhaps to another service."""
+        worker.phase, worker.holds, worker.trial = "member", average, trial
+        if self.counted is None or average > self.counted:
+            self.counted, self._counted_by, self._trial = average, trial, None
+        elif (average, trial) != (self.counted, self._counted_by):
+            worker.send({"do": "late", "average": self.counted})
 
     def lost(self, worker: Worker, now: float, how: str = "has ended or cannot be reached") -> None:
         """A worker's connection has ended."""
@@ -218,12 +232,12 @@ class Membership:
         trial = self._trial
         if trial is None or any(member.number not in trial.done for member in trial.members):
             return
-        self._trial, self.counted = None, trial.average
+        self._trial, self.counted, self._counted_by = None, trial.average, trial.number
         for member in trial.members:
             if member.phase == "listens":
                 member.has_listened = True
             else:
-                member.holds, member.is_late = trial.average, False
+                member.holds, member.trial, member.is_late = trial.average, trial.number, False
             member.wants = None
             member.send({"do": "commit", "average": trial.average, "trial": trial.number})
 
@@ -235,8 +249,8 @@ class Membership:
 
     def _found(self, now: float) -> None:
         """Begin with the states of one worker, where nobody holds those of the last average that counts."""
-        holders = [worker for worker in self.workers.values() if worker.phase in {"member", "done"}]
-        if any(worker.holds == self.counted for worker in holders):
+        holders = [worker for worker in self.workers.values() if now < worker.heard + _AWAY_SECONDS]
+        if any(self._holds_last(worker) for worker in holders):
             return
         here = [worker for worker in self._living() if worker.phase not in {"new", "done"}]
         if not here or (len(here) < self._most and now < self._came_at + _LAST_CALL_SECONDS):
@@ -245,7 +259,7 @@ class Membership:
             return
         first = max(here, key=lambda worker: (worker.holds, -worker.number))
         first.holds = max(first.holds, 0)
-        self.counted, self._trial = first.holds, None
+        self.counted, self._counted_by, self._trial = first.holds, first.trial, None
         same = [worker for worker in here if worker.digest == first.digest and not worker.is_late]
         names = ", ".join(worker.name for worker in here)
         self._say(f"training begins with average {self.counted} of {first.name}: {names}")
@@ -254,8 +268,12 @@ class Membership:
 
     def _make_member(self, worker: Worker, steps: int) -> None:
         assert self.counted is not None
-        worker.phase, worker.holds = "member", self.counted
-        worker.send({"do": "member", "average": self.counted, "steps": steps})
+        worker.phase, worker.holds, worker.trial = "member", self.counted, self._counted_by
+        worker.send({"do": "member", "average": self.counted, "of": self._counted_by, "steps": steps})
+
+    def _holds_last(self, worker: Worker) -> bool:
+        """Whether a worker holds the states after the last average that counts."""
+        return worker.phase in {"member", "done"} and (worker.holds, worker.trial) == (self.counted, self._counted_by)
 
     def _admit(self, worker: Worker) -> None:
         """Lead a worker that has no states, or older ones, to those of the members."""
@@ -266,7 +284,7 @@ class Membership:
             worker.wants = None
             worker.send({"do": "late", "average": self.counted})
         elif worker.phase == "joins":
-            givers = [one for one in self._living() if one.phase in {"member", "done"} and one.holds == self.counted]
+            givers = [one for one in self._living() if self._holds_last(one)]
             if givers:
                 giver = min(givers, key=lambda one: (one.wants is not None, one.number))
                 worker.phase = "copies"
@@ -289,7 +307,7 @@ class Membership:
         assert self.counted is not None
         living, wanted = self._living(), self.counted + 1
         members = [worker for worker in living if worker.phase == "member"]
-        ready = [worker for worker in members if worker.wants == wanted]
+        ready = [worker for worker in members if worker.wants == wanted and self._holds_last(worker)]
         # One that was left out is ready at once, and must hurry nobody.
         punctual = [worker for worker in members if not worker.is_late]
         if 2 * sum(worker in ready for worker in punctual) < len(punctual):

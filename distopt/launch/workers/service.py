@@ -7,6 +7,7 @@ import selectors
 import time
 from collections.abc import Callable
 from functools import partial
+from secrets import randbits
 from typing import Any
 
 from ..addresses import is_own
@@ -46,7 +47,7 @@ class Service(Gate):
         self._values = Values()
         self._epoch = 0  # of these values
         self._checked_at = time.monotonic()
-        self.membership = Membership(most, warn)
+        self.membership = Membership(most, warn, randbits(40))
 
     @property
     def is_needed(self) -> bool:

@@ -179,6 +179,16 @@ class DiLoCo:
         return self._communicator.topology.rank if self._workers is None else self._workers.number
 
     @property
+    def members(self) -> list[int]:
+        """Local. The workers whose changes the last average is made of, on the first rank of a worker; else empty."""
+        return [] if self._workers is None else self._workers.counting
+
+    @property
+    def waited_seconds(self) -> float:
+        """Local. With `min_workers`: the time that this worker has waited outside of averages that counted."""
+        return 0.0 if self._workers is None else self._workers.waited_seconds
+
+    @property
     def worker_of_checkpoint(self) -> int | None:
         """Local. The number by which a `Checkpoint` tells this worker from others; None where all ranks are one job."""
         return None if self._workers is None else self._workers.number

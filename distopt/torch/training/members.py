@@ -40,6 +40,8 @@ class _Mean(NamedTuple):
         trial: its number.
         average: the number of the average.
         steps: that the members had done.
+        counting: the numbers of the workers whose changes it is made of.
+        begin: when the trial began.
         means: of the changes.
         verdict: on them.
     """
@@ -47,6 +49,8 @@ class _Mean(NamedTuple):
     trial: int
     average: int
     steps: int
+    counting: list[int]
+    begin: float
     means: list[torch.Tensor]
     verdict: BadGradient | None
 
@@ -66,6 +70,8 @@ class Members:
     Attributes:
         average: the number of the last average that this worker holds, from 1; 0: the first states.
         steps: that the members had done when they sent the changes of that average.
+        counting: the numbers of the workers whose changes it is made of.
+        averaging_seconds: inside trials that counted.
     """
 
     def __init__(
@@ -80,7 +86,10 @@ class Members:
         goal: int | None,
     ) -> None:
         self.average, self.steps = NOTHING, 0
+        self.counting: list[int] = []
+        self.averaging_seconds = 0.0
         self._goal = goal  # the last average of the training
+        self._trial = 0  # by which that average has counted
         self._due, self._sent_at = 0, 0  # the average that changes were sent for, and the steps done then
         self._fragments, self._outer, self._others = fragments, outer, others
         self._lock = threading.RLock()  # held while states change
@@ -133,7 +142,7 @@ class Members:
 
     def leave(self) -> None:
         """Say that this worker holds the last average, and stay until all others hold it."""
-        self._client.say("done", average=self.average)
+        self._client.say("done", average=self.average, of=self._trial)
         while not self._may_leave:
             self._handle_next()
         self.close()
@@ -184,7 +193,7 @@ class Members:
     # -- averages ----------------------------------------------------------------------------------------------------
     def _take_part(self, order: dict[str, Any]) -> None:
         """Begin a trial and get its result, unless it fails or is aborted."""
-        self._result = None
+        self._result, begin = None, time.monotonic()
         average, counts = order["average"], self._client.number in order["counting"]
         fragment = self._fragment_of(average)
         try:
@@ -203,22 +212,26 @@ class Members:
         if (share := len(order["members"]) / len(order["counting"])) != 1:
             for mean in means:
                 mean *= share
-        self._result = _Mean(order["trial"], average, order["steps"], means, verdict)
+        self._result = _Mean(order["trial"], average, order["steps"], order["counting"], begin, means, verdict)
         self._client.say("averaged", average=average, trial=order["trial"])
 
     def _count(self, result: _Mean) -> None:
         """A result counts: apply it, or keep it until the states that it belongs to have come."""
         self._result, self._client.trial = None, None
+        self.averaging_seconds += time.monotonic() - result.begin
+        if result.counting != self.counting:
+            _log.info("average %d is of the workers %s", result.average, ", ".join(map(str, result.counting)))
+            self.counting = result.counting
         if not self._joins:
             self._apply(result)
-            self._client.say("member", average=self.average)
+            self._client.say("member", average=self.average, of=self._trial)
         else:
             self._heard.append(result._replace(means=[mean.clone() for mean in result.means]))
             self._catch_up()
 
     def _apply(self, result: _Mean) -> None:
         with self._lock:
-            self.average, self.steps = result.average, result.steps
+            self.average, self.steps, self._trial = result.average, result.steps, result.trial
             self._counts = [fragment.counts for fragment in self._fragments]
             self._fragment_of(result.average).take(result.means, result.verdict)
 
@@ -261,7 +274,9 @@ class Members:
         self._heard.clear()
         for fragment in self._fragments:
             fragment.withdraw()
-        self._client.say("join", late=late, average=self.average, digest=self._digest(), steps=self.steps)
+        self._client.say(
+            "join", late=late, average=self.average, of=self._trial, digest=self._digest(), steps=self.steps
+        )
 
     def _stop_copy(self) -> None:
         if self._copy is not None:
@@ -316,11 +331,11 @@ class Members:
         self._stop_copy()
         if not self._is_caught:  # it has had these states from the start
             self.steps = message["steps"]
-        self.average, self._joins = message["average"], False
+        self.average, self._trial, self._joins = message["average"], message["of"], False
         for fragment, states in self._kept.items():
             fragment.return_to(states)
         self._kept.clear()
-        self._client.say("member", average=self.average)
+        self._client.say("member", average=self.average, of=self._trial)
         if self._is_late:  # its changes have moved onto the new average
             self._is_late, self._due = False, self.average
             if self._goal is None or self.average < self._goal:

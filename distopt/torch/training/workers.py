@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class Workers:
     Attributes:
         number: of this worker among those that ever joined.
         average: the number of the last average that this worker holds.
+        waited_seconds: for others, since it joined, outside of averages that counted.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Workers:
         self._members: Members | None = None
         self._has_joined = self._has_left = False
         self._since = 0  # steps since the last average
-        self.average = 0
+        self.average, self.waited_seconds = 0, 0.0
         if communicator.topology.rank == 0:
             tensors = [tensor for _, tensor in others]
             self._members = Members(place, facts, fragments, outer, tensors, least=least, goal=goal)
@@ -88,7 +90,10 @@ class Workers:
         if self._since < self._distance + self._delay:
             return False
         if self._members is not None:
+            begin, before = time.monotonic(), self._members.averaging_seconds
             self._members.wait()
+            averaging = self._members.averaging_seconds - before
+            self.waited_seconds += max(0.0, time.monotonic() - begin - averaging)
         self._receive()
         self._since = self._delay
         return True
@@ -102,6 +107,11 @@ class Workers:
             self._members.leave()
         self._has_left = True
         return True
+
+    @property
+    def counting(self) -> list[int]:
+        """Local. The numbers of the workers whose changes the last average is made of; empty but on the first rank."""
+        return [] if self._members is None else self._members.counting
 
     def resume(self, average: int) -> None:
         """Local. The states of the fragments, which were loaded, are of this average."""
