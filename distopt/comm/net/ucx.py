@@ -57,6 +57,7 @@ _FOR_TCP = {
 }
 _NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 2 << 20, 128 << 10
 _live: set[int] = set()  # numbers of networks
+_workers: set[_core.UcxWorker] = set()  # to be stopped while Python's threads still run
 _users: set[int] = set()  # process ids of this process, and of its parents, that use UCX
 
 
@@ -77,7 +78,7 @@ class UcxNetwork:
                 numbers of streams.
             MissingDependencyError: UCX is missing.
         """
-        self._job = job
+        self._job, self._alone = job, alone
         candidates = [randbits(_NUMBER_BITS) for _ in range(_CANDIDATES)]
         failure: DistoptError | None = None
         mine: list[Any]
@@ -141,6 +142,9 @@ class UcxNetwork:
         """Local. See `Network.close`."""
         if idle:
             _live.discard(self._number)
+        if self._alone and self._worker in _workers:
+            _workers.remove(self._worker)
+            self._worker.stop()
 
     def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. See `Network.subgroup`."""
@@ -215,8 +219,15 @@ def _new_worker(pid: int, interface: str) -> _core.UcxWorker:
         if len(_users) > 1:
             path = _copy_of(Path(path), Path(stack.enter_context(TemporaryDirectory(prefix="distopt-ucx-"))))
         worker = _listening(path, options, Settings.from_env().ports)
-    atexit.register(worker.stop)
+    if not _workers:
+        atexit.register(_stop_all)
+    _workers.add(worker)
     return worker
+
+
+def _stop_all() -> None:
+    while _workers:
+        _workers.pop().stop()
 
 
 def _copy_of(path: Path, folder: Path) -> str:
