@@ -54,6 +54,7 @@ def ends_of(job: Job) -> set[str]:
     return set(ends)
 
 
+@pytest.mark.slow(kept=1)
 def test_a_killed_worker_stops_no_other_and_joins_again(digits: Path) -> None:
     with started(
         digits, "--averages", "400", "--pause", "0.02", launch=("--workers", "rank", "--nproc-per-node", "2")
@@ -72,7 +73,7 @@ def test_a_killed_worker_stops_no_other_and_joins_again(digits: Path) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_worker_is_left_out_and_comes_back(digits: Path) -> None:
-    options = ["--averages", "300", "--pause", "0.02", "--codec", "top-k"]
+    options = ["--averages", "200", "--pause", "0.02", "--codec", "top-k"]
     with started(digits, *options, launch=("--workers", "rank", "--nproc-per-node", "2")) as job:
         pid = int(job.wait_for(STEP.format(1))[-1][1])
         os.kill(pid, signal.SIGSTOP)
@@ -82,24 +83,21 @@ def test_a_frozen_worker_is_left_out_and_comes_back(digits: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         job.wait_for(r"worker 1, .* is back with average \d+")
         assert len(ends_of(job)) == 1
-        assert steps_of(job, 0) == [*range(5, 1501, 5)]
+        assert steps_of(job, 0) == [*range(5, 1001, 5)]
 
 
 @pytest.mark.slow
-def test_a_job_resumes_on_another_number_of_workers(digits: Path, tmp_path: Path) -> None:
-    """Two workers of two ranks are followed by three of one; those begin where the others ended."""
-    with started(
-        digits, "--averages", "4", "--checkpoint", str(tmp_path), launch=("--workers", "node", "--nproc-per-node", "2")
-    ) as job:
-        assert len(ends_of(job)) == 1
-        assert steps_of(job, 0) == [5, 10, 15, 20]
-    with started(
-        digits, "--averages", "6", "--checkpoint", str(tmp_path), launch=("--workers", "rank", "--nproc-per-node", "3")
-    ) as job:
-        assert len(ends_of(job)) == 1
-        assert any("training begins with average 4" in line for line in job.lines)
-        assert {tuple(steps_of(job, worker)) for worker in range(3)} == {(25, 30)}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1", "worker-2"]
+@pytest.mark.parametrize(("kind", "count", "later"), [("rank", 2, 3), ("rank", 3, 1), ("node", 2, 2)])
+def test_a_job_resumes_on_another_number_of_workers(
+    kind: str, count: int, later: int, digits: Path, tmp_path: Path
+) -> None:
+    """Also workers of two ranks."""
+    for averages, number, steps in ((4, count, (5, 10, 15, 20)), (6, later, (25, 30))):
+        launch = ("--workers", kind, "--nproc-per-node", str(number))
+        with started(digits, "--averages", str(averages), "--checkpoint", str(tmp_path), launch=launch) as job:
+            assert len(ends_of(job)) == 1
+            assert {tuple(steps_of(job, worker)) for worker in range(number if kind == "rank" else 1)} == {steps}
+    assert any("training begins with average 4" in line for line in job.lines)
 
 
 @pytest.mark.slow
