@@ -138,7 +138,7 @@ class Checkpoint:
                 self._settings = settings_of(self._communicator)
             if self._root is not None:
                 self._claim(self._root, reset and not DISTOPT_RUN.attempt(os.environ))
-            resumed = load_newest(self._root, self._communicator, adapters_of(self._objects), self._memory)
+            resumed = load_newest(self._source(), self._communicator, adapters_of(self._objects), self._memory)
         except BaseException:
             self._abandon()
             raise
@@ -147,7 +147,7 @@ class Checkpoint:
         if resumed is not None:
             self.steps, self.epoch = resumed.step, resumed.epoch
             self._only_in_memory = resumed.folder is None
-            if resumed.folder is not None:
+            if resumed.folder is not None and resumed.folder.parent == self._root:
                 self._first = False
                 self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
             self._refused.update(resumed.refused)
@@ -166,6 +166,10 @@ class Checkpoint:
             self._hashes = HashLog(where, self._root, self._communicator, self._settings, resumed is not None)
             self._held.callback(self._hashes.close)
         return resumed
+
+    def _source(self) -> Path | None:
+        """Local. The folder to resume from."""
+        return self._root
 
     def _claim(self, root: Path, reset: bool) -> None:
         """Collective. Make sure that this job alone writes to the folder, and that all ranks see it."""

@@ -66,6 +66,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         action="store_true",
         help="restart all ranks while they make progress; see 'Checkpoints and healing' in the documentation",
     )
+    add(
+        "workers",
+        choices=["node", "rank"],
+        default="",
+        help="with --heal: each node, or each rank, is a worker with a world of its own; see DiLoCo(min_workers=)",
+    )
     add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
@@ -120,6 +126,10 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {nodes}: nodes are numbered from 0")
     if (least, fewest) != (nodes, ranks) and not args.heal:
         raise UsageError("a range of nodes or ranks needs --heal: all ranks start again, with states from memory")
+    if args.workers and not args.heal:
+        raise UsageError("--workers needs --heal: workers that are lost start again, and the others go on without them")
+    if args.workers and args.watch:
+        raise UsageError("--watch shows the ranks of one job, and --workers starts several; leave one of them out")
     if least < nodes and (args.node_rank is not None or args.rdzv_backend == "static" or args.master_addr):
         raise UsageError("nodes of a range get new numbers when one is lost; leave --node-rank out, and --master-addr")
     if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
@@ -159,6 +169,8 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         log_dir=args.log_dir,
         timeout=args.rdzv_timeout,
         watch=args.watch,
+        workers=args.workers,
+        script=(*(["-m"] if args.module else []), args.script, *args.arguments),
     )
 
 
@@ -219,7 +231,10 @@ def _run(args: argparse.Namespace) -> int:
             os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
         if args.watch:
             os.environ["DISTOPT_WATCH"] = "1"
-        from ..launch.agents.agent import run
+        if options.workers:
+            from ..launch.workers.supervisor import run
+        else:
+            from ..launch.agents.agent import run
         from ..launch.supervise.ranks import LIMITS
 
         try:

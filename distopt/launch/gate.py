@@ -26,8 +26,9 @@ _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 # The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
-# exchange values, and to end together with other ranks.
+# exchange values, to end together with other ranks, to take part in averages, and to copy states of a member.
 FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE = b"a", b"h", b"k", b"w"
+FOR_MEMBERS, FOR_STATES = b"m", b"s"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.

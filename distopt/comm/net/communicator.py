@@ -98,6 +98,10 @@ class NetCommunicator(NativeCommunicator):
         while (oldest := self.core.oldest) is not None:
             self._waits.wait_for(oldest, None)
 
+    def abort(self, reason: str) -> None:
+        """Local, from any thread. End all waits with an error; the communicator is of no use afterwards."""
+        self._waits.abort_reason = reason
+
     def close(self) -> None:
         """Local. Leave; ranks that wait for an operation which this one has not finished get an error. Idempotent."""
         if self.closed:

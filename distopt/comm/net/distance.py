@@ -79,6 +79,7 @@ class _Talk:
         return [int(number[0]) for number in numbers.values()]
 
     def _check(self, missing: list[int], waited: float) -> None:
+        self._job.check_open()
         lost = [other for other in missing if other in self._transport.lost]
         if lost or waited > self._patience:
             names = ", ".join(f"rank {self._job.numbers[other]}" for other in lost or missing)

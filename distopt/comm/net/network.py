@@ -30,6 +30,9 @@ class Peers(Protocol):
     def ranks_of_hosts(self) -> Sequence[Sequence[int]]:
         """Local. The ranks of each host, in the order of the first of them."""
 
+    def check_open(self) -> None:
+        """Local. Raise a LaunchError if the job has ended for this rank."""
+
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective. See `Job.all_gather`."""
 

@@ -57,6 +57,7 @@ _FOR_TCP = {
 }
 _NEAR_CHUNK_BYTES, _FAR_CHUNK_BYTES = 2 << 20, 128 << 10
 _live: set[int] = set()  # numbers of networks
+_workers: set[_core.UcxWorker] = set()  # to be stopped while Python's threads still run
 _users: set[int] = set()  # process ids of this process, and of its parents, that use UCX
 
 
@@ -66,9 +67,10 @@ class UcxNetwork:
     Args:
         job: the job.
         endpoint: a host that all ranks reach, such as the one where they met; or empty.
+        alone: whether its connections are its own, since those of an earlier network may have been cut.
     """
 
-    def __init__(self, job: Peers, endpoint: str = "") -> None:
+    def __init__(self, job: Peers, endpoint: str = "", *, alone: bool = False) -> None:
         """Collective.
 
         Raises:
@@ -76,12 +78,13 @@ class UcxNetwork:
                 numbers of streams.
             MissingDependencyError: UCX is missing.
         """
-        self._job = job
+        self._job, self._alone = job, alone
         candidates = [randbits(_NUMBER_BITS) for _ in range(_CANDIDATES)]
         failure: DistoptError | None = None
         mine: list[Any]
         try:
-            self._worker = _worker(os.getpid(), _interface(job, endpoint))
+            interface = _interface(job, endpoint)
+            self._worker = _new_worker(os.getpid(), interface) if alone else _worker(os.getpid(), interface)
             self._streams = Settings.from_env().streams
             mine = [self._worker.version, self._streams, self._worker.address.hex(), candidates, sorted(_live)]
         except DistoptError as error:
@@ -139,6 +142,9 @@ class UcxNetwork:
         """Local. See `Network.close`."""
         if idle:
             _live.discard(self._number)
+        if self._alone and self._worker in _workers:
+            _workers.remove(self._worker)
+            self._worker.stop()
 
     def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. See `Network.subgroup`."""
@@ -194,7 +200,12 @@ def _by_value(job: Peers, values: Mapping[int, Any]) -> dict[Any, str]:
 
 @cache
 def _worker(pid: int, interface: str) -> _core.UcxWorker:
-    """UCX in this process.
+    """UCX in this process; see `_new_worker`."""
+    return _new_worker(pid, interface)
+
+
+def _new_worker(pid: int, interface: str) -> _core.UcxWorker:
+    """UCX in this process, with connections of its own.
 
     Raises:
         UsageError: a process from which this one was forked uses UCX, and this one cannot load it a second time.
@@ -208,8 +219,15 @@ def _worker(pid: int, interface: str) -> _core.UcxWorker:
         if len(_users) > 1:
             path = _copy_of(Path(path), Path(stack.enter_context(TemporaryDirectory(prefix="distopt-ucx-"))))
         worker = _listening(path, options, Settings.from_env().ports)
-    atexit.register(worker.stop)
+    if not _workers:
+        atexit.register(_stop_all)
+    _workers.add(worker)
     return worker
+
+
+def _stop_all() -> None:
+    while _workers:
+        _workers.pop().stop()
 
 
 def _copy_of(path: Path, folder: Path) -> str:

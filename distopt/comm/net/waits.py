@@ -54,6 +54,7 @@ class Waits:
         self._has_failed = False
         self._said = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
+        self.abort_reason = ""  # set by another thread: why no wait goes on
 
     @property
     def me(self) -> Process:
@@ -149,6 +150,8 @@ class Waits:
                 asks.pop(0)
             self.answer(asks=asks_now)
             check()
+            if self.abort_reason:
+                self._fail(CommunicatorClosedError(f"{describe()[0]}, and was interrupted: {self.abort_reason}"))
             lost = self._peers.lost(self._notes.failed)
             if lost is not None:
                 ended, text = self.processes[lost], describe()[0]

@@ -26,6 +26,8 @@ class RunOptions:
         log_dir: folder for the output of the ranks.
         timeout: seconds that the nodes have to join.
         watch: what to show once a second of each rank: nothing, "table" or "json".
+        workers: what has a world of its own: "node", "rank", or nothing.
+        script: the words that start a rank, as on the command line.
     """
 
     program: tuple[str, ...]
@@ -43,6 +45,8 @@ class RunOptions:
     log_dir: Path | None = None
     timeout: float = 300.0
     watch: str = ""
+    workers: str = ""
+    script: tuple[str, ...] = ()
 
     @property
     def endpoint(self) -> str:

@@ -28,7 +28,7 @@ class Job(ABC):
         Raises:
             LaunchError: a rank ended or did not take part in time; the message names it.
         """
-        self._check_open()
+        self.check_open()
         return self.client().all_gather(payload)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -51,7 +51,7 @@ class Job(ABC):
 
     def host_group(self) -> HostGroup:
         """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
-        self._check_open()
+        self.check_open()
         if self._group is None:
             self._group = self._make_host_group()
         return self._group
@@ -68,6 +68,7 @@ class Job(ABC):
     def _make_host_group(self) -> HostGroup:
         """Make the group of this host."""
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Local. Raise a LaunchError if this process has closed the job."""
         if self._closed:
             raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")

@@ -106,7 +106,7 @@ class HostsJob(Job):
             ranks: this rank and others, each once; equal on all of them.
             key: 16 secret bytes that they have in common.
         """
-        self._check_open()
+        self.check_open()
         made = copy(self)
         made.numbers = tuple(self.numbers[rank] for rank in ranks)
         identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ... import checkpoint
+from ...checkpoint.folder import list_checkpoints, survey
 from ...checkpoint.load import communicator_of
 from ...data import ShardedSampler
 from ...errors import UsageError
@@ -44,6 +46,9 @@ class Checkpoint(checkpoint.Checkpoint):
     Parameters of DDP's models and of a `DistOpt` with `shards=`, and the states of their optimizers, are the same on
     all ranks, and each rank writes a share. Each rank writes all of its other states, such as buffers and the shards of
     FSDP2. Jobs of FSDP2 resume with the same number of ranks only.
+
+    A worker of a `DiLoCo(min_workers=)` writes to a folder of its own, `worker-NUMBER` below `folder`. It resumes from
+    the newest of all of them, also on another number of workers, or on machines that see only some of them.
 
     Args:
         folder: of the checkpoints, on a file system that all ranks see; with None, nothing is saved.
@@ -83,6 +88,11 @@ class Checkpoint(checkpoint.Checkpoint):
             "gradients.waiting": Gradients(objects),
         }
         self._generators = [part for part in parts.values() if isinstance(part, TorchGenerator)]
+        workers = [thing for thing in objects.values() if hasattr(thing, "worker_of_checkpoint")]
+        number = workers[0].worker_of_checkpoint if workers else None
+        if folder is not None and number is not None:
+            folder = Path(folder) / f"worker-{number}"
+        self._worker: int | None = number
         super().__init__(
             folder, every=every, keep=keep, preemptible=preemptible, communicator=_ranks_of(group), **parts
         )
@@ -101,6 +111,16 @@ class Checkpoint(checkpoint.Checkpoint):
             for sampler in self._samplers:
                 sampler.continue_with(self._put_generators_again)
         return resumed
+
+    def _source(self) -> Path | None:
+        """Local. The folder to resume from: of a worker, one of those with the newest checkpoint, each another."""
+        if self._root is None or self._worker is None:
+            return super()._source()
+        steps = {
+            folder.parent: folder.name for root in self._root.parent.glob("worker-*") for folder in _complete(root)
+        }
+        newest = sorted(root for root, name in steps.items() if name == max(steps.values()))
+        return newest[self._worker % len(newest)] if newest else self._root
 
     def _put_generators_again(self) -> None:
         for generator in self._generators:
@@ -122,6 +142,11 @@ def load(
         See `distopt.checkpoint.load`, for errors too.
     """
     return checkpoint.load(folder, _ranks_of(group), **parts_of(objects, replicated=replicated))
+
+
+def _complete(root: Path) -> list[Path]:
+    """The complete checkpoints in a folder, by age."""
+    return [folder for folder in list_checkpoints(root) if survey(folder).whole]
 
 
 def _check_samplers(objects: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,18 +21,17 @@ from ...codecs import Codec, CommunicationStatistics
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...errors import StateError, UsageError
 from ..ddp.plain_model import plain_model
-from .averaging import Averaging
 from .communicator import communicator_of
+from .fragment import Fragment, parts_of
 from .gpu import current_stream, on_current_stream
 from .parameters import (
     HeldParameters,
-    TrainedParameter,
     device_of,
     mean_of,
     send_first,
     trained_parameters,
-    views_of,
 )
+from .workers import Workers, place_of_workers, summary_of
 
 
 class DiLoCo:
@@ -50,6 +48,18 @@ class DiLoCo:
 
         model.load_state_dict(local.average())
 
+    With `min_workers`, and only then, the members may change: `distopt run --heal --workers node` (or `rank`) starts
+    workers, each with a world of its own, and DiLoCo alone knows the others. A worker that is lost ends no other one;
+    one that comes copies what the members hold, receives the next average with weight 0, and counts from then on. An
+    average counts when all members that remain have it. A worker that is late by more than `grace` seconds is left out,
+    moves what it has learned onto the new average, and takes part in the next one. Write the loop as
+
+        local = DiLoCo(model, inner, outer, min_workers=1, averages=1000)
+        data = batches(seed=local.worker)
+        while not local.finished:
+            ...
+            inner.step()
+
     Args:
         model: the same on all ranks.
         inner_optimizer: over parameters of the model. All parameters and buffers become those of rank 0.
@@ -63,12 +73,16 @@ class DiLoCo:
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
             or "skip" it: all ranks go back to the last average.
+        min_workers: how many workers must take part in an average; with fewer, they wait.
+        averages: after so many averages of a fragment, training is `finished`.
+        grace: with `min_workers`, seconds that an average waits for late workers, once half of them are ready.
 
     Attributes:
-        steps: number of steps of the inner optimizer.
+        steps: number of steps of the inner optimizer; of a worker that joins, those of the members.
 
     Raises:
-        UsageError: an option is wrong, or a parameter is not one that codecs reduce.
+        UsageError: an option is wrong, or a parameter is not one that codecs reduce; or `min_workers` is given without
+            `distopt run --workers`, or is missing with it; or the workers train another model.
         MismatchError: the ranks train different models.
     """
 
@@ -85,6 +99,9 @@ class DiLoCo:
         group: dist.ProcessGroup | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         non_finite: NonFinite = "raise",
+        min_workers: int | None = None,
+        averages: int | None = None,
+        grace: float = 2.0,
     ) -> None:
         """Collective."""
         check_integer("fragments", fragments, 1)
@@ -101,7 +118,11 @@ class DiLoCo:
         self._distance = sync_every // fragments
         check_integer("fragment_sync_delay", fragment_sync_delay, 0, self._distance)
         Engine.check_options(non_finite)
+        check_integer("min_workers", 1 if min_workers is None else min_workers, 1)
+        check_integer("averages", 1 if averages is None else averages, 1)
+        place = place_of_workers(min_workers)
         self.steps = 0
+        self._goal = None if averages is None else averages * fragments
         self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
         self._averaged = {id(param.tensor): param for param in params}
         self._model, self._held = plain, HeldParameters(plain, params)
@@ -114,14 +135,79 @@ class DiLoCo:
             others = [pair for pair in named if id(pair[1]) not in self._averaged]
             send_first(communicator, [*others, *plain.named_buffers()])
         self._fragments = [
-            _Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
-            for part in _parts_of(params, fragments)
+            Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
+            for part in parts_of(params, fragments)
         ]
-        self._handle = inner_optimizer.register_step_post_hook(self._count)
+        self._workers: Workers | None = None
+        self._handles = [inner_optimizer.register_step_post_hook(self._count)]
+        if place is not None:
+            facts = {
+                "a model of": summary_of(params),
+                "sync_every": sync_every,
+                "fragments": f"{fragments} with a delay of {fragment_sync_delay}",
+                "codec": repr(codec),
+                "averages": averages,
+                "grace": grace,
+            }
+            self._workers = Workers(
+                self._fragments,
+                outer_optimizer,
+                [*others, *plain.named_buffers()],
+                facts,
+                communicator,
+                place,
+                distance=self._distance,
+                delay=self._delay,
+                least=min_workers or 1,
+                goal=self._goal,
+            )
+            self._handles.append(inner_optimizer.register_step_pre_hook(self._join))
 
     def close(self) -> None:
-        """Local. Stop counting the steps of the inner optimizer, and so averaging."""
-        self._handle.remove()
+        """Local. Stop counting the steps of the inner optimizer, and so averaging; a worker leaves the others."""
+        for handle in self._handles:
+            handle.remove()
+        if self._workers is not None:
+            self._workers.close()
+
+    @property
+    def worker(self) -> int:
+        """Local. The number of this worker among those that ever joined, which seeds its data; else that of the rank.
+
+        A worker that starts again has a new one.
+        """
+        return self._communicator.topology.rank if self._workers is None else self._workers.number
+
+    @property
+    def members(self) -> list[int]:
+        """Local. The workers whose changes the last average is made of, on the first rank of a worker; else empty."""
+        return [] if self._workers is None else self._workers.counting
+
+    @property
+    def waited_seconds(self) -> float:
+        """Local. With `min_workers`: the time that this worker has waited outside of averages that counted."""
+        return 0.0 if self._workers is None else self._workers.waited_seconds
+
+    @property
+    def worker_of_checkpoint(self) -> int | None:
+        """Local. The number by which a `Checkpoint` tells this worker from others; None where all ranks are one job."""
+        return None if self._workers is None else self._workers.number
+
+    @property
+    def finished(self) -> bool:
+        """Collective in this worker. Whether all `averages` have been applied.
+
+        With `min_workers`, a worker joins the others at the first call, or in its first step, and leaves when this
+        returns True: when all workers that live hold the last average.
+        """
+        self._join()
+        if self._workers is not None:
+            return self._workers.finished
+        return self._goal is not None and (self.steps - self._delay) // self._distance >= self._goal
+
+    def _join(self, *_: object) -> None:
+        if self._workers is not None:
+            self.steps = self._workers.join(self.steps)
 
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between."""
@@ -142,6 +228,8 @@ class DiLoCo:
         ranks have the same parameters, as after a step that is a multiple of `sync_every` with one fragment and no
         delay, the result has their bits. A fragment whose average is under way counts as it is on the ranks.
 
+        With `min_workers` it is the last average that this worker holds, with its own buffers, and the call is local.
+
         Nothing of the training changes: parameters, both optimizers, residuals of the codec and averages under way
         stay, and the steps that follow have the bits that they would have had.
 
@@ -157,6 +245,8 @@ class DiLoCo:
             MismatchError: the ranks are at different steps, or their models differ.
         """
         self._held.check()
+        if self._workers is not None:
+            return self._last_average()
         mean: dict[str, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}  # by id: a tensor may have several names
         for name, tensor in self._model.state_dict(keep_vars=True).items():
@@ -170,10 +260,27 @@ class DiLoCo:
             mean[name] = made[id(tensor)]
         return mean
 
+    def _last_average(self) -> dict[str, torch.Tensor]:
+        averages = {
+            id(tensor): average
+            for fragment in self._fragments
+            for tensor, average in zip(fragment.parameters, fragment.averages, strict=True)
+        }
+        states = self._model.state_dict(keep_vars=True)
+        return {
+            name: averages.get(id(tensor), tensor).detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in states.items()
+        }
+
     def _count(self, *_: object) -> None:
         """Collective. After a step of the inner optimizer: send or apply what is due."""
         self._check_optimizers()
         self.steps += 1
+        if self._workers is not None:
+            if self.steps % self._distance == 0:
+                self._held.check()
+            self._workers.count(self.steps)
+            return
         for fragment in self._fragments:
             fragment.send_again()
         if self.steps % self._distance == 0:
@@ -197,13 +304,14 @@ class DiLoCo:
                 )
             param.check_unconverted()
 
-    def _fragment_of(self, step: int) -> _Fragment:
+    def _fragment_of(self, step: int) -> Fragment:
         return self._fragments[(step // self._distance - 1) % len(self._fragments)]
 
     def state_dict(self) -> dict[str, Any]:
         """Local. All that a later run needs, besides the model of this rank and the inner optimizer."""
         fragments = [fragment.state_dict() for fragment in self._fragments]
-        return {"steps": self.steps, "outer": self._outer.state_dict(), "fragments": fragments}
+        states = {"steps": self.steps, "outer": self._outer.state_dict(), "fragments": fragments}
+        return states if self._workers is None else {**states, "average": self._workers.average}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
@@ -221,97 +329,5 @@ class DiLoCo:
             fragment.load_state_dict(states)
         self._outer.load_state_dict(state_dict["outer"])
         self.steps = int(state_dict["steps"])
-
-
-class _Fragment(Averaging):
-    """Some parameters of the model. The engine compares their last averages, which are equal on all ranks."""
-
-    def __init__(
-        self, params: list[TrainedParameter], outer: torch.optim.Optimizer, engine: Engine, sent_by: tuple[Codec, int]
-    ) -> None:
-        """Local. `sent_by`: a codec, and the elements of a bucket."""
-        # Each parameter with its last average.
-        self._pairs = [
-            (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
-            for param in params
-        ]
-        super().__init__([average for _, average in self._pairs], engine, *sent_by, optimizer=outer)
-        self._outer = outer
-        self._sent: list[torch.Tensor] = []  # the changes under way, and the states before they were sent
-        self._before: dict[str, Any] = {}
-
-    def _order(self) -> list[TrainedParameter]:
-        return self._params
-
-    @on_current_stream
-    def send(self) -> None:
-        """Collective. Encode the changes since the last average, and start to send them."""
-        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
-        self._before = super().state_dict()
-        self.send_again()
-
-    @on_current_stream
-    def send_again(self) -> None:
-        """Collective. Send the changes that were under way when the states were saved."""
-        if not self._sent or self._step is not None:
-            return
-        step = self._step = self._begun()
-        views = views_of(step.layout)
-        with step:
-            for average, change in zip(self._params, self._sent, strict=True):
-                views[id(average)].copy_(change)
-                step.final(average)
-
-    @on_current_stream
-    def apply(self) -> None:
-        """Collective. Wait for the mean of the changes, and take an outer step from the last average."""
-        step, self._step, self._sent, self._before = self._step, None, [], {}
-        assert step is not None
-        with step:
-            verdict = self._verdict(step)
-        if verdict is not None:
-            self._engine.refuse(verdict)
-        with torch.no_grad():
-            for tensor, average in self._pairs:
-                tensor.copy_(average.tensor)
-            if verdict is not None:
-                return
-            tensors = [tensor for group in self._outer.param_groups for tensor in group["params"]]
-            views, grads = views_of(step.layout), [tensor.grad for tensor in tensors]
-            for tensor in tensors:  # the step changes only those with a gradient
-                tensor.grad = None
-            for tensor, average in self._pairs:
-                tensor.grad = views[id(average)]
-            self._outer.step()
-            for tensor, grad in zip(tensors, grads, strict=True):
-                tensor.grad = grad
-            for tensor, average in self._pairs:
-                average.tensor.copy_(tensor)
-
-    @on_current_stream
-    def state_dict(self) -> dict[str, Any]:
-        """Local. See `DiLoCo.state_dict`; while an average is under way, the changes that were sent, too."""
-        engine = self._before if self._sent else super().state_dict()
-        averages = {average.name: average.tensor.detach().clone() for average in self._params}
-        return {**engine, "averages": averages, "sent": list(self._sent)}
-
-    @on_current_stream
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Local. See `DiLoCo.load_state_dict`; the next step sends changes that were under way again."""
-        averages = state_dict.get("averages", {})
-        if averages.keys() != {average.name for average in self._params}:
-            raise StateError("the states are of other parameters; resume with the same model and fragments")
-        super().load_state_dict(state_dict)
-        for average in self._params:
-            average.tensor.detach().copy_(averages[average.name])
-        self._sent, self._before = [change.clone() for change in state_dict["sent"]], super().state_dict()
-
-
-def _parts_of(params: list[TrainedParameter], count: int) -> list[list[TrainedParameter]]:
-    """`params` cut into `count` runs of about as many elements, none of them empty."""
-    ends = np.cumsum([param.tensor.numel() for param in params])
-    cuts = [0]
-    for k in range(1, count):
-        nearest = int(np.argmin(abs(ends - ends[-1] * k / count))) + 1
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(params) - count + k))
-    return [params[start:end] for start, end in zip(cuts, [*cuts[1:], len(params)], strict=True)]
+        if self._workers is not None:
+            self._workers.resume(int(state_dict["average"]))

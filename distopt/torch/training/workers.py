@@ -1,0 +1,171 @@
+"""A worker of a DiLoCo whose members change: its ranks train as one, and the first of them talks to other workers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...comm import Communicator
+from ...errors import DistoptError, UsageError
+from ...launch.workers.variables import Place, place_in
+from .fragment import Fragment
+from .members import Members
+from .parameters import TrainedParameter, send_first
+
+
+class Workers:
+    """This worker among the others.
+
+    Args:
+        fragments: of the model.
+        outer: the optimizer of all of them.
+        others: tensors of the model that are not averaged, by name.
+        facts: see `Members`.
+        communicator: of the ranks of this worker.
+        place: where the service is.
+        distance: steps from one average to the next.
+        delay: steps from sending to applying.
+        least: see `Members`.
+        goal: the last average of the training, if it is known.
+
+    Attributes:
+        number: of this worker among those that ever joined.
+        average: the number of the last average that this worker holds.
+        waited_seconds: for others, since it joined, outside of averages that counted.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        outer: torch.optim.Optimizer,
+        others: Sequence[tuple[str, torch.Tensor]],
+        facts: Mapping[str, Any],
+        communicator: Communicator,
+        place: Place,
+        *,
+        distance: int,
+        delay: int,
+        least: int,
+        goal: int | None,
+    ) -> None:
+        """Collective among the ranks of this worker."""
+        self._fragments, self._communicator, self._goal = fragments, communicator, goal
+        self._others, self._distance, self._delay = others, distance, delay
+        self._members: Members | None = None
+        self._has_joined = self._has_left = False
+        self._since = 0  # steps since the last average
+        self.average, self.waited_seconds = 0, 0.0
+        if communicator.topology.rank == 0:
+            tensors = [tensor for _, tensor in others]
+            self._members = Members(place, facts, fragments, outer, tensors, least=least, goal=goal)
+            atexit.register(self.close)
+        (self.number,) = self._numbers(self._members.number if self._members is not None else 0)
+
+    def join(self, steps: int) -> int:
+        """Collective in this worker, at its first call. Hold what the members hold; the step to go on from."""
+        if self._has_joined:
+            return steps
+        if self._members is not None:
+            self._members.join(steps, self.average)
+            steps = self._members.steps
+        self._has_joined, self._since = True, self._delay if self._receive() else 0
+        (steps,) = self._numbers(steps + self._since)
+        return steps
+
+    def count(self, steps: int) -> bool:
+        """Collective in this worker, after a step. Send or apply what is due; whether something was applied."""
+        self._since += 1
+        if self._members is not None:
+            if self._since == self._distance:
+                self._members.send(steps)
+            self._members.poll()
+        if self._since < self._distance + self._delay:
+            return False
+        if self._members is not None:
+            begin, before = time.monotonic(), self._members.averaging_seconds
+            self._members.wait()
+            averaging = self._members.averaging_seconds - before
+            self.waited_seconds += max(0.0, time.monotonic() - begin - averaging)
+        self._receive()
+        self._since = self._delay
+        return True
+
+    @property
+    def finished(self) -> bool:
+        """Collective in this worker. Whether it holds the last average; it then leaves, when all others hold it."""
+        if self._goal is None or self.average < self._goal:
+            return False
+        if self._members is not None and not self._has_left:
+            self._members.leave()
+        self._has_left = True
+        return True
+
+    @property
+    def counting(self) -> list[int]:
+        """Local. The numbers of the workers whose changes the last average is made of; empty but on the first rank."""
+        return [] if self._members is None else self._members.counting
+
+    def resume(self, average: int) -> None:
+        """Local. The states of the fragments, which were loaded, are of this average."""
+        if self._has_joined:
+            raise UsageError("this worker has joined the others already; resume before the first step")
+        self.average = average
+
+    def close(self) -> None:
+        """Local. Leave; idempotent."""
+        if self._members is not None:
+            with contextlib.suppress(DistoptError):
+                self._members.close()
+
+    def _receive(self) -> int:
+        """Collective in this worker. Give all of its ranks what the first one holds; the number of the average."""
+        if self._members is not None:
+            self.average = self._members.average
+        if self._communicator.topology.world_size > 1:
+            (self.average,) = self._numbers(self.average)
+            averages = [(f"average {i}", each) for f in self._fragments for i, each in enumerate(f.averages)]
+            tensors = [(f"parameter {i}", each) for f in self._fragments for i, each in enumerate(f.tensors)]
+            send_first(self._communicator, [*averages, *tensors, *self._others])
+        return self.average
+
+    def _numbers(self, *numbers: int) -> list[int]:
+        """Collective in this worker. Numbers of its first rank."""
+        row = np.array(numbers, np.int64)
+        self._communicator.broadcast(row, label="numbers of a worker").wait()
+        return [int(number) for number in row]
+
+
+def place_of_workers(min_workers: int | None) -> Place | None:
+    """Local. Where the service is; None if the members do not change.
+
+    Raises:
+        UsageError: `min_workers` is given without `distopt run --workers`, or is missing with it.
+    """
+    place = place_in(os.environ)
+    if min_workers is not None and place is None:
+        raise UsageError(
+            f"min_workers={min_workers}: members can change only where each worker has a world of its own; start the "
+            "script by distopt run --heal --workers node (or rank), or leave min_workers out"
+        )
+    if min_workers is None and place is not None:
+        raise UsageError(
+            "distopt run --workers starts workers that know of each other by DiLoCo(min_workers=) alone; give it, or "
+            "leave --workers out"
+        )
+    return place
+
+
+def summary_of(params: Sequence[TrainedParameter]) -> str:
+    """Local. Names, shapes and types of parameters, in short: equal for equal models."""
+    text = "; ".join(f"{param.name} {list(param.tensor.shape)} {param.tensor.dtype}" for param in params)
+    elements = sum(param.tensor.numel() for param in params)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{len(params)} parameters from {text.partition(';')[0]}, {elements:,} elements, digest {digest}"
