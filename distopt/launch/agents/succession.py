@@ -159,8 +159,9 @@ class Succession:
         self._ask_at = float("-inf")
         self._round, self._is_pre, self._asked_at = 0, True, 0.0
         self._grants: set[str] = set()
-        self._answered: set[str] = set()  # in the rounds since the last but one
-        self._answered_before: set[str] = set()
+        self._answered: set[str] = set()  # by whom, in this round
+        self._before: set[str] = set()  # in the last one
+        self._ended: set[str] = set()  # whose process has ended for certain
         self._blocked_until = float("-inf")
         self._looked = float("inf")
         # Of an owner:
@@ -168,6 +169,7 @@ class Succession:
         self._beats: dict[int, float] = {}  # when each was sent
         self._n_beats = 0
         self._echoed: dict[str, float] = {}  # when that was sent whose echo came last
+        self._excused: dict[str, float] = {}  # when they came, or this process went on after a suspension
         self._accepted: dict[str, Version] = {}
         self._connected: dict[str, float] = {}  # agents that report to this owner, and since when
         self._lost: set[str] = set()  # members of former lists
@@ -186,7 +188,7 @@ class Succession:
         """Act on the time; call this every tenth of a second or so."""
         if now > self._looked + _SUSPENDED_SECONDS:  # perhaps with all others: they resume within a second
             self._heard = max(self._heard, now + 1.0 if self._owner else self._heard)
-            self._echoed |= dict.fromkeys(self._present(self._looked) - {self.me}, now + 1.0)
+            self._excused |= dict.fromkeys(self._present(self._looked) - {self.me}, now + 1.0)
         self._looked = now
         if self.is_owner:
             if not self.members.is_fresh and not self.members.have_quorum(self._present(now)):
@@ -199,7 +201,7 @@ class Succession:
             if now >= self._probe_at:
                 self._probe_at = now + _PROBE_SECONDS
                 known = {*self.members.info, *self._connected}
-                for target in (*self._hosts, *(self._lost - known)):
+                for target in (*self._hosts, *sorted(self._lost - known)):
                     self._send(target, self._signed("probe", lead=self._hint(now)))
         elif self.is_led(now):
             self._seeks_since = float("inf")
@@ -228,17 +230,18 @@ class Succession:
     def connected(self, agent: str, now: float) -> None:
         """An agent reports to this owner."""
         self._connected[agent] = now
-        self._echoed[agent] = max(self._echoed.get(agent, 0.0), now)
+        self._excused[agent] = now
         self._beat_at = float("-inf")
 
     def disconnected(self, agent: str) -> None:
         """It does so no longer."""
         self._connected.pop(agent, None)
         self._echoed.pop(agent, None)
+        self._excused.pop(agent, None)
 
     def is_silent(self, agent: str, now: float) -> bool:
         """Whether an agent that reports to this owner gives no sign of life."""
-        return now > max(self._echoed.get(agent, 0.0), self._connected.get(agent, now)) + SILENT_SECONDS
+        return agent in self._connected and agent not in self._present(now)
 
     def propose(self, info: dict[str, Message], job: Message, then: Callable[[], None], now: float) -> None:
         """Make a list of members, and call `then` once a quorum of all lists that may count has accepted it."""
@@ -272,7 +275,7 @@ class Succession:
         """An agent cannot be called; `is_refused`: its host is there, and says that no process listens."""
         if not is_refused or self.is_owner:
             return
-        self._answered.add(target)
+        self._ended.add(target)
         if target == self._owner:
             self._forget_owner()
             self._ask_at = now + self._turn() * _TURN_SECONDS
@@ -282,7 +285,7 @@ class Succession:
 
     def reached(self) -> list[str]:
         """The members of the last list that have answered lately, this one included."""
-        answered = {self.me, *self._answered, *self._answered_before}
+        answered = {self.me, *self._answered, *self._before}
         return [member for member in self.members.groups[-1].ids if member in answered]
 
     # -- of a member -----------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class Succession:
         self._grants = {self.me, f"@{self._host}"}
         self._ask_at = now + self._numbers.uniform(*(_DOUBT_SECONDS if self._is_in_doubt else _ASK_SECONDS))
         if is_pre:
-            self._answered_before, self._answered = self._answered, set()
+            self._before, self._answered = self._answered, set()
         term = self.term + 1 if is_pre else self.term
         version = self.members.version
         targets = {**self.members.info, **(self._remembered.info if self._remembered else {})}
@@ -322,7 +325,7 @@ class Succession:
         if self.members.is_fresh:
             remembered = set(self._remembered.info) - {self.me} if self._remembered else set()
             # A job that this host was part of may run where it cannot be seen.
-            if now < self._blocked_until or remembered - self._answered - self._answered_before:
+            if now < self._blocked_until or remembered - self._answered - self._before - self._ended:
                 return
         if not self.members.have_quorum(self._grants):
             return
@@ -348,6 +351,7 @@ class Succession:
             if self.is_owner:
                 self._step_down(now)
             self.term, self._voted = term, sender
+            self._end_round()
             self._forget_owner()
             self._remember()
             self._ask_at = now + self._numbers.uniform(*_ASK_SECONDS)
@@ -366,6 +370,7 @@ class Succession:
         if self.is_owner:
             return
         self._answered |= {message["from"], f"@{message['host']}"}
+        self._ended.discard(message["from"])
         self._take_term(message["term"])
         if message["lead"] is not None:
             self._found(message["lead"], now)
@@ -427,7 +432,12 @@ class Succession:
     def _take_term(self, term: int) -> None:
         if term > self.term:
             self.term, self._voted = term, ""
+            self._end_round()
             self._remember()
+
+    def _end_round(self) -> None:
+        """The grants of this one are of an older term."""
+        self._round, self._grants = self._round + 1, set()
 
     def _remember(self) -> None:
         members = self._remembered or self.members
@@ -455,7 +465,7 @@ class Succession:
         self._forget_owner()
         self.is_owner, self.is_solo, self._seeks_since = True, is_solo, float("inf")
         self._echoed = dict.fromkeys(self._grants, self._asked_at)
-        self._accepted, self._connected = {}, {}
+        self._accepted, self._connected, self._excused = {}, {}, {}
         self._beat(now)
 
     def _step_down(self, now: float) -> None:
@@ -470,10 +480,13 @@ class Succession:
             self.me = f"{self._numbers.getrandbits(48):012x}"
             self.term, self._voted, self.members, self._remembered = 0, "", self._first, None
             self._remember()
+        self._blocked_until = now + _BLOCKED_SECONDS
         self._step_down(now)
 
     def _present(self, now: float) -> set[str]:
-        return {self.me, *(each for each, at in self._echoed.items() if now <= at + SILENT_SECONDS)}
+        """Who counts as present. Only an echo is a proof of it: see `_commit_if_accepted`."""
+        times = (*self._echoed.items(), *self._excused.items())
+        return {self.me, *(each for each, at in times if now <= at + SILENT_SECONDS)}
 
     def _beat(self, now: float) -> None:
         self._beat_at = now + BEAT_SECONDS
@@ -481,7 +494,9 @@ class Succession:
         self._beats[self._n_beats] = now
         self._beats.pop(self._n_beats - _KEPT_BEATS, None)
         beat = self._signed("beat", term=self.term, n=self._n_beats, lead=self._hint(now))
-        for agent in {*self.members.info, *self._connected} - {self.me}:
+        for agent in {**self.members.info, **self._connected}:
+            if agent == self.me:
+                continue
             lacks = agent in self.members.info and self._accepted.get(agent) != self.members.version
             self._send(agent, {**beat, "members": self.members.to_json()} if lacks else beat)
 
@@ -499,7 +514,9 @@ class Succession:
 
     def _commit_if_accepted(self, now: float) -> None:
         version = self.members.version
-        accepted = {self.me, *(each for each, other in self._accepted.items() if other == version)}
+        # Not what has come in while this process was suspended, and others may have elected another.
+        recent = {each for each, at in self._echoed.items() if now <= at + SILENT_SECONDS}
+        accepted = {self.me, *(each for each in recent if self._accepted.get(each) == version)}
         if self._then is not None and self.members.have_quorum(accepted):
             then, self._then = self._then, None
             last = self.members.groups[-1]
