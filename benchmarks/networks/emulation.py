@@ -59,6 +59,11 @@ class Host:
         else:
             _ip("-n", self.namespace, "link", "set", LINK, "down")
 
+    def mend(self) -> None:
+        """Undo `cut` at this host."""
+        _ip("-n", self.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
+        _ip("-n", self.namespace, "link", "set", LINK, "up")
+
     def shape(self, rate: str) -> None:
         """Limit what the host sends, by a token bucket, to one of `RATES`."""
         tbf = ["root", "tbf", "rate", rate, "burst", RATES[rate], "latency", "100ms"]
@@ -82,8 +87,7 @@ class TwoHosts:
     def mend(self) -> None:
         """Undo `cut`."""
         for host in self.hosts:
-            _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
-            _ip("-n", host.namespace, "link", "set", LINK, "up")
+            host.mend()
         wait_for_link(self.hosts)
 
     def mpiexec(

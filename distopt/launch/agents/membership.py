@@ -149,17 +149,25 @@ class Membership:
 
     # -- messages --------------------------------------------------------------------------------------------------
     def _send(self, target: str, message: Message) -> None:
-        if (info := self.state.members.info.get(target)) is not None:
+        if target not in self._places and (info := self.state.members.info.get(target)) is not None:
             self._places[target] = info["address"], info["peer"]
         if (place := self._places.get(target)) is not None:
-            self._peers.send(place, _as_seen_elsewhere(message))
+            self._peers.send(place, self._signed(message))
 
     def _receive(self, message: Message, address: str) -> Message | None:
         self._complaints.clear()
+        self._places[message["from"]] = address, message["peer"]  # another process in its place has another port
         if (lead := message.get("lead")) and not lead["address"]:
             lead["address"] = address
         answer = self.state.receive(message, time.monotonic())
-        return None if answer is None else _as_seen_elsewhere(answer)
+        return None if answer is None else self._signed(answer)
+
+    def _signed(self, message: Message) -> Message:
+        """With the port of this agent; an owner of this host is where this agent is, as others see it."""
+        lead = message.get("lead")
+        if lead and lead["address"] and is_own(lead["address"]):
+            lead = {**lead, "address": ""}
+        return {**message, "peer": self._port, **({"lead": lead} if "lead" in message else {})}
 
     def _failed(self, place: Address, error: Exception) -> None:
         is_refused = isinstance(error, ConnectionRefusedError)
@@ -213,10 +221,3 @@ def listen_somewhere() -> Any:
         raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
     return listener
 
-
-def _as_seen_elsewhere(message: Message) -> Message:
-    """An owner of this host is where this agent is, as others see it."""
-    lead = message.get("lead")
-    if lead and lead["address"] and is_own(lead["address"]):
-        return {**message, "lead": {**lead, "address": ""}}
-    return message
