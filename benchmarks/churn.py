@@ -245,7 +245,7 @@ def disturb(job: Job, args: argparse.Namespace) -> Iterator[Fault]:
         time.sleep(args.away)
         if kind == "cut":
             for other in job.hosts:
-                other.reconnect()
+                other.mend()
         elif kind == "kill":
             job.start(host)
         else:

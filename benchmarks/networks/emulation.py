@@ -59,8 +59,8 @@ class Host:
         else:
             _ip("-n", self.namespace, "link", "set", LINK, "down")
 
-    def reconnect(self) -> None:
-        """Undo `cut`."""
+    def mend(self) -> None:
+        """Undo `cut` at this host."""
         _ip("-n", self.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
         _ip("-n", self.namespace, "link", "set", LINK, "up")
 
@@ -87,7 +87,7 @@ class TwoHosts:
     def mend(self) -> None:
         """Undo `cut`."""
         for host in self.hosts:
-            host.reconnect()
+            host.mend()
         wait_for_link(self.hosts)
 
     def mpiexec(

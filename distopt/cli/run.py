@@ -53,7 +53,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="ranks on this node, or cpu for one per core; with --heal, both may be a range, as 1:4",
     )
     add("node-rank", type=at_least(0), metavar="N", help="number of this node (default: from the endpoint's owner)")
-    add("rdzv-endpoint", metavar="HOST[:PORT]", help="where the nodes meet; the node that has this address is node 0")
+    add(
+        "rdzv-endpoint",
+        metavar="HOST[:PORT],...",
+        help="where the nodes meet; the node that has this address is node 0; with --heal several, as h0,h1,h2:29400",
+    )
     add("rdzv-id", default="none", metavar="NAME", help="name of the job, equal on all nodes")
     add("rdzv-backend", choices=["c10d", "static"], help="static: node 0 owns the endpoint (default: c10d)")
     add("rdzv-timeout", type=positive, default=300.0, metavar="SECONDS", help="for the nodes to come (default: 300)")
@@ -71,6 +75,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         choices=["node", "rank"],
         default="",
         help="with --heal: each node, or each rank, is a worker with a world of its own; see DiLoCo(min_workers=)",
+    )
+    add(
+        "alone",
+        action="store_true",
+        help="with --heal: go on even where no more than half of the last nodes can be reached; the others may, too",
     )
     add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
@@ -136,7 +145,10 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
     if args.standalone and nodes > 1:
         raise UsageError(f"--standalone is for one node, --nnodes is {nodes}; leave one of them out")
+    if args.alone and not args.heal:
+        raise UsageError("--alone is for jobs that heal; add --heal, or leave it out")
     host, port, static = "127.0.0.1", args.master_port or 0, False
+    more: list[tuple[str, int]] = []
     if nodes > 1:
         if args.rdzv_endpoint and args.master_addr:
             raise UsageError("--rdzv-endpoint and --master-addr both say where the nodes meet; give one of them")
@@ -144,7 +156,9 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         if static and args.node_rank is None:
             raise UsageError("a static rendezvous needs --node-rank on every node; or give --rdzv-endpoint alone")
         if args.rdzv_endpoint:
-            host, port = _endpoint(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
+            (host, port), *more = _endpoints(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
+            if more and (static or not args.heal):
+                raise UsageError("several hosts in --rdzv-endpoint need --heal, and no static rendezvous; give one")
         elif args.master_addr:
             _check_host(f"--master-addr {args.master_addr}", args.master_addr, "give a host, its port by --master-port")
             host, port = args.master_addr, args.master_port or _MASTER_PORT
@@ -162,16 +176,29 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         node_rank=args.node_rank,
         host=host,
         port=port,
+        more_places=tuple(more),
         static=static,
         run_id=args.rdzv_id,
         restarts=args.max_restarts,
         heal=args.heal,
         log_dir=args.log_dir,
         timeout=args.rdzv_timeout,
+        alone=args.alone,
         watch=args.watch,
         workers=args.workers,
         script=(*(["-m"] if args.module else []), args.script, *args.arguments),
     )
+
+
+def _endpoints(text: str, default: int) -> list[tuple[str, int]]:
+    """Each host and port; a host without a port has that of the next one that has one."""
+    found: list[tuple[str, int]] = []
+    for one in reversed(text.split(",")):
+        found.insert(0, _endpoint(one, default))
+        default = found[0][1]
+    if len(set(found)) < len(found):
+        raise UsageError(f"--rdzv-endpoint {text} names a host twice")
+    return found
 
 
 def _endpoint(text: str, default: int) -> tuple[str, int]:

@@ -9,12 +9,15 @@ This module needs little of the standard library, so that a server can start at 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
 import selectors
 import socket
 import struct
+import time
+from collections.abc import Callable, Generator
 from functools import partial
 
 from .sockets import keep_alive, peer_of, receive_exactly
@@ -26,8 +29,9 @@ _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 # The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
-# exchange values, to end together with other ranks, to take part in averages, and to copy states of a member.
-FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE = b"a", b"h", b"k", b"w"
+# exchange values, to find or elect an owner, to end together with other ranks, to take part in averages, and to copy
+# states.
+FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_PEER, FOR_LIFELINE = b"a", b"h", b"k", b"p", b"w"
 FOR_MEMBERS, FOR_STATES = b"m", b"s"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -102,17 +106,132 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
         StrangerError: the other end does not know the key.
         OSError: it hung up, as it does if it does not believe this process, or did not answer in time.
     """
-    theirs = receive_exactly(link, _NONCE_BYTES, deadline)
+    talk = _talk(key, purpose, rank, size)
+    with contextlib.suppress(StopIteration):
+        said, count = next(talk)
+        while True:
+            link.sendall(said)
+            said, count = talk.send(receive_exactly(link, count, deadline))
+
+
+def _talk(key: bytes, purpose: bytes, rank: int, size: int) -> Generator[tuple[bytes, int], bytes, None]:
+    """What `introduce` says: yields what to send, and how many bytes to receive then."""
+    theirs = yield b"", _NONCE_BYTES
     own = os.urandom(_NONCE_BYTES)
     host = socket.gethostname().encode()[:64]
     said = _HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-_PROOF_BYTES]
-    link.sendall(said + proof(key, b"join", theirs, said))
-    answer = receive_exactly(link, _PROOF_BYTES, deadline)
+    answer = yield said + proof(key, b"join", theirs, said), _PROOF_BYTES
     if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
         raise StrangerError("not of this job")
-    (length,) = _REASON.unpack(receive_exactly(link, _REASON.size, deadline))
+    (length,) = _REASON.unpack((yield b"", _REASON.size))
     if length:
-        raise RefusedError(receive_exactly(link, length, deadline).decode(errors="replace"))
+        raise RefusedError((yield b"", length).decode(errors="replace"))
+
+
+class Calling:
+    """As `call`, without waiting: handlers of the selector do it, and `done` gets the connection or the reason.
+
+    Args:
+        address: host and port.
+        key: of the job's processes.
+        purpose: of the connection.
+        rank: number of this process.
+        size: how many it expects.
+        selector: waits for the other end.
+        done: called once, not before this returns: with the connection, or with what `call` would raise.
+        seconds: for all of it.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        purpose: bytes,
+        rank: int,
+        size: int,
+        selector: selectors.BaseSelector,
+        done: Callable[[socket.socket | Exception], None],
+        seconds: float = LONGEST_CALL_SECONDS,
+    ) -> None:
+        self._talk = _talk(key, purpose, rank, size)
+        self._selector, self._done = selector, done
+        self._link: socket.socket | None = None
+        self._received = bytearray()
+        self._count = 0  # bytes wanted; 0 until it is connected
+        self._end = time.monotonic() + seconds
+        self._fact: Exception = SilentError("no answer")
+        try:
+            self._places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        except OSError as error:
+            self._places, self._fact = [], error
+        self._next_place()
+
+    def check_time(self) -> None:
+        """Give up if it has taken too long. Also reports what has failed at once."""
+        if self._link is None:
+            self._finish(self._fact)
+        elif time.monotonic() > self._end:
+            self._finish(SilentError("no answer") if self._count else TimeoutError(errno.ETIMEDOUT, "no answer"))
+
+    def close(self) -> None:
+        """Give up without a word; idempotent."""
+        if self._link is not None:
+            self._selector.unregister(self._link)
+            self._link.close()
+            self._link = None
+
+    def _next_place(self) -> None:
+        self.close()
+        while self._places and self._link is None:
+            family, kind, protocol, _, place = self._places.pop(0)
+            link = socket.socket(family, kind, protocol)
+            link.setblocking(False)
+            code = link.connect_ex(place)
+            if code in (0, errno.EINPROGRESS):
+                self._link = link
+                self._selector.register(link, selectors.EVENT_WRITE, self._connected)
+            else:
+                self._fact = OSError(code, os.strerror(code))
+                link.close()
+
+    def _connected(self) -> None:
+        link = self._link
+        assert link is not None
+        if code := link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._fact = OSError(code, os.strerror(code))
+            self._next_place()
+            if self._link is None:
+                self._finish(self._fact)
+            return
+        keep_alive(link)
+        _, self._count = next(self._talk)
+        self._selector.modify(link, selectors.EVENT_READ, self._read)
+
+    def _read(self) -> None:
+        link = self._link
+        assert link is not None
+        try:
+            part = link.recv(self._count - len(self._received))
+            if not part:
+                raise StrangerError("it hung up")
+            self._received += part
+            if len(self._received) == self._count:
+                said, self._count = self._talk.send(bytes(self._received))
+                self._received.clear()
+                link.sendall(said)
+        except BlockingIOError:
+            pass
+        except StopIteration:
+            self._selector.unregister(link)
+            self._link = None
+            link.settimeout(CONNECT_SECONDS)
+            self._finish(link)
+        except (RefusedError, OSError) as error:
+            self._finish(error)
+
+    def _finish(self, result: socket.socket | Exception) -> None:
+        self.close()
+        self._done(result)
 
 
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -150,18 +269,18 @@ class Gate:
     def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
         self._key = key
         self._selector = selector
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._links: dict[Link, None] = {}
         self._strangers: dict[Link, None] = {}  # those of them that have not been admitted
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections from this listening socket, and own it."""
+        """Accept connections from this listening socket, too, and own it."""
         listener.setblocking(False)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
 
     def close(self) -> None:
-        """Close the listener and all connections; idempotent."""
+        """Close all listeners and connections; idempotent."""
         for link in list(self._links):
             self._drop(link)
         self.stop_listening()
@@ -170,10 +289,9 @@ class Gate:
         """Accept no more connections, and close those that have proved nothing; idempotent."""
         for link in list(self._strangers):
             self._drop(link)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+        while self._listeners:
+            self._selector.unregister(self._listeners[-1])
+            self._listeners.pop().close()
 
     # For subclasses.
     def _key_of(self, purpose: bytes) -> bytes:
@@ -207,11 +325,11 @@ class Gate:
             if link.handshake.over:
                 self._drop(link)
 
-    def _accept(self) -> None:
-        if self._listener is None:
+    def _accept(self, listener: socket.socket) -> None:
+        if listener.fileno() < 0:
             return
         try:
-            connection, address = self._listener.accept()
+            connection, address = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._out_of_files()

@@ -27,10 +27,12 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +52,7 @@ class Job:
     def __init__(self, *commands: list[str], after: Callable[[], bool] = lambda: True) -> None:
         self.commands = commands
         self.lines: list[str] = []
+        self._folder = tempfile.mkdtemp(prefix="distopt-job-")  # no agent finds what one of another job has remembered
         self._begun = 0.0
         self._readers: list[threading.Thread] = []
         self.agents = [self._start(commands[0])]
@@ -59,6 +62,7 @@ class Job:
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env["TMPDIR"] = self._folder
         env |= {"GLOO_SOCKET_IFNAME": LINK} if "netns" in command else {}
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._readers.append(threading.Thread(target=self._read, args=(agent,), daemon=True))
@@ -135,12 +139,14 @@ class Job:
             self.kill_agent(number)
         for reader in self._readers:
             reader.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def end(self) -> list[str]:
         """The ranks' final digests."""
         codes = [agent.wait(LIMIT_SECONDS) for agent in self.agents]
         for reader in self._readers:
             reader.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
         assert not any(codes), self.lines
         return sorted(line.partition("ends with")[2] for line in self.lines if "ends with" in line)
 

@@ -121,6 +121,6 @@ def test_a_host_is_lost_and_comes_back(start, net, tmp_path, script, folder):
     job.kill_agent(0)  # the owner of the endpoint
     job.wait_for("the node that owns .* cannot be reached; waiting for it")
     job.start_agent(0)
-    job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
+    job.wait_for("the node that owned the job, .*; healed: ")
     (tmp_path / "end").touch()
     assert set(job.end()) == want

@@ -152,7 +152,7 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_pa
     job.kill_agent(0)
     job.wait_for("the node that owns .* cannot be reached; waiting for it")
     job.start_agent(0)
-    job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
+    job.wait_for("the node that owned the job, .*; healed: ")
     (tmp_path / "end").touch()
     assert job.end() == want
 

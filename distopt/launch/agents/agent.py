@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import CONNECT_SECONDS
+from ..gate import FOR_AGENT, Calling, RefusedError
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
@@ -31,18 +31,19 @@ from ..supervise.program import Program
 from ..supervise.ranks import Failure, LocalRanks, starting
 from ..supervise.screen import Streams
 from .node import NO_RANK, Node
-from .owner import BEAT_SECONDS, SILENT_SECONDS, Owner
+from .owner import Owner
 from .remote import Caller, RemoteOwner
 from .variables import variables
 from .warm import WarmStart
 
 if TYPE_CHECKING:
+    from .membership import Membership
     from .monitor import Monitor
     from .options import RunOptions
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-_RECONNECT_SECONDS = 0.25  # then an attempt to reach a lost owner gives up
+_LOOK_SECONDS = 0.3  # between two looks at the ranks, if nothing happens
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
 
@@ -90,7 +91,15 @@ class _Agent:
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._warm = WarmStart(options, selector, self._print) if options.heal else None
-        self._beat_at = 0.0  # when to give the next sign of life, by `time.monotonic`: a Stopwatch would be late
+        self._membership: Membership | None = None
+        self._calling: Calling | None = None  # of an owner
+        self._term = -1  # in which this agent is the owner
+        if options.heal and options.nodes > 1:
+            from .membership import Membership
+
+            self._membership = Membership(options, self._key, selector, self._print)
+            if (host := self._membership.host) is not None:
+                self._me.address = options.places[host][0]
         self._ranks: LocalRanks | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
         self._pending: dict[str, Any] | None = None  # the order to start, while the process that forks ranks imports
@@ -103,9 +112,11 @@ class _Agent:
 
     def run(self) -> int:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
-        self._find_owner()
+        if self._membership is None:
+            self._find_owner()
         while self._code is None:
-            seconds = BEAT_SECONDS if self._warm is None else min(BEAT_SECONDS, self._warm.poll_seconds)
+            polled = (self._warm, self._membership)
+            seconds = min([_LOOK_SECONDS, *(part.poll_seconds for part in polled if part is not None)])
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
@@ -113,7 +124,7 @@ class _Agent:
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
             if self._code is None:
-                self._look_at_owner()
+                self._follow()
                 self._start_pending()
             self._look_at_ranks()
             self._show_ranks()
@@ -121,7 +132,7 @@ class _Agent:
 
     def close(self) -> None:
         """Kill ranks that still run, and write the output that waits for a reader."""
-        for part in (self._ranks, self._warm, self._owner):
+        for part in (self._ranks, self._warm, self._owner, self._calling, self._membership):
             if part is not None:
                 part.close()
         is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
@@ -136,53 +147,100 @@ class _Agent:
             with contextlib.suppress(OSError):  # another agent of this host owns it, or another program
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
-            self._owner.monitor = self._monitor
-            if listener is not None:
-                self._owner.listen(listener)
-            self._hello()
-        else:
-            self._come(f"the node that owns {options.endpoint}", CONNECT_SECONDS)
-
-    def _come(self, name: str, seconds: float) -> None:
-        """Connect to the owner, unless a signal comes first; `seconds` are for one attempt."""
-        caller = Caller(self._options, self._key, self._me.wanted, is_first=self._ranks is None)
+            self._own_job(listener)
+            return
+        caller = Caller(options, self._key, self._me.wanted)
         link: socket.socket | None = None
         while link is None and self._code is None:
-            if (link := caller.call_once(seconds)) is None:
+            if (link := caller.call_once()) is None:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
-            self._owner = RemoteOwner(link, name, self._selector, self._inbox)
-            self._hello()
+            self._report_to(link, f"the node that owns {options.endpoint}")
 
-    def _look_at_owner(self) -> None:
-        """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
-        owner, heals = self._owner, self._options.heal
-        if isinstance(owner, RemoteOwner) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
-            owner.close()
-            self._owner = None
-            lost = f"{owner.name} has ended or cannot be reached"
-            if self._ranks is None or not heals:
-                self._print(f"{lost}; see its output")
+    def _own_job(self, listener: socket.socket | None) -> None:
+        """Decide for all nodes from now on."""
+        self._owner = owner = Owner(self._me, self._options, self._key, self._selector, self._print)
+        owner.monitor, owner.membership = self._monitor, self._membership
+        if listener is not None:
+            owner.listen(listener)
+        self._me.number = -1
+        if self._membership is not None:
+            state = self._membership.state
+            self._term, self._me.id = state.term, state.me
+            if not state.members.is_fresh:
+                owner.take_over(state.members)
+        self._hello()
+
+    def _report_to(self, link: socket.socket, name: str, agent: str = "") -> None:
+        self._owner = RemoteOwner(link, name, agent, self._selector, self._inbox)
+        self._hello()
+
+    def _follow(self) -> None:
+        """Notice the loss of the owner. In a job that heals, find another, or become it."""
+        owner, membership = self._owner, self._membership
+        if membership is None:
+            if isinstance(owner, RemoteOwner) and owner.lost:
+                owner.close()
+                self._owner = None
+                self._print(f"{owner.name} has ended or cannot be reached; see its output")
                 self._code = 1
-            else:
-                self._print(f"{lost}; waiting for it, or for the same line typed at {self._options.endpoint}")
-                self._ranks.end(0.0)
-                self._ended, self._pending = True, None
-                try:
-                    self._come(owner.name, _RECONNECT_SECONDS)
-                except LaunchError as error:
-                    self._print(str(error))
-                    self._code = 1
-        elif heals and time.monotonic() > self._beat_at:
-            self._beat_at = time.monotonic() + BEAT_SECONDS
-            if owner is not None:
-                owner.say({"say": "beat"})
+            return
+        state = membership.state
+        try:
+            membership.tick()
+        except LaunchError as error:
+            if self._ranks is None:
+                raise
+            self._print(str(error))
+            self._code = 1
+        if isinstance(owner, Owner) and not (state.is_owner and state.term == self._term):
+            self._leave(owner, f"{self._me.name} decides no longer: it cannot reach enough of the other nodes, or another does")
+        elif isinstance(owner, RemoteOwner) and (owner.lost or membership.is_lost(owner.agent, owner.since)):
+            if owner.lost:
+                state.link_lost(time.monotonic())
+            self._leave(owner, f"{owner.name} has ended or cannot be reached; {membership.expects()}")
+        if self._owner is None and state.is_owner:
+            self._own_job(membership.listen())
+        elif self._owner is None and self._calling is not None:
+            self._calling.check_time()
+        elif self._owner is None and (lead := state.lead) is not None:
+            options, address = self._options, (lead["address"], lead["port"])
+            done = partial(self._called, lead["id"])
+            self._calling = Calling(
+                address, self._key, FOR_AGENT, self._me.wanted, options.nodes, self._selector, done
+            )
+
+    def _leave(self, owner: Owner | RemoteOwner, text: str) -> None:
+        """Obey this owner no longer, and end the ranks that it has started."""
+        owner.close()
+        self._owner = None
+        self._inbox.clear()
+        if self._ranks is not None:
+            self._print(text)
+            self._ranks.end(0.0)
+            self._ended, self._pending = True, None
+
+    def _called(self, agent: str, result: socket.socket | Exception) -> None:
+        """Report to the owner that has been called, unless it is another by now."""
+        self._calling = None
+        assert self._membership is not None
+        state = self._membership.state
+        if isinstance(result, RefusedError):
+            raise LaunchError(f"the node that owns the job refuses this one: {result}")
+        if isinstance(result, Exception):
+            state.lead = None
+        elif self._owner is not None or state.is_owner:
+            result.close()
+        else:
+            state.linked()
+            self._report_to(result, f"the node that owns {self._options.endpoint}", agent)
 
     # -- orders of the owner ---------------------------------------------------------------------------------------
     def _hello(self) -> None:
-        self._say("hello", ranks=self._options.ranks, spare=self._options.spare_ranks, attempt=self._attempt)
+        own = self._membership.hello() if self._membership is not None else {}
+        options = self._options
+        self._say("hello", ranks=options.ranks, spare=options.spare_ranks, attempt=self._attempt, **own)
 
     def _say(self, say: str, **content: Any) -> None:
         before, self._held = self._held, self._hold_port()  # every attempt gets another
@@ -247,7 +305,8 @@ class _Agent:
         ranks.failures.clear()
         _reap()
         if isinstance(self._owner, RemoteOwner):
-            self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
+            owned = "the job" if self._membership is not None else self._options.endpoint
+            self._owner.name = f"the node that owns {owned}, {order['owner']},"
         if self._monitor is not None:
             self._monitor.forget(order["size"])
         self._attempt, self._reported, self._ended, self._kill_at = order["attempt"], 0, False, float("inf")

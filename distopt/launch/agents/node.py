@@ -25,6 +25,8 @@ class Node:
         spare: how many of these the job can do without.
         attempt: the last one that it was part of; -1: none.
         port: a free TCP port of its host.
+        id: of its agent, in a job that heals on several nodes.
+        peer: the port at which its agent hears others, in such a job.
         send: sends it a message.
         address: how the other nodes reach it.
         number: its number among the nodes; -1: it takes part in the next attempt.
@@ -45,6 +47,8 @@ class Node:
     spare: int = 0
     attempt: int = -1
     port: int = 0
+    id: str = ""
+    peer: int = 0
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)
@@ -56,6 +60,17 @@ class Node:
     def name(self) -> str:
         """Its name in messages."""
         return f"{self.host} (pid {self.pid})"
+
+    def to_json(self) -> dict[str, Any]:
+        """What another owner needs to know of it, in its place."""
+        names = ("host", "pid", "wanted", "address", "ranks", "most", "spare", "peer", "number")
+        return {name: getattr(self, name) for name in names}
+
+    def become(self, said: dict[str, Any]) -> None:
+        """Take over what `to_json` of this node has said elsewhere; its ranks have ended."""
+        for name, value in said.items():
+            setattr(self, name, value)
+        self.ended = True
 
 
 class Nodes(list[Node]):

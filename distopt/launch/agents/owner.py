@@ -1,9 +1,10 @@
 """How the agents of several nodes act as one: they meet at an endpoint, and its owner decides for all.
 
-An agent (`distopt.launch.agents.agent`) runs on each node. The owner of the endpoint listens, numbers the nodes, orders
-all agents to start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of
-its ranks fails, and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.agents`
-describes their messages. Ranks may connect, too: the owner serves their values (`distopt.launch.keys`).
+An agent (`distopt.launch.agents.agent`) runs on each node. The owner listens, numbers the nodes, orders all agents to
+start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of its ranks fails,
+and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.agents` describes their messages.
+Ranks may connect, too: the owner serves their values (`distopt.launch.keys`). In a job that heals, the agents elect the
+owner, and another when it is lost (`distopt.launch.agents.succession`).
 
 A job goes through the phases of `Phase`. Where all nodes have reported the end of their ranks, `_decide` finishes the
 job or starts all ranks again.
@@ -17,6 +18,7 @@ import selectors
 import signal
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
@@ -32,13 +34,15 @@ from .node import NO_RANK, Node, Nodes
 from .variables import secret_of_ranks
 
 if TYPE_CHECKING:
+    from .membership import Membership
     from .monitor import Monitor
     from .options import RunOptions
+    from .succession import Members
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
-BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
-SILENT_SECONDS = 1.2  # then an agent without a sign of life counts as cut off
+_COMING_SECONDS = 1.0  # then another owner goes on without members that have not come
+_WAITING = "waiting for it, or for the same line typed on another in its place"
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 
 
@@ -63,9 +67,11 @@ class Owner(KeyGate):
 
     Attributes:
         monitor: shows the rows of other nodes, under --watch.
+        membership: of this agent, in a job that heals on several nodes.
     """
 
     monitor: Monitor | None = None
+    membership: Membership | None = None
 
     def __init__(
         self,
@@ -96,6 +102,8 @@ class Owner(KeyGate):
         self._newcomers = ""  # the nodes for which all ranks end and start again
         self._failed_at = 0.0  # when it began to end, on the clock
         self._end_by = float("inf")  # when nodes that have not reported the end of their ranks count as lost
+        self._former: Node | None = None  # the owner whose place this one has taken
+        self._coming_by = 0.0  # until when its members are expected, on the clock
         # Of healing:
         self._healing = Healing(self._nodes)
         self._cause = ""  # the last failure, until a step has been done after it
@@ -109,10 +117,7 @@ class Owner(KeyGate):
         """Act on a report of an agent."""
         say = message["say"]
         node.heard = Stopwatch()
-        if say == "beat":
-            if node is self._own:
-                self._beat()
-        elif say == "watch":
+        if say == "watch":
             if self.monitor is not None:
                 self.monitor.take(message["row"])
         elif say == "stepped":
@@ -139,6 +144,10 @@ class Owner(KeyGate):
             self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
             return
         self._came_at = self._clock.seconds()
+        if self.membership is not None:
+            node.id, node.peer = message["id"], message["peer"]
+            if node is not self._own:
+                self.membership.connected(node)
         if self._phase is Phase.GATHERING:
             self._begin(self._nodes.most)
         elif node.number < 0:
@@ -173,19 +182,49 @@ class Owner(KeyGate):
             self._newcomers = f"{', '.join(node.name for node in new)} has come"
             self._end()
 
-    def _beat(self) -> None:
-        """Give all other nodes a sign of life, and look for theirs."""
-        for link, node in list(self._by_link.items()):
-            node.send({"do": "beat"})
-            if self._phase is not Phase.GATHERING and node.heard.seconds() > SILENT_SECONDS:
-                self._end_link(link)
+    def take_over(self, members: Members) -> None:
+        """Go on with the job of a former owner; its members are about to come."""
+        last = members.groups[-1]
+        self._job, self._attempt = members.job["name"], members.job["attempt"]
+        for agent in last.ids:
+            node = self._own if agent == self._own.id else Node("", 0, NO_RANK, lambda _: None, "", id=agent, away=True)
+            node.become(members.info[agent])
+            if node is not self._own:
+                self._nodes.append(node)
+        self._nodes.sort(key=lambda node: node.number)
+        self._phase, self._failed_at = Phase.ENDING, self._clock.seconds()
+        self._coming_by = self._failed_at + _COMING_SECONDS
+        former = next(node for node in self._nodes if node.id == last.owner)
+        text = f"{former.name}, which decides, could not reach enough of the other nodes"
+        if former is not self._own:
+            self._former = former
+            text = f"the node that owned the job, {former.name}, has ended or cannot be reached; {self._own.name} has taken its place"
+        rank = self._nodes.first_rank(former)
+        self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
+
+    def _look_for_members(self) -> None:
+        """Go on without those that have not come."""
+        self._coming_by = 0.0
+        for node in self._nodes:
+            if node.away and node is not self._former:
+                failure = self._failure_of(node)
+                self._failures.setdefault(failure.rank, failure)
+        if self._nodes.n_present < self._nodes.least:
+            self._warn(f"{next(iter(self._failures.values())).text}; {_WAITING}")
+        self._decide()
 
     def check_times(self) -> None:
         """Act on timeouts."""
         self._drop_slow_strangers()
+        if self.membership is not None and self._phase is not Phase.GATHERING:
+            for link, node in list(self._by_link.items()):
+                if self.membership.is_silent(node):
+                    self._end_link(link)
         now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension
         if self._phase is Phase.GATHERING:
             self._look_for_nodes(now)
+        elif self._coming_by and now > self._coming_by:
+            self._look_for_members()
         elif self._phase is Phase.ENDING and now > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
@@ -277,6 +316,8 @@ class Owner(KeyGate):
             super()._lost(link)
             return
         node = self._by_link.pop(link)
+        if self.membership is not None:
+            self.membership.disconnected(node)
         if self._phase is Phase.GATHERING:  # it may come again
             self._nodes.remove(node)
         else:
@@ -292,7 +333,8 @@ class Owner(KeyGate):
 
     # -- decisions -------------------------------------------------------------------------------------------------
     def _start(self, text: str) -> None:
-        self._phase = Phase.RUNNING
+        """Start all ranks, once the members of a job that heals have accepted that."""
+        self._phase, self._coming_by = Phase.ENDING, 0.0
         # Kept states of a later attempt are newer, even if another owner has counted it.
         self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
@@ -302,6 +344,14 @@ class Owner(KeyGate):
         self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them
         if self._nodes.is_elastic:
             self._nodes.number()
+        if self.membership is None:
+            self._order(text)
+        else:
+            job = {"name": self._job, "attempt": self._attempt}
+            self.membership.propose(self._nodes, job, partial(self._order, text))
+
+    def _order(self, text: str) -> None:
+        self._phase = Phase.RUNNING
         common = {
             "do": "start",
             "text": text,
@@ -313,6 +363,7 @@ class Owner(KeyGate):
             "salt": self._salt,
             "address": self._nodes[0].address,
             "port": self._nodes[0].port,
+            **({"endpoint": f"{self._own.address}:{self.membership.state.port}"} if self.membership is not None else {}),
         }
         for node in self._nodes:
             node.ended = False
@@ -344,23 +395,29 @@ class Owner(KeyGate):
             self._nodes.remove(node)
             return
         node.ended = True
+        failure = self._failure_of(node)
+        self._failures[failure.rank] = failure
+        if self._options.heal:
+            node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
+            cure = _WAITING
+            if (left := self._nodes.n_present) >= self._nodes.least:
+                cure = f"continuing with {left} of {self._nodes.most} nodes"
+            self._warn(f"{failure.text}; {cure}")
+        self._end()
+        self._decide()
+
+    def _failure_of(self, node: Node) -> Failure:
         rank = self._nodes.first_rank(node)
         last = rank + node.ranks - 1
         ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
-        self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
-        if self._options.heal:
-            node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
-            cure = "waiting for it, or for the same line typed on another in its place"
-            if (left := self._nodes.n_present) >= self._nodes.least:
-                cure = f"continuing with {left} of {self._nodes.most} nodes"
-            self._warn(f"{text}; {cure}")
-        self._end()
-        self._decide()
+        return Failure(rank, 1, text, is_final=True, is_of_node=True)
 
     def _decide(self) -> None:
         """Finish the job or start it again, if all ranks have ended, and the nodes that it needs are not away."""
         if self._phase is Phase.FINISHED or not all(node.ended for node in self._nodes):
+            return
+        if self._coming_by and any(node.away and node is not self._former for node in self._nodes):
             return
         lacks = self._nodes.n_present < min(self._nodes.least, len(self._nodes))
         if lacks and not self._nodes.ending_signals:

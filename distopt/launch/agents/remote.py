@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -19,58 +20,84 @@ if TYPE_CHECKING:
 _FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
 
 
+class Complaint:
+    """Why no owner answers at an endpoint, and whether it is in vain to call again.
+
+    Args:
+        options: the command line.
+        place: host and port of the endpoint.
+
+    Attributes:
+        text: why it is in vain; empty as long as it is not.
+    """
+
+    def __init__(self, options: RunOptions, place: tuple[str, int]) -> None:
+        self._options, self._endpoint = options, f"{place[0]}:{place[1]}"
+        self._clock = Stopwatch(LONGEST_CALL_SECONDS)
+        self._foreign_since = float("inf")  # on that clock
+        self.text = ""
+
+    def take(self, error: Exception) -> None:
+        """Note the result of a call."""
+        self.text = self._judge(error)
+
+    def _judge(self, error: Exception) -> str:
+        timeout, now = self._options.timeout, self._clock.seconds()
+        if isinstance(error, RefusedError):
+            return f"{self._endpoint} refuses this node: {error}"
+        fact = getattr(error, "strerror", None) or "no answer"
+        if isinstance(error, socket.gaierror):
+            return (
+                f"the host of the endpoint {self._endpoint} cannot be found: {fact}; give a name or an address that all "
+                "nodes can reach"
+            )
+        self._foreign_since = min(self._foreign_since, now) if isinstance(error, StrangerError) else float("inf")
+        if now > self._foreign_since + _FOREIGN_SECONDS:
+            return (
+                f"the program at {self._endpoint} is no node of this job: it has another --rdzv-id or "
+                "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
+            )
+        if now > timeout and isinstance(error, SilentError):
+            return (
+                f"the program at {self._endpoint} has not answered as distopt run does within {timeout:g} s; if it is "
+                "another, give all nodes another port"
+            )
+        if now > timeout:
+            return (
+                f"no distopt run answers at {self._endpoint} within {timeout:g} s ({fact}); run the same line on the "
+                "node that has this address, and see whether a firewall separates them"
+            )
+        return ""
+
+
 class Caller:
-    """Calls the owner until it answers, or until that is in vain.
+    """Calls the owner of the endpoint until it answers, or until that is in vain.
 
     Args:
         options: the command line.
         key: of all nodes.
         wanted: number of this node, or `NO_RANK`.
-        is_first: whether this node has not met the owner before; later, names may fail with the network.
     """
 
-    def __init__(self, options: RunOptions, key: bytes, wanted: int, *, is_first: bool) -> None:
-        self._options, self._key, self._wanted, self._is_first = options, key, wanted, is_first
+    def __init__(self, options: RunOptions, key: bytes, wanted: int) -> None:
+        self._options, self._key, self._wanted = options, key, wanted
         self._clock = Stopwatch(LONGEST_CALL_SECONDS)
-        self._foreign_since = float("inf")  # on that clock
+        self._complaint = Complaint(options, options.places[0])
 
-    def call_once(self, seconds: float) -> socket.socket | None:
+    def call_once(self) -> socket.socket | None:
         """A connection to the owner; None if it is to be called again.
-
-        Args:
-            seconds: how long the connection may take.
 
         Raises:
             LaunchError: it refuses this node, or it is in vain to call again.
         """
-        options, address = self._options, (self._options.host, self._options.port)
         try:
-            return call(address, self._key, FOR_AGENT, self._wanted, options.nodes, self._clock, seconds)
-        except RefusedError as error:
-            raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
-        except OSError as error:
-            fact, now = error.strerror or "no answer", self._clock.seconds()
-            if isinstance(error, socket.gaierror) and self._is_first:
-                raise LaunchError(
-                    f"the host of the endpoint {options.endpoint} cannot be found: {fact}; give a name or an address "
-                    "that all nodes can reach"
-                ) from None
-            self._foreign_since = min(self._foreign_since, now) if isinstance(error, StrangerError) else float("inf")
-            if now > self._foreign_since + _FOREIGN_SECONDS:
-                raise LaunchError(
-                    f"the program at {options.endpoint} is no node of this job: it has another --rdzv-id or "
-                    "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
-                ) from None
-            if now > options.timeout and isinstance(error, SilentError):
-                raise LaunchError(
-                    f"the program at {options.endpoint} has not answered as distopt run does within "
-                    f"{options.timeout:g} s; if it is another, give all nodes another port"
-                ) from None
-            if now > options.timeout:
-                raise LaunchError(
-                    f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the same "
-                    "line on the node that has this address, and see whether a firewall separates them"
-                ) from None
+            return call(
+                self._options.places[0], self._key, FOR_AGENT, self._wanted, self._options.nodes, self._clock
+            )
+        except (RefusedError, OSError) as error:
+            self._complaint.take(error)
+            if self._complaint.text:
+                raise LaunchError(self._complaint.text) from None
             return None
 
 
@@ -80,21 +107,23 @@ class RemoteOwner:
     Args:
         link: the connection.
         name: the owner, in messages.
+        agent: its id, in a job that heals.
         selector: waits for what it sends.
         inbox: gets its messages.
 
     Attributes:
         name: the argument.
+        agent: the argument.
         lost: whether the connection has ended.
-        heard: since its last message.
+        since: when it was made, by `time.monotonic`.
     """
 
     def __init__(
-        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
+        self, link: socket.socket, name: str, agent: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
     ) -> None:
-        self.name = name
+        self.name, self.agent = name, agent
         self.lost = False
-        self.heard = Stopwatch()
+        self.since = time.monotonic()
         self._link = link
         self._selector = selector
         self._inbox = inbox
@@ -118,7 +147,6 @@ class RemoteOwner:
             part = b""
         *lines, self._received = (self._received + part).split(b"\n")
         self._inbox.extend(json.loads(line) for line in lines)
-        self.heard = Stopwatch()
         if not part:
             self.close()
             self.lost = True

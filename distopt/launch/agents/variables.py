@@ -35,7 +35,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             port=order["port"],
             attempt=order["attempt"],
             restarts=options.restarts,
-            endpoint=options.endpoint,
+            endpoint=order.get("endpoint", options.endpoint),
         ),
         "DISTOPT_JOB_SECRET": secret_of_ranks(key, order["salt"]).hex(),
     }

@@ -145,7 +145,10 @@ class ForkServer:
 
     def _hear(self) -> None:
         """It has imported all, or ended."""
-        threads = int(self._link.recv(64) or b"0")
+        said = b""
+        with contextlib.suppress(OSError):  # it has been killed
+            said = self._link.recv(64)
+        threads = int(said or b"0")
         if threads == 1:
             self.ready, self.is_importing = True, False
         elif self.ready:

@@ -1,0 +1,223 @@
+"""One agent among those of a job that heals: `distopt.launch.agents.succession` with sockets, a clock and a memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import LaunchError
+from ...settings import Settings
+from ..addresses import is_own
+from ..sockets import listen, listen_at_one_of
+from .memory import Memory
+from .node import Node
+from .options import RunOptions
+from .peers import Address, Message, Peers
+from .remote import Complaint
+from .succession import ELECTION_SECONDS, Succession
+
+_SAY_SECONDS = 1.0  # without an owner; then a line says which members are waited for
+_BACKLOG = 64
+
+
+class Membership:
+    """Finds the owner, elects one, or makes this agent the owner.
+
+    Args:
+        options: the command line.
+        key: of all nodes.
+        selector: waits for the connections.
+        warn: prints a line.
+
+    Attributes:
+        host: which of the hosts of the endpoint is this one; None: none.
+        state: the state machine.
+    """
+
+    def __init__(
+        self, options: RunOptions, key: bytes, selector: selectors.BaseSelector, warn: Callable[[str], None]
+    ) -> None:
+        self._options, self._warn = options, warn
+        self._peers = Peers(key, options.nodes, selector, self._receive, self._failed, self._turned_away)
+        own = listen_somewhere()
+        self._port = int(own.getsockname()[1])
+        self._peers.listen(own)
+        self._memory = Memory(key, options.endpoint, options.timeout)
+        self._places = {f"@{number}": place for number, place in enumerate(options.places)}
+        self._complaints: dict[str, Complaint] = {}  # of the endpoints, until any agent has answered
+        said = self._memory.said
+        self.host = self._own_host()
+        self.state = Succession(
+            said["me"] if said else os.urandom(6).hex(),
+            self._send,
+            n_hosts=len(options.places),
+            host=self.host,
+            is_alone=options.alone,
+            is_fixed=options.spare_nodes == 0,
+            memory=said,
+            remember=self._memory.keep,
+        )
+        if not self.state.may_stand:
+            self._complaints = {target: Complaint(options, place) for target, place in self._places.items()}
+        self._waits_since: float | None = None
+        self._has_said = False
+        self._has_warned = False
+
+    @property
+    def poll_seconds(self) -> float:
+        """How soon to call `tick` again."""
+        return 0.1 if self._waits_since is None else 0.03
+
+    def tick(self) -> None:
+        """Act on the time.
+
+        Raises:
+            LaunchError: this node has waited in vain.
+        """
+        now, state = time.monotonic(), self.state
+        self._peers.check_times()
+        state.tick(now)
+        self._memory.touch()
+        if state.is_owner or state.is_led(now):
+            self._waits_since, self._has_said = None, False
+            return
+        self._waits_since = self._waits_since or now
+        if not self._has_said and now > self._waits_since + _SAY_SECONDS:
+            self._has_said = True
+            if not state.members.is_fresh:
+                self._warn(self._wait())
+        if now > self._waits_since + self._options.timeout:
+            raise LaunchError(
+                f"no distopt run that decides for this job has answered within {self._options.timeout:g} s"
+                + ("" if state.members.is_fresh else f"; {self._wait()}")
+            )
+
+    def expects(self) -> str:
+        """What becomes of the job without the owner, in words."""
+        group = self.state.members.groups[-1]
+        others = [member for member in group.ids if member != group.owner]
+        if self._options.alone or group.has_quorum(others):
+            return "another node takes its place"
+        return "waiting for it, since the other nodes are not more than half of the last ones"
+
+    def hello(self) -> dict[str, Any]:
+        """What an owner needs to know of this agent."""
+        return {"id": self.state.me, "peer": self._port}
+
+    def is_lost(self, agent: str, since: float) -> bool:
+        """Whether `agent`, to which this one has reported as its owner since then, decides no longer."""
+        now = time.monotonic()
+        if self.state.is_owner or self.state.leader() not in ("", agent):
+            return True
+        return now > since + ELECTION_SECONDS and not self.state.is_led(now)
+
+    def listen(self) -> Any:
+        """A socket at which this agent listens as an owner."""
+        listener = listen_somewhere()
+        self.state.port = int(listener.getsockname()[1])
+        return listener
+
+    # -- of an owner -----------------------------------------------------------------------------------------------
+    def propose(self, nodes: list[Node], job: Message, then: Callable[[], None]) -> None:
+        """Call `then` once the members may start with these nodes."""
+        info = {node.id: node.to_json() for node in nodes}
+        self._places |= {node.id: (node.address, node.peer) for node in nodes}
+        if self.state.is_owner:
+            self.state.propose(info, job, then, time.monotonic())
+
+    def connected(self, node: Node) -> None:
+        """A node reports to this agent."""
+        self._places[node.id] = node.address, node.peer
+        self.state.connected(node.id, time.monotonic())
+
+    def disconnected(self, node: Node) -> None:
+        """It does so no longer."""
+        self.state.disconnected(node.id)
+
+    def is_silent(self, node: Node) -> bool:
+        """Whether it gives no sign of life."""
+        return self.state.is_silent(node.id, time.monotonic())
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._peers.close()
+        self._memory.close()
+
+    # -- messages --------------------------------------------------------------------------------------------------
+    def _send(self, target: str, message: Message) -> None:
+        if target not in self._places and (info := self.state.members.info.get(target)) is not None:
+            self._places[target] = info["address"], info["peer"]
+        if (place := self._places.get(target)) is not None:
+            self._peers.send(place, self._signed(message))
+
+    def _receive(self, message: Message, address: str) -> Message | None:
+        self._complaints.clear()
+        self._places[message["from"]] = address, message["peer"]  # another process in its place has another port
+        if (lead := message.get("lead")) and not lead["address"]:
+            lead["address"] = address
+        answer = self.state.receive(message, time.monotonic())
+        return None if answer is None else self._signed(answer)
+
+    def _signed(self, message: Message) -> Message:
+        """With the port of this agent; an owner of this host is where this agent is, as others see it."""
+        lead = message.get("lead")
+        if lead and lead["address"] and is_own(lead["address"]):
+            lead = {**lead, "address": ""}
+        return {**message, "peer": self._port, **({"lead": lead} if "lead" in message else {})}
+
+    def _failed(self, place: Address, error: Exception) -> None:
+        is_refused = isinstance(error, ConnectionRefusedError)
+        for target, other in list(self._places.items()):
+            if other == place:
+                self.state.unreachable(target, time.monotonic(), is_refused=is_refused)
+                if target in self._complaints:
+                    self._complaints[target].take(error)
+        texts = [complaint.text for complaint in self._complaints.values()]
+        if texts and all(texts):
+            raise LaunchError(texts[0])
+
+    def _turned_away(self, address: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"turned away a connection from {address} that is not a node of this job: it has another "
+                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
+            )
+
+    # -- where and who ---------------------------------------------------------------------------------------------
+    def _own_host(self) -> int | None:
+        options = self._options
+        for number, (host, port) in enumerate(options.places):
+            owns = options.node_rank == 0 if options.static and options.node_rank is not None else is_own(host)
+            if owns:
+                with contextlib.suppress(OSError):  # another agent of this host has it, or another program
+                    self._peers.listen(listen(port, options.nodes + 16))
+                    return number
+        return None
+
+    def _wait(self) -> str:
+        members = self.state.members
+        reached, ids = self.state.reached(), members.groups[-1].ids
+        names = ", ".join(f"{members.info[each]['host']} (pid {members.info[each]['pid']})" for each in reached)
+        return (
+            f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or half "
+            "with the owner, since the others may go on elsewhere; with --alone these would go on"
+        )
+
+
+def listen_somewhere() -> Any:
+    """A TCP socket that listens at a free port, one of `DISTOPT_PORTS`.
+
+    Raises:
+        LaunchError: all are taken.
+    """
+    allowed = Settings.from_env().ports
+    listener = listen(0, _BACKLOG) if allowed is None else listen_at_one_of(reversed(allowed), _BACKLOG)
+    if listener is None:
+        raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+    return listener
+
