@@ -9,12 +9,14 @@ This module needs little of the standard library, so that a server can start at 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
 import selectors
 import socket
 import struct
+from collections.abc import Generator
 from functools import partial
 
 from .sockets import keep_alive, peer_of, receive_exactly
@@ -26,8 +28,8 @@ _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
 # The purposes of a connection: to report to the owner of an endpoint, to share memory with ranks of the host, to
-# exchange values, and to end together with other ranks.
-FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_LIFELINE = b"a", b"h", b"k", b"w"
+# exchange values, to send states to another agent, and to end together with other ranks.
+FOR_AGENT, FOR_HOST_GROUP, FOR_KEYS, FOR_STATES, FOR_LIFELINE = b"a", b"h", b"k", b"s", b"w"
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -101,17 +103,31 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
         StrangerError: the other end does not know the key.
         OSError: it hung up, as it does if it does not believe this process, or did not answer in time.
     """
-    theirs = receive_exactly(link, _NONCE_BYTES, deadline)
+    steps = introduction(key, purpose, rank, size)
+    said, expected = next(steps)
+    with contextlib.suppress(StopIteration):
+        while True:
+            if said:
+                link.sendall(said)
+            said, expected = steps.send(receive_exactly(link, expected, deadline))
+
+
+def introduction(key: bytes, purpose: bytes, rank: int, size: int) -> Generator[tuple[bytes, int], bytes, None]:
+    """What `introduce` sends and receives: yields what to send, and how many bytes to receive after that.
+
+    Raises:
+        RefusedError, StrangerError: see `introduce`.
+    """
+    theirs = yield b"", _NONCE_BYTES
     own = os.urandom(_NONCE_BYTES)
     host = socket.gethostname().encode()[:64]
     said = _HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-_PROOF_BYTES]
-    link.sendall(said + proof(key, b"join", theirs, said))
-    answer = receive_exactly(link, _PROOF_BYTES, deadline)
+    answer = yield said + proof(key, b"join", theirs, said), _PROOF_BYTES
     if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
         raise StrangerError("not of this job")
-    (length,) = _REASON.unpack(receive_exactly(link, _REASON.size, deadline))
+    (length,) = _REASON.unpack((yield b"", _REASON.size))
     if length:
-        raise RefusedError(receive_exactly(link, length, deadline).decode(errors="replace"))
+        raise RefusedError((yield b"", length).decode(errors="replace"))
 
 
 def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:

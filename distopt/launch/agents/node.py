@@ -25,6 +25,7 @@ class Node:
         spare: how many of these the job can do without.
         attempt: the last one that it was part of; -1: none.
         port: a free TCP port of its host.
+        states: the port where it takes states of the node before; 0: none.
         send: sends it a message.
         address: how the other nodes reach it.
         number: its number among the nodes; -1: it takes part in the next attempt.
@@ -45,6 +46,7 @@ class Node:
     spare: int = 0
     attempt: int = -1
     port: int = 0
+    states: int = 0
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)

@@ -117,8 +117,10 @@ class Owner(KeyGate):
                 self.monitor.take(message["row"])
         elif say == "stepped":
             self._stepped(int(message["step"]))
+        elif say == "gives":
+            self._end_by = max(self._end_by, self._clock.seconds() + message["seconds"] + _ANSWER_SECONDS)
         else:
-            node.port, node.steps = int(message["port"]), message["steps"]
+            node.port, node.states, node.steps = int(message["port"]), int(message["states"]), message["steps"]
             if say == "hello":
                 self._hello(node, message)
             else:
@@ -316,8 +318,10 @@ class Owner(KeyGate):
         }
         for node in self._nodes:
             node.ended = False
-        for node in list(self._nodes):
-            node.send({**common, "first": self._nodes.first_rank(node), "node": node.number, "ranks": node.ranks})
+        for node, following in zip(list(self._nodes), [*self._nodes[1:], self._nodes[0]], strict=True):
+            own = {"first": self._nodes.first_rank(node), "node": node.number, "ranks": node.ranks}
+            sends_states = following is not node and following.states
+            node.send({**common, **own, "next": [following.address, following.states] if sends_states else None})
 
     def _end(self) -> None:
         """Have all agents end their ranks; a second call may only shorten the time that these get."""
@@ -335,7 +339,7 @@ class Owner(KeyGate):
         if by < self._end_by:
             self._end_by = by
             for node in self._nodes:
-                node.send({"do": "end", "patience": patience})
+                node.send({"do": "end", "patience": patience, "gives": self._options.heal and not self._is_killed})
 
     def _gone(self, node: Node) -> None:
         if self._phase is Phase.FINISHED:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import checkpoint
 from ...checkpoint.load import communicator_of
@@ -75,6 +77,8 @@ class Checkpoint(checkpoint.Checkpoint):
     ) -> None:
         """Collective."""
         self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
+        self._models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        self._in_shards = any(getattr(thing, "is_in_shards", False) is True for thing in objects.values())
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         _check_samplers(objects)
         parts = {
@@ -101,6 +105,14 @@ class Checkpoint(checkpoint.Checkpoint):
             for sampler in self._samplers:
                 sampler.continue_with(self._put_generators_again)
         return resumed
+
+    def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
+        return self._in_shards
+
+    def _watch(self, after_forward: Callable[[], object], before_update: Callable[[], object]) -> None:
+        register_optimizer_step_pre_hook(lambda *_: before_update() and None)
+        for model in self._models:
+            model.register_forward_hook(lambda model, *_: after_forward() and None if model.training else None)
 
     def _put_generators_again(self) -> None:
         for generator in self._generators:
