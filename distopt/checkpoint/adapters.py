@@ -237,7 +237,7 @@ class LegacyRandom(Adapter):
     def snapshot(self) -> State:
         """Local. The generator's state, as a note; the same object as the last if nothing was drawn since."""
         state = self._generator.get_state(legacy=False)
-        words = repr(state).encode() + b"".join(np.asarray(each).tobytes() for each in state["state"].values())
+        words = b"".join(np.asarray(each).tobytes() for each in ({**state, "state": 0} | state["state"]).values())
         if words != self._last[0]:
             note = json.loads(json.dumps(state, default=lambda array: array.tolist()))
             self._last = words, State({}, {"": note})

@@ -87,9 +87,9 @@ class Kept(NamedTuple):
         """Local. Copies of the states in a buffer; without shared ones if it ends with the rank's own."""
         content, begin = described(buffer)
         groups: list[Arrays] = [{}, {}]
-        of_own = HEADER.unpack_from(buffer)[2]
         for group, names in zip(groups, content["arrays"], strict=True):
-            if group is groups[0] or len(buffer) > of_own:
+            sizes = (aligned(np.dtype(dtype).itemsize * math.prod(shape)) for _, dtype, shape in names)
+            if begin + sum(sizes) <= len(buffer):  # not without the shared ones
                 begin = read_arrays(buffer, begin, names, group)
         own, shared = groups
         return cls(own, shared, content["notes"], tuple(content["writer"]), content["record"])
@@ -114,15 +114,18 @@ def aligned(n_bytes: int) -> int:
 def write_arrays(buffer: Any, begin: int, arrays: Sequence[Any]) -> None:
     """Local. Copy arrays of NumPy or CuPy to a buffer, one after another."""
     for array in arrays:
-        room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
-        room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
+        if array.size:
+            room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
+            room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
         begin += aligned(array.nbytes)
 
 
 def read_arrays(buffer: Any, begin: int, names: Sequence[Any], arrays: Arrays) -> int:
     """Local. Add copies of the arrays in a buffer, with these names, types and shapes; where they end."""
     for key, dtype, shape in names:
-        arrays[key] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape).copy()
+        count = math.prod(shape)
+        flat = np.frombuffer(buffer, dtype, count, begin) if count else np.empty(0, dtype)
+        arrays[key] = flat.reshape(shape).copy()
         begin += aligned(arrays[key].nbytes)
     return begin
 

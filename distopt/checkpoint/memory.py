@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from ..files import Arrays
     from .adapters import Adapter, Ranks
 
-_COST = 0.008  # the share of training time that copies may take, and that records may
+_COST = 0.008  # the share of training time that copies may take
+_RECORD_COST = 0.01  # and records, without which copies count
 _MOST_STEPS = 1000  # most steps between two copies
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 
@@ -247,11 +248,11 @@ class Memory:
             self._live.reopen(self._label(step, epoch))
 
     def _record(self, step: int, epoch: int, *, is_end: bool) -> None:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         self._records.write(self._label(step, epoch), self._adapters, is_end=is_end)
         if self._sends:
             supervisor.send("kept")
-        self._record_seconds += time.perf_counter() - begin
+        self._record_seconds += time.thread_time() - begin
 
     def _label(self, step: int, epoch: int) -> Label:
         return Label(self._attempt, step, epoch, self._ranks.topology.world_size)
@@ -312,7 +313,7 @@ class Memory:
         own = [self._seconds / (self._n_copies // 2), step, self._record_seconds / max(1, self._steps), n_bytes]
         copies, steps, records, sizes = zip(*exchanged(self._ranks, own), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
-        self._records.is_on = self._records.is_on and max(records) <= _COST * min(steps)
+        self._records.is_on = self._records.is_on and max(records) <= _RECORD_COST * min(steps)
         self._is_large = self._sends and max(sizes) > MOST_BYTES
 
     def close(self) -> None:

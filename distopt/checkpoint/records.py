@@ -12,6 +12,8 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..launch.heal.state_slots import STAYS
 from .adapters import State, copy_of
 from .kept import Kept, Label, StateSlot, Text, text_of
@@ -53,6 +55,7 @@ class Records:
         self.post = STAYS
         self._ahead: dict[str, int] = {}  # checksums after the forward pass of this step
         self._before: dict[str, int] = {}  # at the end of the last step
+        self._moved: list[str] = []  # objects that a forward pass may change
         self._right: list[str] = []  # objects that had not changed between the two in the last step
         self._last: dict[str, _Object] = {}
 
@@ -60,11 +63,11 @@ class Records:
         """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
         if not self.is_on:
             return
-        own: dict[str, State] = {}
-        for name, adapter in adapters.items():
-            state = adapter.own()
-            if is_end or adapter.random or (state.arrays and not state.notes):
-                own[name] = state
+        if is_end:
+            own = {name: adapter.own() for name, adapter in adapters.items()}
+            self._moved = [name for name, state in own.items() if adapters[name].random or not state.notes]
+        else:
+            own = {name: adapters[name].own() for name in self._moved}
         if sum(array.nbytes for state in own.values() for array in state.arrays.values()) > MOST_BYTES:
             self.is_on = False
             return
@@ -87,7 +90,8 @@ class Records:
             return last
         text, checksum = Text(text_of(state.notes)), 0
         for key, array in sorted(state.arrays.items()):
-            checksum = zlib.crc32(copy_of(array).tobytes(), zlib.crc32(key.encode(), checksum))
+            content = np.ascontiguousarray(array if isinstance(array, np.ndarray) else copy_of(array))
+            checksum = zlib.crc32(content.reshape(-1).view(np.uint8).data, zlib.crc32(key.encode(), checksum))
         self._last[name] = _Object(state, text, zlib.crc32(text.encode(), checksum))
         return self._last[name]
 
@@ -154,7 +158,7 @@ def _key(label: Label) -> tuple[int, int, int]:
 def _right(record: Mapping[str, Any]) -> set[str]:
     """The objects of a record after a forward pass that stand for those at the end of the step."""
     right: list[str] = record["right"]
-    return set(right) & record["checksums"].keys()
+    return {name for name in right if name in record["checksums"]}
 
 
 def assembled(own: Kept | None, other: Kept | None) -> tuple[Arrays, dict[str, Any]]:

@@ -125,6 +125,7 @@ class ModelState(StateDict):
         self._buckets: list[str] = []  # their order, when it no longer changes
         self._noted: dict[str, Any] = {}  # the last order, which is not that of new ones
         self._own_names: set[str] | None = None  # of arrays that are not shared
+        self._views: dict[str, tuple[torch.Tensor, int, Any]] = {}  # of buffers, whose arrays share their memory
         self._is_plain = False  # whether these are buffers, and others are shared
 
     def snapshot(self) -> State:
@@ -149,7 +150,13 @@ class ModelState(StateDict):
         arrays = {}
         for name, buffer in self._thing.named_buffers(remove_duplicate=False):
             if name in self._own_names:
-                encode(buffer, name, arrays)
+                known = self._views.get(name)
+                if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
+                    encode(buffer, name, found := {})
+                    known = buffer, buffer.data_ptr(), found[name]
+                    if buffer.device.type == "cpu" and buffer.is_contiguous():
+                        self._views[name] = known
+                arrays[name] = known[2]
         return State(arrays, {})
 
     def live(self) -> State:
