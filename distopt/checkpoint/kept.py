@@ -72,8 +72,9 @@ class Kept(NamedTuple):
         """Local. Write the JSON of `pack` and the arrays to a buffer of that size; the header validates them, last."""
         buffer[HEADER.size : HEADER.size + len(text)] = text
         write_arrays(buffer, aligned(HEADER.size + len(text)), [*self.own.values(), *self.shared.values()])
+        done = label.step - (not self.record.get("end", True))
         valid = 2 * label.step + 1 + bool(self.record.get("end"))  # tells a step's two records apart
-        HEADER.pack_into(buffer, 0, label.step, post, own_end, len(text), valid)
+        HEADER.pack_into(buffer, 0, done, post, own_end, len(text), valid)
 
     def to_bytes(self, label: Label) -> bytes:
         """Local. The states and their label as bytes, to be sent."""

@@ -183,10 +183,9 @@ class LiveStates:
         if self._is_given and not self._has_ended:
             time.sleep(_REST_SECONDS)  # the agent ends this rank
 
-    def note(self, shared: Mapping[str, Any]) -> None:
-        """Local. Note which arrays are shared, by "object/array"; before the first call, none are given."""
-        self._sharing = {key.partition("/")[0] for key in shared}
-        n_bytes = sum(array.nbytes for array in shared.values())
+    def note(self, sharing: set[str], n_bytes: int) -> None:
+        """Local. Note which objects have shared arrays, and the bytes of these; before, none are given."""
+        self._sharing = sharing
         if n_bytes != self._n_bytes:
             self._n_bytes = n_bytes
             supervisor.send("gives", bytes=n_bytes)

@@ -275,7 +275,11 @@ class Memory:
             return
         begin = time.perf_counter()
         states = snapshot_of(adapters)
-        self._live.note(states.shared)
+        sharing = {key.partition("/")[0] for key in states.shared}
+        for key in [f"{name}/{key}" for name in sharing for key in adapters[name].own().arrays]:
+            if key in states.shared:  # live states lack it
+                states.own[key] = states.shared.pop(key)
+        self._live.note(sharing, sum(array.nbytes for array in states.shared.values()))
         share = share_of(self._place, self._n_ranks, states.shared)
         n_bytes = sum(array.nbytes for array in states.own.values())
         post = TO_SEND if self._sends and self._may_send() else STAYS

@@ -260,9 +260,9 @@ class Model(Layer):
 
     def unshared_states(self) -> dict[str, Tensor]:
         """Local. The states that change elsewhere than in an update: running statistics, or all if ranks may differ."""
-        agree = getattr(self._optimizer, "parameters_agree", False)
-        params = self.get_params() if agree else {}
-        return {name: value for name, value in self.get_states().items() if name not in params}
+        if not getattr(self._optimizer, "parameters_agree", False):
+            return self.get_states()
+        return {path + key: value for path, layer in self._sublayers() for key, value in layer.own_states().items()}
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:

@@ -152,7 +152,8 @@ class ModelState(StateDict):
             if name in self._own_names:
                 known = self._views.get(name)
                 if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
-                    encode(buffer, name, found := {})
+                    found: dict[str, Any] = {}
+                    encode(buffer, name, found)
                     known = buffer, buffer.data_ptr(), found[name]
                     if buffer.device.type == "cpu" and buffer.is_contiguous():
                         self._views[name] = known
