@@ -241,21 +241,21 @@ class Checkpoint:
         for thing in self._objects.values():
             if hasattr(thing, "finish_step"):
                 thing.finish_step()
+        self._waits = not self._waits and self._epoch_is_over()  # for one step at most
+        if self._memory is not None and not self._waits:
+            self._memory.finish(self.steps, self.epoch)  # before anything collective
         if self._hashes is not None:
             self._hashes.add(self.steps, self.epoch, adapters_of(self._objects))
         if self._preemption is not None:
             self._signum = self._preemption.due() or self._signum
         keeps = self._memory is not None and (self._memory.due(self.steps) or self._epoch_ends())
         self._is_due = self._is_due or bool(self._every and self.steps % self._every == 0)
-        self._waits = not self._waits and self._epoch_is_over()  # for one step at most
         if self._waits:
             return
         if self._preemption is not None and self._signum:
             self._leave(self._preemption, self._signum)
-        if self._memory is not None:
-            if keeps:
-                self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
-            self._memory.finish(self.steps, self.epoch)
+        if self._memory is not None and keeps:
+            self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._is_due:
             self._save()
 

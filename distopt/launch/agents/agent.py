@@ -243,7 +243,7 @@ class _Agent:
                 if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
-            elif message["gives"]:
+            elif "gives" in message:
                 self._give()
             else:
                 self._ranks.kill()

@@ -120,7 +120,7 @@ class Owner(KeyGate):
         elif say == "gives":
             self._end_by = max(self._end_by, self._clock.seconds() + message["seconds"] + _ANSWER_SECONDS)
         else:
-            node.port, node.states, node.steps = int(message["port"]), int(message["states"]), message["steps"]
+            node.port, node.states, node.steps = int(message["port"]), int(message.get("states", 0)), message["steps"]
             if say == "hello":
                 self._hello(node, message)
             else:
@@ -338,8 +338,9 @@ class Owner(KeyGate):
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
+            gives = {"gives": True} if self._options.heal and not self._is_killed else {}
             for node in self._nodes:
-                node.send({"do": "end", "patience": patience, "gives": self._options.heal and not self._is_killed})
+                node.send({"do": "end", "patience": patience, **gives})
 
     def _gone(self, node: Node) -> None:
         if self._phase is Phase.FINISHED:
