@@ -152,7 +152,7 @@ def test_a_rank_at_another_step_and_one_that_has_resumed_spare_the_file(files):
         assert again.read(Label(0, 7, 0, 2)) is not None
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """The end of a writer."""
 
 
@@ -162,12 +162,12 @@ def test_a_file_that_its_writers_have_not_finished_does_not_count(files, monkeyp
     def pwrite(fd: int, content: bytes, at: int) -> int:
         writes.append(at)
         if len(writes) == 20:
-            raise Killed
+            raise KilledError
         return real(fd, content, at)
 
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 0)
     monkeypatch.undo()
     assert Gifts(files).held(0) == []
