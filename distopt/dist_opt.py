@@ -147,6 +147,8 @@ class DistOpt:
         self._layout: Layout | None = None  # of the buckets that autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view of a bucket, as a tensor
         self._accumulation = GradientAccumulation()
+        self._before_backward: Callable[[], object] = _nothing  # see `watch`
+        self._before_update: Callable[[], object] = _nothing
         self._fusion = Fusion(communicator, buffSize, self._engine.agreement.label)
 
     def __call__(self, loss: Tensor) -> None:
@@ -361,6 +363,7 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
+        self._before_backward()
         if timeline.is_on:
             timeline.phase("backward")
         shards = self._engine.shards
@@ -409,6 +412,7 @@ class DistOpt:
         ]
 
     def _update(self, layout: Layout) -> None:
+        self._before_update()
         if timeline.is_on:
             timeline.phase("update")
         if self.opt.clip_grad_norm is not None:
@@ -472,6 +476,24 @@ class DistOpt:
         all_equal = self._engine.shards is not None
         return {name for name in names if equal and (all_equal or name.startswith("optimizer/"))}
 
+    def unshared_states(self) -> States:
+        """Local. The states that may differ between ranks, or change elsewhere than in an update."""
+        return self.get_states() if self._engine.partial.slots_pending else self._engine.get_states()
+
+    @property
+    def is_in_shards(self) -> bool:
+        """Local. Whether steps are cut into shards, so that no state depends on the rank."""
+        return self._engine.shards is not None
+
+    def watch(self, before_backward: Callable[[], object], before_update: Callable[[], object]) -> None:
+        """Local. From now on, call these functions in each step, as a Checkpoint does under `distopt run --heal`.
+
+        Args:
+            before_backward: when the forward pass has ended.
+            before_update: before parameters or states of the optimizer change.
+        """
+        self._before_backward, self._before_update = before_backward, before_update
+
     @property
     def states_are_copies(self) -> bool:
         """Local. Whether the result of `get_states` never changes again. A user's optimizer may return views."""
@@ -481,6 +503,10 @@ class DistOpt:
     def parameters_agree(self) -> bool:
         """Local. Whether all ranks have the same parameters; between partial updates they do not."""
         return not self._engine.partial.pending
+
+
+def _nothing() -> None:
+    pass
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:

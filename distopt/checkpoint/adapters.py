@@ -90,6 +90,19 @@ class Adapter(ABC):
         """The subset of `names` whose arrays are the same on all ranks."""
         return set()
 
+    def own(self) -> State:
+        """The part of the state that shared arrays and, if there are any, the notes leave out; cheap.
+
+        Shared arrays that change elsewhere than in an optimizer's update belong to it, too.
+        """
+        state = self.snapshot()
+        same = self.shared(state.arrays)
+        return State({key: array for key, array in state.arrays.items() if key not in same}, {}) if same else state
+
+    def live(self) -> State:
+        """As `snapshot`, from another thread than the one that trains, while that waits; never collective."""
+        return self.snapshot()
+
     def widened(self, state: State) -> Arrays:
         """The arrays of `state` with floating-point numbers, in float64, for a mean over ranks."""
         return {key: array.astype(np.float64) for key, array in state.arrays.items() if array.dtype.kind == "f"}
@@ -140,6 +153,12 @@ class Stateful(Adapter):
         if not states:
             raise UsageError(f"a {type(self._thing).__name__} has no states yet; call compile before Checkpoint.resume")
         return states
+
+    def own(self) -> State:
+        """Local. See `Adapter.own`; the result of `unshared_states`, where the object has that method."""
+        if (unshared := getattr(self._thing, "unshared_states", None)) is None:
+            return super().own()
+        return State({key: _array_of(value) for key, value in unshared().items()}, {})
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`; an object without `check_states` accepts all states."""
@@ -213,11 +232,16 @@ class LegacyRandom(Adapter):
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
+        self._last: tuple[bytes, State] = b"", State({}, {})
 
     def snapshot(self) -> State:
-        """Local. The generator's state, as a note."""
-        state = json.dumps(self._generator.get_state(legacy=False), default=lambda array: array.tolist())
-        return State({}, {"": json.loads(state)})
+        """Local. The generator's state, as a note; the same object as the last if nothing was drawn since."""
+        state = self._generator.get_state(legacy=False)
+        words = b"".join(np.asarray(each).tobytes() for each in ({**state, "state": 0} | state["state"]).values())
+        if words != self._last[0]:
+            note = json.loads(json.dumps(state, default=lambda array: array.tolist()))
+            self._last = words, State({}, {"": note})
+        return self._last[1]
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the generator is of the same kind."""
@@ -241,11 +265,14 @@ class PythonRandom(Adapter):
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
+        self._last: tuple[Any, State] = None, State({}, {})
 
     def snapshot(self) -> State:
-        """Local. The generator's state, as a note."""
-        version, words, gauss = self._generator.getstate()
-        return State({}, {"": [version, list(words), gauss]})
+        """Local. The generator's state, as a note; the same object as the last if nothing was drawn since."""
+        state = version, words, gauss = self._generator.getstate()
+        if state != self._last[0]:
+            self._last = state, State({}, {"": [version, list(words), gauss]})
+        return self._last[1]
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the state can be set."""

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -127,7 +127,7 @@ class Checkpoint:
             StateError: there are checkpoints, but none can be used.
             UsageError: signals are to be handled, and this is not the main thread.
         """
-        self._memory = Memory.of_agent(self._communicator)
+        self._memory = Memory.of_agent(self._communicator, in_shards=self._is_in_shards(self._objects))
         where = Settings.from_env().hash
         if self._root is None and self._memory is None and not where:
             return None
@@ -142,6 +142,11 @@ class Checkpoint:
         except BaseException:
             self._abandon()
             raise
+        if self._memory is not None:
+            self._memory.start(adapters_of(self._objects), *((resumed.step, resumed.epoch) if resumed else (0, 0)))
+            self._watch(self._memory.after_forward, self._memory.before_update)
+            if resumed is None and DISTOPT_RUN.attempt(os.environ) and self._rank == 0:
+                _log.warning("neither memory nor files have the states of all ranks: training begins again from step 0")
         self._root = self._root and self._root.absolute()  # the script may change the working directory
         self._failure = ""
         if resumed is not None:
@@ -170,6 +175,16 @@ class Checkpoint:
     def _source(self) -> Path | None:
         """Local. The folder to resume from."""
         return self._root
+
+    def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
+        """Whether states do not depend on the number of ranks, nor on the rank."""
+        return any(getattr(thing, "is_in_shards", False) is True for thing in objects.values())
+
+    def _watch(self, after_forward: Callable[[], object], before_update: Callable[[], object]) -> None:
+        """Local. Have these functions called in each step."""
+        for thing in self._objects.values():
+            if hasattr(thing, "watch"):
+                thing.watch(after_forward, before_update)
 
     def _claim(self, root: Path, reset: bool) -> None:
         """Collective. Make sure that this job alone writes to the folder, and that all ranks see it."""
@@ -230,13 +245,15 @@ class Checkpoint:
         for thing in self._objects.values():
             if hasattr(thing, "finish_step"):
                 thing.finish_step()
+        self._waits = not self._waits and self._epoch_is_over()  # for one step at most
+        if self._memory is not None and not self._waits:
+            self._memory.finish(self.steps, self.epoch)  # before anything collective
         if self._hashes is not None:
             self._hashes.add(self.steps, self.epoch, adapters_of(self._objects))
         if self._preemption is not None:
             self._signum = self._preemption.due() or self._signum
-        keeps = self._memory is not None and self._memory.due(self.steps)
+        keeps = self._memory is not None and (self._memory.due(self.steps) or self._epoch_ends())
         self._is_due = self._is_due or bool(self._every and self.steps % self._every == 0)
-        self._waits = not self._waits and self._epoch_is_over()  # for one step at most
         if self._waits:
             return
         if self._preemption is not None and self._signum:
@@ -249,6 +266,10 @@ class Checkpoint:
     def _epoch_is_over(self) -> bool:
         """Whether a sampler has no batches left."""
         return any(getattr(thing, "epoch_is_over", False) is True for thing in self._objects.values())
+
+    def _epoch_ends(self) -> bool:
+        """Whether a sampler has one batch left: from the end of the next step, the job could not resume."""
+        return any(getattr(thing, "epoch_ends", False) is True for thing in self._objects.values())
 
     def save(self, epoch: int | None = None) -> None:
         """Local, on all ranks at the same step. Copy all states; a thread writes them.
@@ -391,6 +412,8 @@ class Checkpoint:
 
     def _abandon(self) -> int:
         """Release the folder and the signals; return the last signal that came, or 0."""
+        if self._memory is not None:
+            self._memory.close()
         self._held.close()
         preemption, self._preemption = self._preemption, None
         return preemption.stop() if preemption is not None else 0

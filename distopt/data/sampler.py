@@ -138,6 +138,11 @@ class ShardedSampler:
         """Local. Whether all batches of this epoch are consumed."""
         return self._batches(self._share(self.size - self.consumed)) == 0
 
+    @property
+    def epoch_ends(self) -> bool:
+        """Local. Whether one batch of this epoch is left."""
+        return self._batches(self._share(self.size - self.consumed)) == 1
+
     def finish_epoch(self) -> None:
         """Local. If all batches of this epoch are consumed, begin anew, as the next iteration would.
 

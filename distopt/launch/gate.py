@@ -106,16 +106,21 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
         StrangerError: the other end does not know the key.
         OSError: it hung up, as it does if it does not believe this process, or did not answer in time.
     """
-    talk = _talk(key, purpose, rank, size)
+    talk = introduction(key, purpose, rank, size)
     with contextlib.suppress(StopIteration):
         said, count = next(talk)
         while True:
-            link.sendall(said)
+            if said:
+                link.sendall(said)
             said, count = talk.send(receive_exactly(link, count, deadline))
 
 
-def _talk(key: bytes, purpose: bytes, rank: int, size: int) -> Generator[tuple[bytes, int], bytes, None]:
-    """What `introduce` says: yields what to send, and how many bytes to receive then."""
+def introduction(key: bytes, purpose: bytes, rank: int, size: int) -> Generator[tuple[bytes, int], bytes, None]:
+    """What `introduce` sends and receives: yields what to send, and how many bytes to receive after that.
+
+    Raises:
+        RefusedError, StrangerError: see `introduce`.
+    """
     theirs = yield b"", _NONCE_BYTES
     own = os.urandom(_NONCE_BYTES)
     host = socket.gethostname().encode()[:64]
@@ -153,7 +158,7 @@ class Calling:
         done: Callable[[socket.socket | Exception], None],
         seconds: float = LONGEST_CALL_SECONDS,
     ) -> None:
-        self._talk = _talk(key, purpose, rank, size)
+        self._talk = introduction(key, purpose, rank, size)
         self._selector, self._done = selector, done
         self._link: socket.socket | None = None
         self._received = bytearray()

@@ -258,6 +258,12 @@ class Model(Layer):
         in_shards = getattr(self._optimizer, "add_statistics", None) is not None
         return (self.get_states() if in_shards else self.get_params()).keys() & names
 
+    def unshared_states(self) -> dict[str, Tensor]:
+        """Local. The states that change elsewhere than in an update: running statistics, or all if ranks may differ."""
+        if not getattr(self._optimizer, "parameters_agree", False):
+            return self.get_states()
+        return {path + key: value for path, layer in self._sublayers() for key, value in layer.own_states().items()}
+
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
         """Local. Write parameters and states to a safetensors file, atomically replacing an older one.

@@ -15,6 +15,8 @@ root. The kinds of faults are names of signals to a random rank, and
 - server: SIGKILL to the process that forks ranks, and to a rank,
 - link: the link between the hosts is cut for 1 to 5 s, which do not count,
 - agent, owner: SIGKILL to the agent of the second host, or to that which owns the endpoint; it is started again,
+- frozen: SIGSTOP to the agent of the second host and its ranks, and SIGCONT when the job has gone on without them
+  (--nnodes 1:2),
 - node: SIGKILL to the agent of the second host; the job goes on without it (--nnodes 1:2) and takes it in again, which
   is a second healing, with a cost of its own.
 
@@ -178,6 +180,16 @@ def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -
         job.more_steps()
         job.start_agent(1)
         healed += 1
+    elif kind == "frozen":
+        pids = [job.agents[1].pid, *job.children(1)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        job.wait_for("; healed: ", healed + 1)
+        job.more_steps()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        healed += 1
     elif kind == "link":
         assert net is not None
         begun = time.monotonic()
@@ -227,7 +239,7 @@ def main() -> int:
         nets = [stack.enter_context(two_hosts(mark)) if args.hosts == 2 else None for mark in ("", "u")]
 
         def start(net: TwoHosts | None, script: list[str], *, heals: bool) -> Job:
-            nodes = "1:2" if heals and "node" in args.kinds else "2"
+            nodes = "1:2" if heals and {"node", "frozen"} & set(args.kinds) else "2"
             job = Job(*(commands(net, script, nodes) if heals else without_heal(commands(net, script))))
             stack.callback(job.kill)
             return job

@@ -49,8 +49,9 @@ def lost_steps(job: Job, count: int) -> int:
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("shards", [True, False])
 def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
+    """At most one, where records of own states take less than one percent of the time: a step takes long enough."""
     end = tmp_path / "end"
-    script = [*JOB, "--steps", "200", "--pause", "0.1", "--until", str(end), *([] if shards else ["--no-shards"])]
+    script = [*JOB, "--steps", "200", "--pause", "0.2", "--until", str(end), *([] if shards else ["--no-shards"])]
     port = free_port()
     run = [*RUN, "--heal", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", *script]
     with contextlib.ExitStack() as stack:
@@ -62,11 +63,12 @@ def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
         count = sum("; healed: " in line for line in job.lines)  # one agent may have been first by seconds
         run_to(job, 10)
         os.kill(job.pid_of(1), signal.SIGKILL)
-        lost_steps(job, count + 1)
+        most = 0 if shards else 1
+        assert lost_steps(job, count + 1) <= most
         run_to(job, 45)
-        job.kill_agent(1)  # its ranks' states are lost; copies on the other node are up to 32 steps older
-        assert lost_steps(job, count + 2) > 1
+        job.kill_agent(1)
+        assert lost_steps(job, count + 2) <= most
         job.start_agent(1)
-        lost_steps(job, count + 3)
+        assert lost_steps(job, count + 3) == 0
         end.touch()
         job.end()

@@ -23,7 +23,7 @@ SHARDS = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("by", choices=["dist-opt", "ddp"])
+    parser.add_argument("by", choices=["dist-opt", "ddp", "plain"], help="plain: DDP without shards")
     parser.add_argument("--backend", default="distopt")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
@@ -41,7 +41,12 @@ def main() -> None:
     )  # fmt: skip
     sgd = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     parts = {"model": net, "optimizer": sgd}
-    if args.by == "ddp":
+    shards = None if args.by == "plain" else SHARDS
+    if args.by == "plain":
+        parts["model"] = model = DistributedDataParallel(net)
+        parts["schedule"] = schedule = torch.optim.lr_scheduler.StepLR(sgd, 7, 0.97)
+        step = sgd
+    elif args.by == "ddp":
         parts["model"] = model = DistributedDataParallel(net)
         parts["hook"], function = distopt.torch.hook(model, shards=SHARDS, seed=5)
         model.register_comm_hook(parts["hook"], function)
@@ -54,7 +59,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     images = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     labels = images.flatten(1)[:, :4].argmax(1)
-    sampler = distopt.torch.ResumableSampler(len(images), 2, seed=2, shards=SHARDS)
+    sampler = distopt.torch.ResumableSampler(len(images), 2, seed=2, shards=shards)
     checkpoint = distopt.torch.Checkpoint(args.folder, every=args.every, sampler=sampler, **parts)
     resumed = checkpoint.resume()
     came = f"resumed from {resumed.world_size}" if resumed else "anew"
@@ -62,9 +67,12 @@ def main() -> None:
     for epoch in itertools.count(checkpoint.epoch):
         sampler.set_epoch(epoch)
         for chosen in sampler:
-            for part in cut.shards(chosen):
+            for part in [chosen] if shards is None else cut.shards(chosen):
                 nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
             step.step()
+            if shards is None:
+                sgd.zero_grad()
+                schedule.step()
             time.sleep(0 if args.until.is_file() else args.pause)
             checkpoint.step(epoch)
             if rank == 0:

@@ -14,9 +14,10 @@ import pytest
 from distopt.checkpoint import Checkpoint, load
 from distopt.checkpoint.adapters import InPlace, State
 from distopt.checkpoint.folder import list_checkpoints
-from distopt.checkpoint.memory import _FAR_EVERY, Kept, Label, Memory
+from distopt.checkpoint.kept import Kept, Label
+from distopt.checkpoint.memory import Memory
 from distopt.launch.end_together.report import supervisor
-from distopt.launch.heal.state_slots import HEADER, VARIABLE, StateSlots
+from distopt.launch.heal.state_slots import HEADER, TO_SEND, VARIABLE, StateSlots
 from distopt.launch.job.topology import Topology
 from tests.conformance import thread_ranks
 from tests.conformance.thread_ranks import OracleCommunicator
@@ -69,11 +70,11 @@ def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, np.bool_])
 def test_what_is_kept_is_what_is_read(shape, dtype):
     numbers = np.random.default_rng(len(shape))
-    own, shared, far = ({f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype)} for name in "abc")
-    kept = Kept(own, shared, far, {"a": {"notes": [1, None, "x"]}}, (5, 3))
+    own, shared = ({f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype)} for name in "ab")
+    kept = Kept(own, shared, {"a": {"notes": [1, None, "x"]}}, (5, 3), {"end": True})
     back = Kept.read(kept.to_bytes(Label(0, 3, 2, 1)))
-    assert back[3:] == kept[3:]
-    for before, after in zip(kept[:3], back[:3], strict=True):
+    assert back[2:] == kept[2:]
+    for before, after in zip(kept[:2], back[:2], strict=True):
         assert before.keys() == after.keys()
         for key, array in before.items():
             assert (array.dtype, array.shape) == (after[key].dtype, after[key].shape)
@@ -149,7 +150,8 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
         os.waitpid(pid, 0)
         os.close(ready)
         os.close(begun)
-        torn += sum(os.pread(fd, 8, 0) == bytes(8) for fd in slots.fds)
+        headers = (HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0")) for fd in slots.fds.copies[0])
+        torn += sum(header[2] > 0 == header[-1] for header in headers)
         memory = memory_of(slots, monkeypatch)
         label = memory.agree()
         if label is not None:
@@ -162,9 +164,11 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
     assert torn > 0
 
 
-def kept(rank: int, *steps: int, attempt: int = 0, far: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
-    """Report of a rank, on a node of its own."""
-    return [str(rank), [[[attempt, step, 0, 3], rank, n_shares, list(far)] for step in steps]]
+def kept(rank: int, *steps: int, attempt: int = 0, parts: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
+    """Report of a rank, on a node of its own, which has own states of other ranks, too."""
+    labels = [[attempt, step, 0, 3] for step in steps]
+    copies = [[label, [rank, n_shares], {}, "copy"] for label in labels]
+    return [str(rank), [*copies, *([label, [other, 1], {}, "part"] for label in labels for other in parts)]]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +178,12 @@ def kept(rank: int, *steps: int, attempt: int = 0, far: Sequence[int] = (), n_sh
         # Rank 2 was killed before it had kept step 6; all give that up.
         ([kept(1, 6, 4), kept(2, 4, 2)], 4),
         # Node 2 is new. Of what its rank had of its own, rank 1 has a copy, or none.
-        ([kept(1, 4, far=[2]), kept(2)], 4),
+        ([kept(1, 4, parts=[2]), kept(2)], 4),
         ([kept(1, 4), kept(2)], None),
         # Node 1 has been absent from the attempt after: newer steps of an older attempt do not count.
-        ([kept(1, 8, 9, attempt=-1, far=[0, 2]), kept(2, 4, far=[1])], 4),
+        ([kept(1, 8, 9, attempt=-1, parts=[0, 2]), kept(2, 4, parts=[1])], 4),
         # A share of the shared arrays of node 1 is lost, and node 0 has kept nothing after this step.
-        ([kept(1, 9, n_shares=2, far=[0, 2]), kept(2)], None),
+        ([kept(1, 9, n_shares=2, parts=[0, 2]), kept(2)], None),
     ],
 )
 def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, others, newest):
@@ -248,23 +252,16 @@ def train(steps: int) -> Callable[[int, Memory], object]:
     return body
 
 
-def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
-    """A rank per node is killed while it keeps the states that also go to the other node."""
-    torn = 1 + _FAR_EVERY
-
-    def go_on(rank: int, memory: Memory) -> None:
-        assert memory.agree() == Label(0, torn - 1, 0, 3)
-        memory.keep(torn, 0, states_of(rank, torn))
-        assert {slot.label for slot in memory._own} == {Label(0, step, 0, 3) for step in (1, torn - 1, torn)}
-
-    on_ranks(nodes, train(torn))
-    for fd in nodes["0"].fds[3:] + nodes["1"].fds:
-        if HEADER.unpack(os.pread(fd, HEADER.size, 0))[2] == torn + 1:
-            os.pwrite(fd, bytes(HEADER.size), 0)
-    on_ranks(nodes, go_on)
+def carry(nodes: dict[str, StateSlots]) -> None:
+    """What the agents do: the own states of each node go to the other one."""
+    for node, other in (("0", "1"), ("1", "0")):
+        fds = [fd for each in (*nodes[node].fds.copies, *nodes[node].fds.steps) for fd in each]
+        headers = {fd: HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0")) for fd in fds}
+        sent = [os.pread(fd, header[2], 0) for fd, header in headers.items() if header[-1] and header[1] == TO_SEND]
+        nodes[other].start(sent)
 
 
-@pytest.mark.parametrize("last", [3, 10, 2 * _FAR_EVERY - 2])  # copies that need no other rank
+@pytest.mark.parametrize("last", [3, 10])  # copies that need no other rank
 def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
     def resume(rank: int, memory: Memory) -> None:
         assert memory.agree() == Label(0, last - 1, 0, 3)
@@ -287,7 +284,7 @@ def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
     ],
 )
 def test_other_ranks_get_all_states(nodes, after):
-    newest = 1 + _FAR_EVERY  # with copies on the other node
+    newest = 5
 
     def resume(rank: int, memory: Memory) -> None:
         label = memory.agree()
@@ -310,6 +307,7 @@ def test_other_ranks_get_all_states(nodes, after):
         np.testing.assert_array_equal(own["own/x"], states_of(rank, newest + 1)["own"].snapshot().arrays["x"])
 
     on_ranks(nodes, train(newest))
+    carry(nodes)
     lost = {"0", "1"} - set(after)
     for node in [*lost, "2"]:
         if node in nodes:
@@ -321,7 +319,7 @@ def test_other_ranks_get_all_states(nodes, after):
 
 def test_an_agent_that_was_absent_does_not_offer_old_states(nodes):
     """Node 1 is cut off with copies of all states, and node 0 has done other steps since."""
-    last = 1 + _FAR_EVERY
+    last = 9
 
     def without_it(rank: int, memory: Memory) -> None:
         memory.agree()
@@ -331,6 +329,7 @@ def test_an_agent_that_was_absent_does_not_offer_old_states(nodes):
         assert memory.agree() == Label(1, 2, 0, 2)
 
     on_ranks(nodes, train(last))
+    carry(nodes)
     nodes["0"].close()
     nodes["0"] = StateSlots(2, 3)
     on_ranks(nodes, without_it, ["0", "0"], 1)

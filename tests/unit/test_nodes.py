@@ -267,7 +267,7 @@ def test_nodes_are_lost_and_come_again():
     assert re.search(
         r"node 1 \(ranks 2 to 3\), h1 .* cannot be reached; .*; continuing with 2 of 3 nodes$", job.lines[-1]
     )
-    assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0}
+    assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0, "gives": True}
     job.say("h2", "ended", [PEER_LOST], steps=[7, 7])
     job.say("h0", "ended", steps=[7, 7])
     assert job.orders() == {"h0": (0, 0, 2, 4), "h2": (1, 2, 2, 4)}
@@ -275,7 +275,7 @@ def test_nodes_are_lost_and_come_again():
     assert job.lines[-1].endswith("has come, and takes part after the next step that a Checkpoint counts")
     assert job.orders() == {"h0": (0, 0, 2, 4), "h2": (1, 2, 2, 4)}
     job.say("h0", "stepped", step=8)
-    assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0}
+    assert job.last("h0") == job.last("h2") == {"do": "end", "patience": 0.0, "gives": True}
     job.say("h0", "ended", [Failure(0, 137, "", is_consequence=True)], steps=[8, 8])
     job.say("h2", "ended", [Failure(2, 137, "", is_consequence=True)], steps=[8, 8])
     assert job.orders() == {"h0": (0, 0, 3, 6), "h1": (1, 2, 3, 6), "h2": (2, 4, 3, 6)}

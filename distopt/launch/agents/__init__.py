@@ -11,14 +11,17 @@ Messages of an agent have the key "say":
 - `ended`: all its ranks have ended, with the same content;
 - `kill`: a second Ctrl-C has killed its ranks, with the same content;
 - `stepped`: rank 0 has done its first step of this attempt ("step"), under --heal;
+- `gives`: its ranks give their live states, which takes so long at most ("seconds"), under --heal;
 - `beat`: it is alive, under --heal;
 - `watch`: the activity of one of its ranks ("row"), under --watch.
 
-The first four also have a free port of its host ("port") and the newest step of each rank ("steps"). Messages of the
+The first four also have a free port of its host ("port"), the one where it takes states of the node before ("states",
+see `courier`), and the newest step of each rank ("steps"). Messages of the
 owner have the key "do", and some have a line to print ("text"):
 
-- `start`: start the ranks; it has the values for their environment;
-- `end`: end the ranks by SIGTERM and, after "patience" seconds, by SIGKILL; with 0, by SIGKILL at once;
+- `start`: start the ranks; it has the values for their environment, and where the next node takes states ("next");
+- `end`: end the ranks by SIGTERM and, after "patience" seconds, by SIGKILL; with 0, by SIGKILL at once, or, under
+  --heal ("gives"), when they have given their live states;
 - `finish`: leave with this exit code ("code");
 - `beat`: the owner is alive.
 """

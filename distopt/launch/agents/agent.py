@@ -90,7 +90,14 @@ class _Agent:
         self._inbox: deque[dict[str, Any]] = deque()  # orders of the owner
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
-        self._warm = WarmStart(options, selector, self._print) if options.heal else None
+        self._warm: WarmStart | None = None
+        if options.heal:
+            listener = None
+            if options.nodes > 1:
+                with self._hold_port() as holder:
+                    port = holder.getsockname()[1]
+                listener = listen(port, options.nodes + 16)
+            self._warm = WarmStart(options, selector, self._print, self._key, listener)
         self._membership: Membership | None = None
         self._calling: Calling | None = None  # of an owner
         self._term = -1  # in which this agent is the owner
@@ -200,6 +207,8 @@ class _Agent:
             if owner.lost:
                 state.link_lost(time.monotonic())
             self._leave(owner, f"{owner.name} has ended or cannot be reached; {membership.expects()}")
+        if self._owner is None and self._ranks is not None and self._ranks.running:
+            return  # they are giving their live states, and end
         if self._owner is None and state.is_owner:
             self._own_job(membership.listen())
         elif self._owner is None and self._calling is not None:
@@ -216,10 +225,11 @@ class _Agent:
         owner.close()
         self._owner = None
         self._inbox.clear()
+        self._pending = None
         if self._ranks is not None:
             self._print(text)
-            self._ranks.end(0.0)
-            self._ended, self._pending = True, None
+            self._ranks.poll()
+            self._give()
 
     def _called(self, agent: str, result: socket.socket | Exception) -> None:
         """Report to the owner that has been called, unless it is another by now."""
@@ -247,7 +257,9 @@ class _Agent:
         before.close()
         port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
         steps = self._warm.state_slots.steps if self._warm is not None else []
-        message = {"say": say, "port": port, "steps": steps, **content}
+        receiver = self._warm.receiver if self._warm is not None else None
+        states = 0 if receiver is None else receiver.port
+        message = {"say": say, "port": port, "states": states, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
 
@@ -287,10 +299,24 @@ class _Agent:
                 if not any(signum in ENDING_SIGNALS for signum in self._signals):  # it was passed on to the ranks
                     self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            elif "gives" in message:
+                self._give()
             else:
                 self._ranks.kill()
         elif do == "finish":
             self._code = int(message["code"])
+
+    def _give(self) -> None:
+        """Have the ranks give their live states, and end each that has."""
+        if self._ranks is not None and self._warm is not None:
+            seconds = self._warm.ask(self._ranks)
+            if self._owner is not None:
+                self._owner.say({"say": "gives", "seconds": seconds})
+
+    def _look_at_gifts(self, ranks: LocalRanks) -> None:
+        ranks.poll()
+        if self._warm is not None:
+            self._warm.look(ranks)
 
     def _start_pending(self) -> None:
         """Start the ranks as ordered, warm if that takes only the rest of an import, unless a signal ends the job."""
@@ -316,6 +342,7 @@ class _Agent:
         options = self._options
         self._common = variables(order, options, self._key)
         if self._warm is not None:
+            self._warm.start(order)
             self._common |= self._warm.state_slots.variable
         try:
             for local_rank in range(order["ranks"]):
@@ -342,6 +369,7 @@ class _Agent:
                 self._say("stepped", step=done["step"])
             self._warm.prepare(ranks, self._common)
             self._warm.fail_stopped(ranks)
+            self._warm.look(ranks)
         if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:

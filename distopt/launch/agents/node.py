@@ -27,6 +27,7 @@ class Node:
         port: a free TCP port of its host.
         id: of its agent, in a job that heals on several nodes.
         peer: the port at which its agent hears others, in such a job.
+        states: the port where it takes states of the node before; 0: none.
         send: sends it a message.
         address: how the other nodes reach it.
         number: its number among the nodes; -1: it takes part in the next attempt.
@@ -49,6 +50,7 @@ class Node:
     port: int = 0
     id: str = ""
     peer: int = 0
+    states: int = 0
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)

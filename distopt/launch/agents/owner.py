@@ -122,8 +122,10 @@ class Owner(KeyGate):
                 self.monitor.take(message["row"])
         elif say == "stepped":
             self._stepped(int(message["step"]))
+        elif say == "gives":
+            self._end_by = max(self._end_by, self._clock.seconds() + message["seconds"] + _ANSWER_SECONDS)
         else:
-            node.port, node.steps = int(message["port"]), message["steps"]
+            node.port, node.states, node.steps = int(message["port"]), int(message.get("states", 0)), message["steps"]
             if say == "hello":
                 self._hello(node, message)
             else:
@@ -367,8 +369,10 @@ class Owner(KeyGate):
         }
         for node in self._nodes:
             node.ended = False
-        for node in list(self._nodes):
-            node.send({**common, "first": self._nodes.first_rank(node), "node": node.number, "ranks": node.ranks})
+        for node, following in zip(list(self._nodes), [*self._nodes[1:], self._nodes[0]], strict=True):
+            own = {"first": self._nodes.first_rank(node), "node": node.number, "ranks": node.ranks}
+            sends_states = following is not node and following.states
+            node.send({**common, **own, "next": [following.address, following.states] if sends_states else None})
 
     def _end(self) -> None:
         """Have all agents end their ranks; a second call may only shorten the time that these get."""
@@ -385,8 +389,9 @@ class Owner(KeyGate):
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
+            gives = {"gives": True} if self._options.heal and not self._is_killed else {}
             for node in self._nodes:
-                node.send({"do": "end", "patience": patience})
+                node.send({"do": "end", "patience": patience, **gives})
 
     def _gone(self, node: Node) -> None:
         if self._phase is Phase.FINISHED:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..heal.state_slots import StateSlots
 from ..stopwatch import Stopwatch
+from .courier import Receiver, Sender
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
+# A rank has the longer of both to give its live states, and is then killed.
+_GIVE_SECONDS, _GIVE_BYTES_PER_SECOND = 2.0, 250e6
 _IMPORT_SECONDS = 60.0  # then ranks start cold, whatever keeps the process from being ready
 
 
@@ -28,14 +32,29 @@ class WarmStart:
         options: the command line.
         selector: waits for the process that forks ranks.
         warn: prints a line.
+        key: of all nodes.
+        listener: for states of ranks of the node before; None on one node.
 
     Attributes:
         state_slots: the memory of the ranks' states.
         server: the process; None before the first start of the ranks.
+        receiver: takes states of ranks of the node before.
     """
 
-    def __init__(self, options: RunOptions, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        selector: selectors.BaseSelector,
+        warn: Callable[[str], None],
+        key: bytes,
+        listener: socket.socket | None,
+    ) -> None:
         self.state_slots = StateSlots(options.ranks, 3 if options.nodes > 1 else 2)
+        self.receiver = None if listener is None else Receiver(key, selector, listener)
+        self._sender = Sender(self.state_slots.fds, selector)
+        self._key = key
+        self._has_asked = False  # the ranks for their live states
+        self._kill_at = float("inf")  # when those are killed that have not given them, on the clock
         self.server: ForkServer | None = None
         self._options = options
         self._selector, self._warn = selector, warn
@@ -61,6 +80,37 @@ class WarmStart:
                 server = self.server = ForkServer(options.program, options.ranks, env, self._selector, self._warn)
         if said is not None and server is not None and server.modules is None:
             server.complete(said["names"])
+
+    def start(self, order: Mapping[str, Any]) -> None:
+        """Prepare the start of ranks, as ordered."""
+        self._has_asked, self._kill_at = False, float("inf")
+        self.state_slots.start([] if self.receiver is None else self.receiver.states)
+        if order["next"] is not None:
+            host, port = order["next"]
+            self._sender.connect((host, port), self._key, order["node"], order["nodes"])
+
+    def ask(self, ranks: LocalRanks) -> float:
+        """Ask ranks for their live states, and end each that has given them, in `look`; the longest time for it."""
+        n_bytes = max((rank.said["gives"]["bytes"] for rank in ranks.running if "gives" in rank.said), default=0)
+        seconds = max(_GIVE_SECONDS, n_bytes / _GIVE_BYTES_PER_SECOND)
+        if not self._has_asked:
+            self._has_asked, self._kill_at = True, self._clock.seconds() + seconds
+            self.state_slots.ask()
+        self.look(ranks)
+        return seconds
+
+    def look(self, ranks: LocalRanks) -> None:
+        """Send own states that ranks have kept on; end ranks that have been asked for their states and gave them."""
+        if self.receiver is not None:
+            self.receiver.check_times()
+            self._sender.check_time()
+        if [rank for rank in ranks.ranks if rank.said.pop("kept", None)]:
+            self._sender.look()
+        if self._has_asked:
+            stopped, is_over = ranks.stopped, self._clock.seconds() >= self._kill_at
+            for rank in ranks.running:
+                if is_over or rank in stopped or "gives" not in rank.said or "gave" in rank.said:
+                    rank.kill()
 
     def is_worth_waiting_for(self) -> bool:
         """Whether ranks that start again are to wait: the process is importing what they would have to import.
@@ -91,4 +141,7 @@ class WarmStart:
         """End the process, and give the memory back."""
         if self.server is not None:
             self.server.close()
+        self._sender.close()
+        if self.receiver is not None:
+            self.receiver.close()
         self.state_slots.close()

@@ -9,6 +9,8 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
   processes of a host have), and whether as a consequence of another rank's end ("is_consequence");
 - `records`: where its flight record lies ("ring", see `distopt.recorder`);
 - `stepped`, from rank 0: it has done its first training step ("step"), which ends healing;
+- `kept`, on several nodes: it has kept own states that are to go to the next node;
+- `gives`: it can give its live states, of so many bytes ("bytes"), when it is asked; then `gave`: it has;
 - `modules`, from a rank of each agent that heals: the modules that it has imported ("names").
 
 A program that does not run distopt sends no messages; only the exit status of its end is known.
@@ -35,11 +37,16 @@ VARIABLE = "DISTOPT_SUPERVISOR"
 
 
 class Supervisor:
-    """The process that supervises this one, as this one sees it. A forked child of a rank has none."""
+    """The process that supervises this one, as this one sees it. A forked child of a rank has none.
+
+    Attributes:
+        parting: what to do before a failure is reported.
+    """
 
     def __init__(self) -> None:
         self._fd, self._pid = -1, 0
         self._has_failed = False
+        self.parting: Callable[[], object] = _nothing
         self._before: Callable[..., object] | None = None
 
     def find(self) -> None:
@@ -81,6 +88,8 @@ class Supervisor:
         is_consequence |= _is_consequence(error)
         if not self._has_failed:
             self._has_failed = True
+            if self.is_there:
+                self.parting()
             self.send(
                 "failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence
             )
@@ -117,6 +126,10 @@ class Supervisor:
         if self.is_there and _is_consequence(error):
             return "".join(traceback.format_exception_only(kind, error))
         return "".join(traceback.format_exception(kind, error, trace))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_consequence(error: BaseException | None) -> bool:

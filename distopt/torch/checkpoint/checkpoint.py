@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import checkpoint
 from ...checkpoint.folder import list_checkpoints, survey
@@ -80,6 +82,8 @@ class Checkpoint(checkpoint.Checkpoint):
     ) -> None:
         """Collective."""
         self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
+        self._models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        self._in_shards = any(getattr(thing, "is_in_shards", False) is True for thing in objects.values())
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
         _check_samplers(objects)
         parts = {
@@ -121,6 +125,14 @@ class Checkpoint(checkpoint.Checkpoint):
         }
         newest = sorted(root for root, name in steps.items() if name == max(steps.values()))
         return newest[self._worker % len(newest)] if newest else self._root
+
+    def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
+        return self._in_shards
+
+    def _watch(self, after_forward: Callable[[], object], before_update: Callable[[], object]) -> None:
+        register_optimizer_step_pre_hook(lambda *_: before_update() and None)
+        for model in self._models:
+            model.register_forward_hook(lambda model, *_: after_forward() and None if model.training else None)
 
     def _put_generators_again(self) -> None:
         for generator in self._generators:

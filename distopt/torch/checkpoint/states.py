@@ -123,6 +123,10 @@ class ModelState(StateDict):
         super().__init__(plain)
         self._alike = alike
         self._buckets: list[str] = []  # their order, when it no longer changes
+        self._noted: dict[str, Any] = {}  # the last order, which is not that of new ones
+        self._own_names: set[str] | None = None  # of arrays that are not shared
+        self._views: dict[str, tuple[torch.Tensor, int, Any]] = {}  # of buffers, whose arrays share their memory
+        self._is_plain = False  # whether these are buffers, and others are shared
 
     def snapshot(self) -> State:
         """Local; collective if DDP is about to change its buckets. See `Adapter.snapshot`; with the buckets' order."""
@@ -131,7 +135,36 @@ class ModelState(StateDict):
         if self._ddp is not None:
             state.notes["buckets"] = order = self._buckets or bucket_order(self._ddp)
             self._buckets = order if has_rebuilt_buckets(self._ddp) else []
+            self._noted = {"buckets": order}
         return state
+
+    def own(self) -> State:
+        """Local. See `Adapter.own`: the buffers, if the other states are shared parameters."""
+        if self._own_names is None:
+            arrays = super().snapshot().arrays
+            own = arrays.keys() - self.shared(arrays)
+            self._is_plain = len(own) < len(arrays) and own <= dict(self._thing.named_buffers()).keys()
+            self._own_names = own
+        if not self._is_plain:
+            return super().own()
+        arrays = {}
+        for name, buffer in self._thing.named_buffers(remove_duplicate=False):
+            if name in self._own_names:
+                known = self._views.get(name)
+                if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
+                    found: dict[str, Any] = {}
+                    encode(buffer, name, found)
+                    known = buffer, buffer.data_ptr(), found[name]
+                    if buffer.device.type == "cpu" and buffer.is_contiguous():
+                        self._views[name] = known
+                arrays[name] = known[2]
+        return State(arrays, {})
+
+    def live(self) -> State:
+        """Local. See `Adapter.live`; with the order of buckets that the last snapshot has had."""
+        state = super().snapshot()
+        del state.notes["class"]
+        return State(state.arrays, {**state.notes, **self._noted})
 
     def shared(self, names: Iterable[str]) -> set[str]:
         """Local. The names of parameters that are the same on all ranks."""
@@ -203,6 +236,10 @@ class OptimizerState(StateDict):
         super().put(state)
         if self._zero is not None:
             _copy_options(self._thing.param_groups, self._zero.param_groups)
+
+    def own(self) -> State:
+        """Local. See `Adapter.own`: nothing, if all is shared."""
+        return State({}, {}) if self._all_alike else super().own()
 
     def shared(self, names: Iterable[str]) -> set[str]:
         """Local. All names, if all parameters are the same on all ranks; else none."""

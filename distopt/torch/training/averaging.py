@@ -61,6 +61,11 @@ class Averaging:
                 view.fill_(torch.nan)
         return verdict
 
+    @property
+    def is_in_shards(self) -> bool:
+        """Local. Whether steps are cut into shards, so that no state depends on the rank."""
+        return self._shards is not None
+
     def shards(self, *batch: Any) -> Iterator[Any]:
         """Collective with the backward passes in it. The parts of this rank's batch, one for each of its shards.
 

@@ -1,0 +1,176 @@
+"""A rank's own states after each step, such as random generators and buffers: small, and written in two slots in turns.
+
+What the last step of a lost rank has changed of its own must be known where the others have done that step. They
+cannot have before that rank has ended its forward pass. So its own states are written twice in each step: when the
+forward pass has ended, those that it changes, and at the end all. A rank compares the two. Where they have been equal,
+the former stand for the latter in the next step. Other objects, such as schedules, are taken from a rank that has done
+the step, if they were equal on all ranks before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..launch.heal.state_slots import STAYS
+from .adapters import State, copy_of
+from .kept import Kept, Label, StateSlot, Text, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ..files import Arrays
+    from .adapters import Adapter
+    from .kept import Held
+
+MOST_BYTES = 1 << 20  # most bytes of own states that are written in each step
+
+
+class _Object(NamedTuple):
+    """The own state of an object: itself, its notes in JSON, and a checksum."""
+
+    state: State
+    text: Text
+    checksum: int
+
+
+class Records:
+    """Writes the own states of this rank.
+
+    Args:
+        slots: two slots of this rank.
+        rank: its number.
+
+    Attributes:
+        is_on: whether states are written; not where they are large.
+        post: whether they go to the next node; see `distopt.launch.heal.state_slots`.
+    """
+
+    def __init__(self, slots: Sequence[StateSlot], rank: int) -> None:
+        self.is_on = True
+        self._slots = slots
+        self._rank = rank
+        self.post = STAYS
+        self._ahead: dict[str, int] = {}  # checksums after the forward pass of this step
+        self._before: dict[str, int] = {}  # at the end of the last step
+        self._moved: list[str] = []  # objects that a forward pass may change
+        self._right: list[str] = []  # objects that had not changed between the two in the last step
+        self._last: dict[str, _Object] = {}
+
+    def write(self, label: Label, adapters: Mapping[str, Adapter], *, is_end: bool) -> None:
+        """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
+        if not self.is_on:
+            return
+        if is_end:
+            own = {name: adapter.own() for name, adapter in adapters.items()}
+            self._moved = [name for name, state in own.items() if adapters[name].random or not state.notes]
+        else:
+            own = {name: adapters[name].own() for name in self._moved}
+        if sum(array.nbytes for state in own.values() for array in state.arrays.values()) > MOST_BYTES:
+            self.is_on = False
+            return
+        described = {name: self._described(name, state) for name, state in own.items()}
+        checksums = {name: each.checksum for name, each in described.items()}
+        record: dict[str, Any] = {"end": is_end, "checksums": checksums, "before": self._before, "right": self._right}
+        arrays = {f"{name}/{key}": array for name, state in own.items() for key, array in state.arrays.items()}
+        notes = {name: each.text for name, each in described.items() if each.state.notes}
+        kept = Kept(arrays, {}, notes, (self._rank, 1), record)
+        self._slots[label.step % len(self._slots)].write(label, kept, self.post)
+        if is_end:
+            self._right = [name for name in checksums if self._ahead.get(name) == checksums[name]]
+            self._before, self._ahead = checksums, {}
+        else:
+            self._ahead = checksums
+
+    def _described(self, name: str, state: State) -> _Object:
+        last = self._last.get(name)
+        if last is not None and last.state is state:
+            return last
+        text, checksum = Text(text_of(state.notes)), 0
+        for key, array in sorted(state.arrays.items()):
+            content = np.ascontiguousarray(array if isinstance(array, np.ndarray) else copy_of(array))
+            checksum = zlib.crc32(content.reshape(-1).view(np.uint8).data, zlib.crc32(key.encode(), checksum))
+        self._last[name] = _Object(state, text, zlib.crc32(text.encode(), checksum))
+        return self._last[name]
+
+
+class Wanted(NamedTuple):
+    """The states that make the own states of a rank.
+
+    Attributes:
+        own: a description of its own, a copy or a record; or of none.
+        other: of a record of another rank, for the objects that are not in the former.
+    """
+
+    own: Held | None
+    other: Held | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of both."""
+        return [each.name for each in self if each is not None]
+
+
+def wanted_of(
+    label: Label, copies: Mapping[int, Held], records: Iterable[Held], *, in_shards: bool
+) -> list[Wanted] | None:
+    """Local. How to make the own states of each rank after a step; None if that is not possible.
+
+    Args:
+        label: of the step.
+        copies: by rank, copies of that step.
+        records: all that there are.
+        in_shards: whether own states do not depend on the rank.
+    """
+    found = [each for each in records if _key(each.label) == _key(label)]
+    ends = {each.writer[0]: each for each in found if each.record["end"]}
+    ahead = {each.writer[0]: each for each in found if not each.record["end"]}
+    before = {number: each.record["before"] for number, each in {**ahead, **ends}.items()}
+    wanted = []
+    for number in range(label.world_size):
+        if own := copies.get(number, ends.get(number)):
+            wanted.append(Wanted(own))
+            continue
+        if not ends:
+            return None
+        other = ends[min(ends)]
+        if in_shards:
+            wanted.append(Wanted(None, other))
+            continue
+        if number not in ahead or len(before) < label.world_size:
+            return None
+        for name in other.record["checksums"].keys() - _right(ahead[number].record):
+            if len({each.get(name) for each in before.values()}) > 1:
+                return None
+            if len({each.record["checksums"].get(name) for each in ends.values()}) > 1:
+                return None
+        wanted.append(Wanted(ahead[number], other))
+    return wanted
+
+
+def _key(label: Label) -> tuple[int, int, int]:
+    """Without the epoch, which is not known before the end of a step."""
+    return label.attempt, label.step, label.world_size
+
+
+def _right(record: Mapping[str, Any]) -> set[str]:
+    """The objects of a record after a forward pass that stand for those at the end of the step."""
+    right: list[str] = record["right"]
+    return {name for name in right if name in record["checksums"]}
+
+
+def assembled(own: Kept | None, other: Kept | None) -> tuple[Arrays, dict[str, Any]]:
+    """Local. The own arrays and notes of a rank, from the records of `Wanted`."""
+    arrays: Arrays = {}
+    notes: dict[str, Any] = {}
+    taken: set[str] = set()
+    if own is not None:
+        taken = set(own.record["checksums"]) if own.record["end"] else _right(own.record)
+    for kept in (own, other):
+        if kept is not None:
+            names = taken if kept is own else kept.record["checksums"].keys() - taken
+            arrays.update({key: array for key, array in kept.own.items() if key.partition("/")[0] in names})
+            notes.update({name: note for name, note in kept.notes.items() if name in names})
+    return arrays, notes

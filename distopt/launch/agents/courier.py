@@ -1,0 +1,224 @@
+"""Own states of the ranks of a node travel to the agent of the next node, in case that this node is lost.
+
+No rank takes part in it. A rank tells its agent that a slot has new states (`distopt.launch.heal.state_slots`). The
+agent sends what has been written last, so a link that is too slow skips steps. Small states go between the parts of
+large ones. The connection begins as all connections of a job do (`distopt.launch.gate`); then follow frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..gate import FOR_STATES, Calling, Gate, Link
+from ..heal.state_slots import HEADER, POST_AT, SENT, TO_SEND, SlotFds
+
+# The slot, whether its states have changed meanwhile, the bytes of all, where the part begins, and the bytes of that.
+_FRAME = struct.Struct("<IIQQQ")
+_PART_BYTES = 1 << 17  # most bytes of a part
+_POST = struct.Struct("<Q")
+
+
+class _Sending(NamedTuple):
+    """States of a slot that are being sent: the slot's number, its header, and its memory."""
+
+    slot: int
+    header: tuple[int, ...]
+    content: mmap.mmap
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes are to be sent."""
+        return self.header[2]
+
+
+class Sender:
+    """Sends the own states of the ranks of this agent.
+
+    Args:
+        fds: of the agent.
+        selector: waits until the connection takes more.
+    """
+
+    def __init__(self, fds: SlotFds, selector: selectors.BaseSelector) -> None:
+        self._fds = [fd for steps in fds.steps for fd in steps] + [fd for copies in fds.copies for fd in copies]
+        self._n_small = sum(map(len, fds.steps))
+        self._selector = selector
+        self._link: socket.socket | None = None
+        self._calling: Calling | None = None
+        self._rest = memoryview(b"")  # of the frame
+        self._large: tuple[_Sending, int] | None = None  # and how many of its bytes have been sent
+        self._pending: set[int] = set()
+
+    def connect(self, address: tuple[str, int], key: bytes, number: int, size: int) -> None:
+        """Connect to the next node; until then, and if that fails, nothing is sent."""
+        self.close()
+        self._calling = Calling(address, key, FOR_STATES, number, size, self._selector, self._connected)
+
+    def _connected(self, result: socket.socket | Exception) -> None:
+        self._calling = None
+        if isinstance(result, socket.socket):
+            self._link = result
+            result.setblocking(False)
+            self._selector.register(result, selectors.EVENT_READ, self._hear)
+            self._look((TO_SEND, SENT))
+            self._send()
+
+    def check_time(self) -> None:
+        """Give up a connection that takes too long."""
+        if self._calling is not None:
+            self._calling.check_time()
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        if self._calling is not None:
+            self._calling.close()
+        if self._link is not None:
+            self._selector.unregister(self._link)
+            self._link.close()
+        self._link = self._calling = self._large = None
+        self._rest = memoryview(b"")
+
+    def look(self) -> None:
+        """Look for states that are to be sent."""
+        self._look((TO_SEND,))
+        if self._pending and self._link is not None:
+            self._send()
+
+    def _look(self, posts: Sequence[int]) -> None:
+        self._pending.update(slot for slot in range(len(self._fds)) if self._header(slot)[1] in posts)
+
+    def _header(self, slot: int) -> tuple[int, ...]:
+        """The header of a slot; that of an empty slot, if its states are not valid."""
+        header = HEADER.unpack(os.pread(self._fds[slot], HEADER.size, 0).ljust(HEADER.size, b"\0"))
+        return header if header[-1] else (0,) * len(header)
+
+    def _hear(self) -> None:
+        """The next node has answered, ended, or takes more."""
+        link = self._link
+        assert link is not None
+        try:
+            if not link.recv(1):
+                raise ConnectionResetError("the other end closed the connection")
+        except BlockingIOError:
+            self._send()
+        except OSError:
+            self.close()
+
+    def _send(self) -> None:
+        """Send as much as the connection takes now."""
+        link = self._link
+        assert link is not None
+        try:
+            while self._rest or self._next_part():
+                self._rest = self._rest[link.send(self._rest) :]
+            self._selector.modify(link, selectors.EVENT_READ, self._hear)
+        except BlockingIOError:
+            self._selector.modify(link, selectors.EVENT_READ | selectors.EVENT_WRITE, self._hear)
+        except OSError:
+            self.close()
+
+    def _next_part(self) -> bool:
+        """Make the next frame, if there is one."""
+        small = [slot for slot in self._pending if slot < self._n_small]
+        if small or (self._large is None and self._pending):
+            slot = min(small or self._pending)
+            self._pending.remove(slot)
+            if (sending := self._begin(slot)) is None:
+                return self._next_part()
+            if slot >= self._n_small:
+                self._large = sending, 0
+            else:
+                self._frame(sending, 0, sending.n_bytes)
+                return True
+        if self._large is None:
+            return False
+        sending, at = self._large
+        end = min(sending.n_bytes, at + _PART_BYTES)
+        self._large = (sending, end) if end < sending.n_bytes else None
+        self._frame(sending, at, end)
+        return True
+
+    def _begin(self, slot: int) -> _Sending | None:
+        header = self._header(slot)
+        n_bytes = header[2]
+        return _Sending(slot, header, mmap.mmap(self._fds[slot], n_bytes, prot=mmap.PROT_READ)) if n_bytes else None
+
+    def _frame(self, sending: _Sending, begin: int, end: int) -> None:
+        part = sending.content[begin:end]
+        has_changed = self._header(sending.slot)[2:] != sending.header[2:]
+        self._rest = memoryview(_FRAME.pack(sending.slot, has_changed, sending.n_bytes, begin, end - begin) + part)
+        if end == sending.n_bytes and not has_changed:
+            os.pwrite(self._fds[sending.slot], _POST.pack(SENT), POST_AT)
+
+
+@dataclass
+class _Receiving:
+    """States of a slot of which some parts have come."""
+
+    content: bytearray
+    is_valid: bool = True
+
+
+class Receiver(Gate):
+    """Takes the own states of the ranks of the node before, and keeps the newest of each of their slots.
+
+    Args:
+        key: of all nodes.
+        selector: waits for the connections.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, key: bytes, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        super().__init__(key, selector)
+        self.port = int(listener.getsockname()[1])
+        self._parts: dict[tuple[int, int], _Receiving] = {}  # by node and slot
+        self._whole: dict[tuple[int, int], bytes] = {}
+        self.listen(listener)
+
+    @property
+    def states(self) -> Iterable[bytes]:
+        """The own states of ranks of other nodes."""
+        return self._whole.values()
+
+    def check_times(self) -> None:
+        """Act on timeouts."""
+        self._drop_slow_strangers()
+
+    def _refusal(self, link: Link, size: int) -> str:
+        return "" if link.purpose == FOR_STATES else "it is no agent that sends states"
+
+    def _admitted(self, link: Link) -> None:
+        """Wait for its frames."""
+
+    def _lost(self, link: Link) -> None:
+        for key in [key for key in self._parts if key[0] == link.rank]:
+            del self._parts[key]
+
+    def _take(self, link: Link) -> None:
+        while len(link.received) >= _FRAME.size:
+            slot, has_changed, n_bytes, begin, length = _FRAME.unpack_from(link.received)
+            if len(link.received) < _FRAME.size + length:
+                return
+            key = link.rank, slot
+            part = memoryview(link.received)[_FRAME.size : _FRAME.size + length]
+            if begin == 0:
+                self._parts[key] = _Receiving(bytearray(n_bytes))
+            if (states := self._parts.get(key)) is not None:
+                states.content[begin : begin + length] = part
+                states.is_valid &= not has_changed
+                if begin + length == n_bytes:
+                    del self._parts[key]
+                    if states.is_valid:
+                        self._whole[key] = bytes(states.content)
+            part.release()
+            del link.received[: _FRAME.size + length]

@@ -1,0 +1,175 @@
+"""Own states of lost ranks, put together from what ranks have written after a forward pass and at the end of a step."""
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distopt.checkpoint.adapters import Adapter, InPlace, Random
+from distopt.checkpoint.kept import Held, Kept, Label, StateSlot
+from distopt.checkpoint.live import Gifts
+from distopt.checkpoint.records import MOST_BYTES, Records, assembled, wanted_of
+
+SIZE = 3
+
+
+class Shared(InPlace):
+    """A model with one buffer that ranks do not share."""
+
+    def shared(self, names):
+        return set(names) - {"buffer"}
+
+
+class Rank:
+    """A rank that trains: numbers that are drawn depend on it, a schedule does not."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.generator = np.random.default_rng(rank)
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {"weight": np.zeros(5), "buffer": np.full(2, float(rank))}
+        self.schedule = {"rate": np.ones(1)}
+        self.adapters: dict[str, Adapter] = {
+            "model": Shared(self.arrays),
+            "noise": Random(self.generator),
+            "schedule": InPlace(self.schedule),
+        }
+        self.slots = [StateSlot(os.memfd_create("test")) for _ in range(2)]
+        self.records = Records(self.slots, rank)
+
+    def forward(self, step: int) -> None:
+        self.arrays["buffer"] += self.generator.random()
+        self.records.write(Label(0, step, -1, SIZE), self.adapters, is_end=False)
+
+    def finish(self, step: int, draws: bool = False) -> None:
+        if draws:
+            self.generator.random()
+        self.schedule["rate"] *= 0.5
+        self.records.write(Label(0, step, 2, SIZE), self.adapters, is_end=True)
+
+    def held(self) -> list[Held]:
+        return [slot.held() for slot in self.slots if slot.label]
+
+
+def trained(last: int, draws: bool = False) -> list[Rank]:
+    """Ranks that have done so many steps, but the last rank, which is lost after the forward pass of the last step."""
+    ranks = [Rank(rank) for rank in range(SIZE)]
+    for step in range(1, last + 1):
+        for rank in ranks:
+            rank.forward(step)
+            if step < last or rank is not ranks[-1]:
+                rank.finish(step, draws)
+    return ranks
+
+
+def kept_of(ranks: list[Rank], held: Held | None) -> Kept | None:
+    slots = [slot for rank in ranks for slot in rank.slots]
+    return None if held is None else Kept.read(next(slot.content() for slot in slots if slot.held() == held))
+
+
+def test_a_rank_that_is_lost_after_its_forward_pass_has_done_the_step():
+    ranks = trained(4)
+    wanted = wanted_of(Label(0, 4, 2, SIZE), {}, [each for rank in ranks for each in rank.held()], in_shards=False)
+    assert wanted is not None
+    arrays, notes = assembled(*(kept_of(ranks, held) for held in wanted[2]))
+    ranks[2].finish(4)
+    expected = Kept.read(ranks[2].slots[0].content())
+    assert notes == expected.notes
+    assert arrays.keys() == expected.own.keys() == {"model/buffer", "schedule/rate"}
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(array, expected.own[key])
+
+
+@pytest.mark.parametrize("case", ["draws later", "first step", "no forward pass", "a schedule of its own"])
+def test_states_that_cannot_be_known_are_not_made_up(case):
+    ranks = trained(1 if case == "first step" else 4, draws=case == "draws later")
+    held = [each for rank in ranks for each in rank.held()]
+    if case == "no forward pass":
+        held = [each for each in held if each.record["end"]]
+    if case == "a schedule of its own":
+        for each in held:
+            each.record["before"]["schedule"] += each.writer[0]
+    step = 1 if case == "first step" else 4
+    assert wanted_of(Label(0, step, 2, SIZE), {}, held, in_shards=False) is None
+    in_shards = wanted_of(Label(0, step, 2, SIZE), {}, held, in_shards=True)
+    assert in_shards is not None
+    assert [each.own is None for each in in_shards] == [False, False, True]
+
+
+def test_large_states_are_not_written_in_each_step():
+    rank = Rank(0)
+    rank.arrays["buffer"] = np.zeros(MOST_BYTES)
+    rank.adapters["model"] = Shared(rank.arrays)
+    rank.finish(1)
+    assert not rank.records.is_on
+    assert rank.held() == []
+
+
+@pytest.fixture
+def files() -> Iterator[list[int]]:
+    fds = [os.memfd_create("test") for _ in range(3)]
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def states(step: int) -> dict[str, np.ndarray[Any, Any]]:
+    return {f"model/{i}": np.arange(100.0 * i).reshape(-1, 10) + step for i in range(20)}
+
+
+def test_ranks_write_one_file_of_live_states_together(files):
+    label = Label(1, 7, 0, 2)
+
+    def give(place: int) -> None:
+        Gifts(files).write(label, states(7), {"model": {"a": 1}}, place)
+
+    ranks = [threading.Thread(target=give, args=(place,)) for place in (0, 10)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    gifts = Gifts(files)
+    assert [held.label for held in gifts.held(0)] == [label]
+    found = gifts.read(label)
+    assert found is not None
+    arrays, notes = found
+    assert notes == {"model": {"a": 1}}
+    for key, array in states(7).items():
+        np.testing.assert_array_equal(arrays[key], array)
+
+
+def test_a_rank_at_another_step_and_one_that_has_resumed_spare_the_file(files):
+    first = Gifts(files)
+    first.write(Label(0, 7, 0, 2), states(7), {}, 0)
+    first.write(Label(0, 8, 0, 2), states(8), {}, 0)
+    again = Gifts(files)
+    assert {held.label.step for held in again.held(0)} == {7, 8}
+    assert again.read(Label(0, 7, 0, 2)) is not None
+    for step in (7, 8):
+        again.write(Label(1, step, 0, 2), states(step), {}, 0)
+        assert again.read(Label(0, 7, 0, 2)) is not None
+
+
+class KilledError(Exception):
+    """The end of a writer."""
+
+
+def test_a_file_that_its_writers_have_not_finished_does_not_count(files, monkeypatch):
+    writes = []
+
+    def pwrite(fd: int, content: bytes, at: int) -> int:
+        writes.append(at)
+        if len(writes) == 20:
+            raise KilledError
+        return real(fd, content, at)
+
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(KilledError):
+        Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 0)
+    monkeypatch.undo()
+    assert Gifts(files).held(0) == []
+    Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 5)  # another rank writes the rest
+    assert [held.label.step for held in Gifts(files).held(0)] == [7]
