@@ -170,7 +170,6 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         timeout=args.rdzv_timeout,
         watch=args.watch,
         workers=args.workers,
-        script=(*(["-m"] if args.module else []), args.script, *args.arguments),
     )
 
 

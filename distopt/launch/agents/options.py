@@ -27,7 +27,6 @@ class RunOptions:
         timeout: seconds that the nodes have to join.
         watch: what to show once a second of each rank: nothing, "table" or "json".
         workers: what has a world of its own: "node", "rank", or nothing.
-        script: the words that start a rank, as on the command line.
     """
 
     program: tuple[str, ...]
@@ -46,7 +45,6 @@ class RunOptions:
     timeout: float = 300.0
     watch: str = ""
     workers: str = ""
-    script: tuple[str, ...] = ()
 
     @property
     def endpoint(self) -> str:

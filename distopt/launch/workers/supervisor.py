@@ -66,7 +66,7 @@ class _Worker:
         words = [sys.executable, "-m", "distopt", "run", "--heal", "--nproc-per-node", str(ranks)]
         if options.log_dir is not None:
             words += ["--log-dir", str(options.log_dir / f"worker_{place}")]
-        self._command, self._env = [*words, *options.script], env
+        self._command, self._env = [*words, *options.program[1:]], env
         self.start()
 
     def start(self) -> None:
