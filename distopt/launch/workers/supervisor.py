@@ -106,7 +106,7 @@ class _Supervisor:
         self._options, self._caught, self._selector = options, caught, selector
         secret = Settings.from_env().job_secret
         self._key = hashlib.sha256(f"distopt run --workers {json.dumps(options.run_id)} {secret}".encode()).digest()
-        if options.nodes == 1:  # nobody else is to come
+        if options.nodes == 1:  # no other node is to come
             self._key = os.urandom(32)
         self._workers: list[_Worker] = []
         self._service: Service | None = None
