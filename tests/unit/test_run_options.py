@@ -20,7 +20,8 @@ def parse(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
         monkeypatch.delenv(name)
     seen = []
-    monkeypatch.setattr("distopt.launch.agents.agent.run", lambda options: seen.append(options) or 0)
+    for module in ("agents.agent", "workers.supervisor"):
+        monkeypatch.setattr(f"distopt.launch.{module}.run", lambda options: seen.append(options) or 0)
 
     def parse(line):
         assert cli.main(["run", *line.split()]) == 0
