@@ -331,7 +331,7 @@ class Membership:
             self.epoch, self._of_epoch = self.epoch + 1, numbers
         self._trial = Trial(wanted, self._trials, taking)
         order = {"do": "members", "average": wanted, "trial": self._trials, "epoch": self.epoch, "members": numbers}
-        order |= {"counting": [worker.number for worker in ready], "steps": max(worker.steps for worker in ready)}
+        order |= {"counting": sorted(worker.number for worker in ready), "steps": max(worker.steps for worker in ready)}
         for worker in taking:
             worker.send(order)
 
