@@ -123,7 +123,7 @@ def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path,
     try:
         job.wait_for(STEP.format(0), 3)
         other = Job([*command, "--sync-every", "6", "--averages", "5000"])
-        assert other.agents[0].wait(LIMIT_SECONDS) == 2
+        assert other.agents[0].wait(LIMIT_SECONDS) == 1
         other.kill()
         assert any("has sync_every 6, the members have 5" in line for line in other.lines), other.lines
         job.wait_for("refused: .* has sync_every 6, the members have 5")
