@@ -186,7 +186,6 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         alone=args.alone,
         watch=args.watch,
         workers=args.workers,
-        script=(*(["-m"] if args.module else []), args.script, *args.arguments),
     )
 
 

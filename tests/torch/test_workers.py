@@ -113,3 +113,20 @@ def test_workers_are_refused_without_their_options(digits: Path, launch: list[st
     job.agents[0].wait(LIMIT_SECONDS)
     job.kill()
     assert any(text in line for line in job.lines), job.lines
+
+
+@pytest.mark.slow
+def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path, port: int) -> None:
+    meet = ["--workers", "node", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
+    job = Job([*command, "--sync-every", "5", "--averages", "5000"])
+    try:
+        job.wait_for(STEP.format(0), 3)
+        other = Job([*command, "--sync-every", "6", "--averages", "5000"])
+        assert other.agents[0].wait(LIMIT_SECONDS) == 1
+        other.kill()
+        assert any("has sync_every 6, the members have 5" in line for line in other.lines), other.lines
+        job.wait_for("refused: .* has sync_every 6, the members have 5")
+        job.wait_for(STEP.format(0), len(steps_of(job, 0)) + 2)
+    finally:
+        job.kill()

@@ -20,7 +20,8 @@ def parse(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
         monkeypatch.delenv(name)
     seen = []
-    monkeypatch.setattr("distopt.launch.agents.agent.run", lambda options: seen.append(options) or 0)
+    for module in ("agents.agent", "workers.supervisor"):
+        monkeypatch.setattr(f"distopt.launch.{module}.run", lambda options: seen.append(options) or 0)
 
     def parse(line):
         assert cli.main(["run", *line.split()]) == 0
@@ -55,6 +56,10 @@ def program(*words):
                 port=29400,
                 heal=True,
             ),
+        ),
+        (
+            "--heal --workers node --nnodes 1:8 --rdzv-endpoint a train.py",
+            RunOptions(program("train.py"), nodes=8, spare_nodes=7, host="a", port=29400, heal=True, workers="node"),
         ),
         (
             "--master-port 1234 --log-dir logs train.py",
@@ -98,6 +103,9 @@ def test_ranks_per_core(parse):
         ("--nproc-per-node gpu train.py", "'gpu' is not counted here"),
         ("--nproc-per-node 1_0 train.py", "'1_0' is not a whole number"),
         ("--nnodes 1:4 --rdzv-endpoint a train.py", "a range of nodes or ranks needs --heal"),
+        ("--workers rank train.py", "--workers needs --heal"),
+        ("--heal --workers rank --watch train.py", "--watch shows the ranks of one job"),
+        ("--heal --workers host train.py", "invalid choice: 'host'"),
         ("--nproc-per-node 1:2 --max-restarts 3 train.py", "a range of nodes or ranks needs --heal"),
         ("--nnodes 4:1 train.py", "'4:1' is no range; give the smaller number first"),
         ("--nnodes 1: train.py", "'' is not a whole number"),

@@ -167,14 +167,19 @@ class UcxCommunicator(NetCommunicator):
         return communicator_over_ucx(job, job.endpoint)
 
 
-def communicator_over_ucx(job: Peers, endpoint: str = "", settings: Settings | None = None) -> NetCommunicator:
+def communicator_over_ucx(
+    job: Peers, endpoint: str = "", settings: Settings | None = None, *, alone: bool = False
+) -> NetCommunicator:
     """Collective. The communicator of a job of several hosts, which sums by host where each has as many ranks.
 
     Args:
         job: the job.
         endpoint: see `UcxNetwork`.
         settings: see `NetCommunicator`.
+        alone: see `UcxNetwork`; its ranks then share no memory.
     """
+    if alone:
+        return UcxCommunicator(job, UcxNetwork(job, endpoint, alone=True), settings)
     sizes = set(map(len, job.ranks_of_hosts))
     kind = HierarchicalCommunicator if len(sizes) == 1 and sizes != {1} else UcxCommunicator
     return kind(job, UcxNetwork(job, endpoint), settings)

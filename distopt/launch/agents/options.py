@@ -29,7 +29,6 @@ class RunOptions:
         alone: whether a job that heals goes on where less than half of its nodes can be reached.
         watch: what to show once a second of each rank: nothing, "table" or "json".
         workers: what has a world of its own: "node", "rank", or nothing.
-        script: the words that start a rank, as on the command line.
     """
 
     program: tuple[str, ...]
@@ -50,7 +49,6 @@ class RunOptions:
     alone: bool = False
     watch: str = ""
     workers: str = ""
-    script: tuple[str, ...] = ()
 
     @property
     def endpoint(self) -> str:

@@ -12,6 +12,7 @@ talks to it (`client`), in lines of JSON. Messages of a worker have the key "say
 - `ready`: it has a change for an average ("average"), after so many steps;
 - `averaged`, `failed`: it has the result of a try ("average", "trial"), or its collective has failed;
 - `ask`: a request to the values by which the members of a trial meet ("epoch", "content", see `distopt.launch.keys`);
+- `member`: it has connected again, and holds an average, which has counted by a trial ("average", "of");
 - `done`: it holds the last average of the training; `bye`: it leaves; `beat`: it is alive.
 
 Messages of the service have the key "do":
@@ -23,5 +24,5 @@ Messages of the service have the key "do":
 - `members`: the workers of a trial ("average", "trial", "members", "counting"), and the number of their communicator
   ("epoch"); `abort`: the trial has ended without a result; `commit`: the average counts;
 - `late`: an average has counted without this worker;
-- `values`: the answer to `ask`; `leave`: nobody needs this worker's states any more; `beat`: the service is alive.
+- `values`: the answer to `ask`; `leave`: no worker is left that lacks the last average; `beat`: the service is alive.
 """

@@ -91,7 +91,7 @@ class Membership:
 
     Attributes:
         workers: those that have a connection, by number.
-        counted: the last average that counts; None: nobody holds states yet.
+        counted: the last average that counts; None: no worker has states yet.
         epoch: number of the communicator of the current members.
         finished: whether the training has ended.
     """
@@ -248,7 +248,7 @@ class Membership:
             member.send({"do": "abort", "trial": trial.number})  # type: ignore[union-attr]
 
     def _found(self, now: float) -> None:
-        """Begin with the states of one worker, where nobody holds those of the last average that counts."""
+        """Begin with the states of one worker, where none holds those of the last average that counts."""
         holders = [worker for worker in self.workers.values() if now < worker.heard + _AWAY_SECONDS]
         if any(self._holds_last(worker) for worker in holders):
             return
@@ -308,7 +308,7 @@ class Membership:
         living, wanted = self._living(), self.counted + 1
         members = [worker for worker in living if worker.phase == "member"]
         ready = [worker for worker in members if worker.wants == wanted and self._holds_last(worker)]
-        # One that was left out is ready at once, and must hurry nobody.
+        # A worker that was left out is ready at once; the average need not hurry for that.
         punctual = [worker for worker in members if not worker.is_late]
         if 2 * sum(worker in ready for worker in punctual) < len(punctual):
             self._ready_since = None
@@ -331,7 +331,7 @@ class Membership:
             self.epoch, self._of_epoch = self.epoch + 1, numbers
         self._trial = Trial(wanted, self._trials, taking)
         order = {"do": "members", "average": wanted, "trial": self._trials, "epoch": self.epoch, "members": numbers}
-        order |= {"counting": [worker.number for worker in ready], "steps": max(worker.steps for worker in ready)}
+        order |= {"counting": sorted(worker.number for worker in ready), "steps": max(worker.steps for worker in ready)}
         for worker in taking:
             worker.send(order)
 

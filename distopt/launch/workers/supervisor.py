@@ -66,7 +66,7 @@ class _Worker:
         words = [sys.executable, "-m", "distopt", "run", "--heal", "--nproc-per-node", str(ranks)]
         if options.log_dir is not None:
             words += ["--log-dir", str(options.log_dir / f"worker_{place}")]
-        self._command, self._env = [*words, *options.script], env
+        self._command, self._env = [*words, *options.program[1:]], env
         self.start()
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class _Supervisor:
         self._options, self._caught, self._selector = options, caught, selector
         secret = Settings.from_env().job_secret
         self._key = hashlib.sha256(f"distopt run --workers {json.dumps(options.run_id)} {secret}".encode()).digest()
-        if options.nodes == 1:  # nobody else is to come
+        if options.nodes == 1:  # no other node is to come
             self._key = os.urandom(32)
         self._workers: list[_Worker] = []
         self._service: Service | None = None

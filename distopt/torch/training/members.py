@@ -19,7 +19,7 @@ import torch
 from ...codecs import BadGradient
 from ...comm import Communicator
 from ...comm.net.communicator import NetCommunicator
-from ...comm.net.ucx import UcxCommunicator, UcxNetwork
+from ...comm.net.ucx import communicator_over_ucx
 from ...comm.single import SingleCommunicator
 from ...errors import CommunicatorError, LaunchError, MismatchError
 from ...launch.workers.client import Copy, WorkersClient
@@ -242,13 +242,11 @@ class Members:
             return self._communicator
         self._retire()
         seconds, members = self._settings.timeout, order["members"]
+        job = MembersJob(self._client, order["epoch"], members, seconds)
         if len(members) == 1:
-            job = MembersJob(self._client, order["epoch"], members, seconds)
             self._communicator = SingleCommunicator(job.topology)
         else:
-            job = MembersJob(self._client, order["epoch"], members, seconds)
-            network = UcxNetwork(job, self._client.place.host, alone=True)
-            self._communicator = UcxCommunicator(job, network, self._settings)
+            self._communicator = communicator_over_ucx(job, self._client.place.host, self._settings, alone=True)
         self._epoch = order["epoch"]
         if self._client.trial is None:
             raise LaunchError("the trial has been aborted")
