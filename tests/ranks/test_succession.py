@@ -1,4 +1,4 @@
-"""`distopt run --heal` whose owner is lost: the other nodes go on if they are enough, wait otherwise, and take it back."""
+"""`distopt run --heal` whose owner is lost: the other nodes go on if they are enough, and wait otherwise."""
 
 import os
 import signal

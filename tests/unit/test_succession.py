@@ -147,9 +147,7 @@ class Net:
         agent = self.agents[number]
         if target is not None and (agent is None or (target[0] != "@" and agent.state.me != target)):
             if self.reaches(number, sender.number):  # its host refuses connections
-                sender.inbox.append(
-                    (at, lambda: sender.state.unreachable(target, self.now, is_refused=True), None)
-                )
+                sender.inbox.append((at, lambda: sender.state.unreachable(target, self.now, is_refused=True), None))
         elif agent is not None:
             agent.inbox.append((at, message, sender.number))
 
@@ -307,7 +305,10 @@ def test_a_cut_in_one_direction():
 
 def disturb(net, count):
     numbers = net.numbers
-    kind, number = numbers.choice(["kill", "start", "freeze", "cut", "way", "mend", "slow", "lossy"]), numbers.randrange(count)
+    kind, number = (
+        numbers.choice(["kill", "start", "freeze", "cut", "way", "mend", "slow", "lossy"]),
+        numbers.randrange(count),
+    )
     if kind == "kill":
         net.kill(number)
     elif kind == "start":

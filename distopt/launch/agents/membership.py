@@ -142,6 +142,10 @@ class Membership:
         """Whether it gives no sign of life."""
         return self.state.is_silent(node.id, time.monotonic())
 
+    def decides(self) -> bool:
+        """Whether this agent still does: enough members are present."""
+        return self.state.decides(time.monotonic())
+
     def close(self) -> None:
         """Leave the job."""
         self._peers.close()
@@ -204,8 +208,8 @@ class Membership:
         reached, ids = self.state.reached(), members.groups[-1].ids
         names = ", ".join(f"{members.info[each]['host']} (pid {members.info[each]['pid']})" for each in reached)
         return (
-            f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or half "
-            "with the owner, since the others may go on elsewhere; with --alone these would go on"
+            f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or "
+            "half with the owner, since the others may go on elsewhere; with --alone these would go on"
         )
 
 
@@ -220,4 +224,3 @@ def listen_somewhere() -> Any:
     if listener is None:
         raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
     return listener
-

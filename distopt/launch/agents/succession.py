@@ -147,7 +147,8 @@ class Succession:
         self.members = self._first = Members((0, 0), (Group(hosts[0], hosts),))
         self._hosts = [each for each in hosts if each != f"@{host}"]
         self._remembered = Members.from_json(memory["members"]) if memory and memory["members"] else None
-        self.term, self._voted = (memory["term"], memory["voted"]) if memory else (0, "")
+        self.term = int(memory["term"]) if memory else 0
+        self._voted = str(memory["voted"]) if memory else ""
         self.is_owner = self.is_solo = False
         self.lead: Message | None = None
         self.port = 0
@@ -180,6 +181,10 @@ class Succession:
         """Whether another agent decides, and is heard."""
         return not self.is_owner and not self._is_in_doubt and self._hears_owner(now)
 
+    def decides(self, now: float) -> bool:
+        """Whether enough members of this owner are present."""
+        return self.is_owner and (self.members.is_fresh or self.members.have_quorum(self._present(now)))
+
     def leader(self) -> str:
         """The id of the owner that is heard, or was last; empty: none."""
         return self.me if self.is_owner else self._owner
@@ -191,7 +196,7 @@ class Succession:
             self._excused |= dict.fromkeys(self._present(self._looked) - {self.me}, now + 1.0)
         self._looked = now
         if self.is_owner:
-            if not self.members.is_fresh and not self.members.have_quorum(self._present(now)):
+            if not self.decides(now):
                 if not self._is_alone:
                     self._step_down(now)
                     return
@@ -344,7 +349,7 @@ class Succession:
             self._forget_owner()
         is_led = self._hears_owner(now)
         if self.is_owner:
-            is_led = self.members.is_fresh or self.is_solo or self.members.have_quorum(self._present(now))
+            is_led = self.is_solo or self.decides(now)
         granted = not is_led and version >= self.members.version
         granted &= term > self.term or (not message["pre"] and term == self.term and self._voted in ("", sender))
         if granted and not message["pre"]:
