@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from distopt.launch.agents.succession import Group, Members, Succession
+from distopt.launch.agents.succession import ELECTION_SECONDS, Group, Members, Succession
 
 STEP = 0.02
 SETTLE_SECONDS = 8.0  # of an undisturbed network, until one owner has all
@@ -72,7 +72,9 @@ class Agent:
             if ended and reached:
                 state.link_lost(net.now)
                 self.leave()
-            elif state.leader() not in ("", agent.state.me) or (net.now > since + 1.5 and not state.is_led(net.now)):
+            elif state.leader() not in ("", agent.state.me) or (
+                net.now > since + ELECTION_SECONDS and not state.is_led(net.now)
+            ):
                 self.leave()
         elif state.lead is not None:
             owner = net.where.get(state.lead["id"])
@@ -182,7 +184,7 @@ class Net:
                 # Of one term, there is one owner: another has been elected by the same voters.
                 assert self.owners.setdefault(agent.state.term, agent.state.me) == agent.state.me
         # One that has been frozen ends its ranks soon after.
-        awake = [agent for agent in live if agent.running and self.now > max(agent.frozen_until, agent.woke) + 2.3]
+        awake = [agent for agent in live if agent.running and self.now > max(agent.frozen_until, agent.woke) + 2.7]
         assert len(awake) < 2 or self.alone, [(agent.number, agent.state.term, agent.running) for agent in awake]
 
     def settled(self):

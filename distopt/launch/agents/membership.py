@@ -50,6 +50,8 @@ class Membership:
         self._places = {f"@{number}": place for number, place in enumerate(options.places)}
         self._complaints: dict[str, Complaint] = {}  # of the endpoints, until any agent has answered
         said = self._memory.said
+        for agent, info in said["members"]["info"].items() if said and said["members"] else ():
+            self._places[agent] = info["address"], info["peer"]
         self.host = self._own_host()
         self.state = Succession(
             said["me"] if said else os.urandom(6).hex(),
