@@ -62,6 +62,18 @@ def program(*words):
             RunOptions(program("train.py"), nodes=8, spare_nodes=7, host="a", port=29400, heal=True, workers="node"),
         ),
         (
+            "--heal --alone --nnodes 3 --rdzv-endpoint a:1,b,[fe80::1]:29401 train.py",
+            RunOptions(
+                program("train.py"),
+                nodes=3,
+                host="a",
+                port=1,
+                more_places=(("b", 29401), ("fe80::1", 29401)),
+                heal=True,
+                alone=True,
+            ),
+        ),
+        (
             "--master-port 1234 --log-dir logs train.py",
             RunOptions(program("train.py"), port=1234, log_dir=Path("logs")),
         ),
@@ -113,6 +125,9 @@ def test_ranks_per_core(parse):
         ("--heal --nnodes 1:2 train.py", "--nnodes 2 needs --rdzv-endpoint"),
         ("--heal --nnodes 1:2 --node-rank 0 --rdzv-endpoint a train.py", "leave --node-rank out"),
         ("--heal --nnodes 1:2 --node-rank 0 --master-addr a train.py", "leave --node-rank out"),
+        ("--alone train.py", "--alone is for jobs that heal"),
+        ("--nnodes 2 --rdzv-endpoint a,b train.py", "several hosts in --rdzv-endpoint need --heal"),
+        ("--heal --nnodes 2 --rdzv-endpoint a,b,a train.py", "names a host twice"),
         ("--nnodes 2 train.py", "--nnodes 2 needs --rdzv-endpoint"),
         ("--nnodes 2 --standalone --rdzv-endpoint a train.py", "--standalone is for one node"),
         ("--nnodes 2 --rdzv-endpoint a:b train.py", "'b' is not a whole number"),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from distopt.launch.agents.succession import Group, Members, Succession
+from distopt.launch.agents.succession import ELECTION_SECONDS, Group, Members, Succession
 
 STEP = 0.02
 SETTLE_SECONDS = 8.0  # of an undisturbed network, until one owner has all
@@ -72,7 +72,9 @@ class Agent:
             if ended and reached:
                 state.link_lost(net.now)
                 self.leave()
-            elif state.leader() not in ("", agent.state.me) or (net.now > since + 1.5 and not state.is_led(net.now)):
+            elif state.leader() not in ("", agent.state.me) or (
+                net.now > since + ELECTION_SECONDS and not state.is_led(net.now)
+            ):
                 self.leave()
         elif state.lead is not None:
             owner = net.where.get(state.lead["id"])
@@ -147,9 +149,7 @@ class Net:
         agent = self.agents[number]
         if target is not None and (agent is None or (target[0] != "@" and agent.state.me != target)):
             if self.reaches(number, sender.number):  # its host refuses connections
-                sender.inbox.append(
-                    (at, lambda: sender.state.unreachable(target, self.now, is_refused=True), None)
-                )
+                sender.inbox.append((at, lambda: sender.state.unreachable(target, self.now, is_refused=True), None))
         elif agent is not None:
             agent.inbox.append((at, message, sender.number))
 
@@ -184,7 +184,7 @@ class Net:
                 # Of one term, there is one owner: another has been elected by the same voters.
                 assert self.owners.setdefault(agent.state.term, agent.state.me) == agent.state.me
         # One that has been frozen ends its ranks soon after.
-        awake = [agent for agent in live if agent.running and self.now > max(agent.frozen_until, agent.woke) + 2.3]
+        awake = [agent for agent in live if agent.running and self.now > max(agent.frozen_until, agent.woke) + 2.7]
         assert len(awake) < 2 or self.alone, [(agent.number, agent.state.term, agent.running) for agent in awake]
 
     def settled(self):
@@ -307,7 +307,10 @@ def test_a_cut_in_one_direction():
 
 def disturb(net, count):
     numbers = net.numbers
-    kind, number = numbers.choice(["kill", "start", "freeze", "cut", "way", "mend", "slow", "lossy"]), numbers.randrange(count)
+    kind, number = (
+        numbers.choice(["kill", "start", "freeze", "cut", "way", "mend", "slow", "lossy"]),
+        numbers.randrange(count),
+    )
     if kind == "kill":
         net.kill(number)
     elif kind == "start":

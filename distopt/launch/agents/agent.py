@@ -202,7 +202,9 @@ class _Agent:
             self._print(str(error))
             self._code = 1
         if isinstance(owner, Owner) and not (state.is_owner and state.term == self._term):
-            self._leave(owner, f"{self._me.name} decides no longer: it cannot reach enough of the other nodes, or another does")
+            self._leave(
+                owner, f"{self._me.name} decides no longer: it cannot reach enough of the other nodes, or another does"
+            )
         elif isinstance(owner, RemoteOwner) and (owner.lost or membership.is_lost(owner.agent, owner.since)):
             if owner.lost:
                 state.link_lost(time.monotonic())
@@ -216,9 +218,7 @@ class _Agent:
         elif self._owner is None and (lead := state.lead) is not None:
             options, address = self._options, (lead["address"], lead["port"])
             done = partial(self._called, lead["id"])
-            self._calling = Calling(
-                address, self._key, FOR_AGENT, self._me.wanted, options.nodes, self._selector, done
-            )
+            self._calling = Calling(address, self._key, FOR_AGENT, self._me.wanted, options.nodes, self._selector, done)
 
     def _leave(self, owner: Owner | RemoteOwner, text: str) -> None:
         """Obey this owner no longer, and end the ranks that it has started."""

@@ -50,6 +50,8 @@ class Membership:
         self._places = {f"@{number}": place for number, place in enumerate(options.places)}
         self._complaints: dict[str, Complaint] = {}  # of the endpoints, until any agent has answered
         said = self._memory.said
+        for agent, info in said["members"]["info"].items() if said and said["members"] else ():
+            self._places[agent] = info["address"], info["peer"]
         self.host = self._own_host()
         self.state = Succession(
             said["me"] if said else os.urandom(6).hex(),
@@ -142,6 +144,10 @@ class Membership:
         """Whether it gives no sign of life."""
         return self.state.is_silent(node.id, time.monotonic())
 
+    def decides(self) -> bool:
+        """Whether this agent still does: enough members are present."""
+        return self.state.decides(time.monotonic())
+
     def close(self) -> None:
         """Leave the job."""
         self._peers.close()
@@ -204,8 +210,8 @@ class Membership:
         reached, ids = self.state.reached(), members.groups[-1].ids
         names = ", ".join(f"{members.info[each]['host']} (pid {members.info[each]['pid']})" for each in reached)
         return (
-            f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or half "
-            "with the owner, since the others may go on elsewhere; with --alone these would go on"
+            f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or "
+            "half with the owner, since the others may go on elsewhere; with --alone these would go on"
         )
 
 
@@ -220,4 +226,3 @@ def listen_somewhere() -> Any:
     if listener is None:
         raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
     return listener
-

@@ -1,6 +1,6 @@
 """A file by which an agent that starts anew, after SIGKILL, takes the place of the former one in its job.
 
-Raft asks its servers to keep term, vote and log on stable storage; this is the same for `distopt.launch.agents.succession`.
+Raft asks its servers to keep term, vote and log on stable storage: so does `distopt.launch.agents.succession`.
 The process that has the file holds a lock on it, so that another knows that the former one has ended. A file that is
 older than the others would wait for this node, or than the last boot, counts for nothing: an agent without memory is
 just another one. An agent that leaves on the owner's order removes it.

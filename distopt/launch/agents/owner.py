@@ -200,7 +200,8 @@ class Owner(KeyGate):
         text = f"{former.name}, which decides, could not reach enough of the other nodes"
         if former is not self._own:
             self._former = former
-            text = f"the node that owned the job, {former.name}, has ended or cannot be reached; {self._own.name} has taken its place"
+            lost = f"the node that owned the job, {former.name}, has ended or cannot be reached"
+            text = f"{lost}; {self._own.name} has taken its place"
         rank = self._nodes.first_rank(former)
         self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
 
@@ -365,8 +366,9 @@ class Owner(KeyGate):
             "salt": self._salt,
             "address": self._nodes[0].address,
             "port": self._nodes[0].port,
-            **({"endpoint": f"{self._own.address}:{self.membership.state.port}"} if self.membership is not None else {}),
         }
+        if self.membership is not None:
+            common["endpoint"] = f"{self._own.address}:{self.membership.state.port}"
         for node in self._nodes:
             node.ended = False
         for node, following in zip(list(self._nodes), [*self._nodes[1:], self._nodes[0]], strict=True):
@@ -405,7 +407,8 @@ class Owner(KeyGate):
         if self._options.heal:
             node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
             cure = _WAITING
-            if (left := self._nodes.n_present) >= self._nodes.least:
+            decides = self.membership is None or self.membership.decides()
+            if (left := self._nodes.n_present) >= self._nodes.least and decides:
                 cure = f"continuing with {left} of {self._nodes.most} nodes"
             self._warn(f"{failure.text}; {cure}")
         self._end()

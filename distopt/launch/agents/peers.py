@@ -73,8 +73,10 @@ class Peers(Gate):
 
     def close(self) -> None:
         """Close all connections; idempotent."""
-        for each in (*self._callings.values(), *self._out.values()):
-            each.close()
+        for calling in self._callings.values():
+            calling.close()
+        for out in self._out.values():
+            out.close()
         self._callings, self._out = {}, {}
         super().close()
 
@@ -164,4 +166,3 @@ class _Outgoing:
             part = b""
         if not part and self._link.fileno() >= 0:
             self._end()
-

@@ -48,8 +48,8 @@ class Complaint:
         fact = getattr(error, "strerror", None) or "no answer"
         if isinstance(error, socket.gaierror):
             return (
-                f"the host of the endpoint {self._endpoint} cannot be found: {fact}; give a name or an address that all "
-                "nodes can reach"
+                f"the host of the endpoint {self._endpoint} cannot be found: {fact}; give a name or an address that "
+                "all nodes can reach"
             )
         self._foreign_since = min(self._foreign_since, now) if isinstance(error, StrangerError) else float("inf")
         if now > self._foreign_since + _FOREIGN_SECONDS:
@@ -91,9 +91,7 @@ class Caller:
             LaunchError: it refuses this node, or it is in vain to call again.
         """
         try:
-            return call(
-                self._options.places[0], self._key, FOR_AGENT, self._wanted, self._options.nodes, self._clock
-            )
+            return call(self._options.places[0], self._key, FOR_AGENT, self._wanted, self._options.nodes, self._clock)
         except (RefusedError, OSError) as error:
             self._complaint.take(error)
             if self._complaint.text:

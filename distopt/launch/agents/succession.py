@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BEAT_SECONDS = 0.3  # between two signs of life of an owner
-SILENT_SECONDS = 1.2  # then an agent without an echo counts as cut off
-ELECTION_SECONDS = 1.5  # then a member without a sign of life of its owner may vote for another
+SILENT_SECONDS = 1.5  # then an agent without an echo counts as cut off
+ELECTION_SECONDS = 1.8  # then a member without a sign of life of its owner may vote for another
 _ASK_SECONDS = 0.3, 0.6  # between two rounds of questions, at random
 _DOUBT_SECONDS = 0.1, 0.2  # the same, while it is not certain that the owner is lost
 _TURN_SECONDS = 0.1  # each member stands for so long after the one before in the list
@@ -75,12 +75,14 @@ class Members:
         groups: each must agree to what is decided; several until those before have accepted the last one.
         info: of each member, by id.
         job: of the job.
+        origin: which first owner began it; agents of another job are strangers.
     """
 
     version: Version
     groups: tuple[Group, ...]
     info: dict[str, Message] = field(default_factory=dict)
     job: Message = field(default_factory=dict)
+    origin: str = ""
 
     @property
     def is_fresh(self) -> bool:
@@ -94,14 +96,14 @@ class Members:
     def to_json(self) -> Message:
         """As a part of a message."""
         groups = [[group.owner, *group.ids] for group in self.groups]
-        return {"version": self.version, "groups": groups, "info": self.info, "job": self.job}
+        return {"version": self.version, "groups": groups, "info": self.info, "job": self.job, "origin": self.origin}
 
     @classmethod
     def from_json(cls, said: Message) -> Members:
         """The inverse of `to_json`."""
         term, number = said["version"]
         groups = tuple(Group(owner, tuple(ids)) for owner, *ids in said["groups"])
-        return cls((term, number), groups, said["info"], said["job"])
+        return cls((term, number), groups, said["info"], said["job"], said["origin"])
 
 
 class Succession:
@@ -147,7 +149,8 @@ class Succession:
         self.members = self._first = Members((0, 0), (Group(hosts[0], hosts),))
         self._hosts = [each for each in hosts if each != f"@{host}"]
         self._remembered = Members.from_json(memory["members"]) if memory and memory["members"] else None
-        self.term, self._voted = (memory["term"], memory["voted"]) if memory else (0, "")
+        self.term = int(memory["term"]) if memory else 0
+        self._voted = str(memory["voted"]) if memory else ""
         self.is_owner = self.is_solo = False
         self.lead: Message | None = None
         self.port = 0
@@ -180,6 +183,10 @@ class Succession:
         """Whether another agent decides, and is heard."""
         return not self.is_owner and not self._is_in_doubt and self._hears_owner(now)
 
+    def decides(self, now: float) -> bool:
+        """Whether enough members of this owner are present."""
+        return self.is_owner and (self.members.is_fresh or self.members.have_quorum(self._present(now)))
+
     def leader(self) -> str:
         """The id of the owner that is heard, or was last; empty: none."""
         return self.me if self.is_owner else self._owner
@@ -191,7 +198,7 @@ class Succession:
             self._excused |= dict.fromkeys(self._present(self._looked) - {self.me}, now + 1.0)
         self._looked = now
         if self.is_owner:
-            if not self.members.is_fresh and not self.members.have_quorum(self._present(now)):
+            if not self.decides(now):
                 if not self._is_alone:
                     self._step_down(now)
                     return
@@ -315,7 +322,8 @@ class Succession:
         version = self.members.version
         targets = {**self.members.info, **(self._remembered.info if self._remembered else {})}
         for target in (*self._hosts, *(each for each in targets if each != self.me)):
-            self._send(target, self._signed("ask", pre=is_pre, term=term, version=version, round=self._round))
+            content = {"term": term, "version": version, "origin": self.members.origin, "round": self._round}
+            self._send(target, self._signed("ask", pre=is_pre, **content))
         self._count(now)
 
     def _count(self, now: float) -> None:
@@ -339,13 +347,14 @@ class Succession:
     def _on_ask(self, message: Message, now: float) -> Message:
         sender, term, version = message["from"], message["term"], tuple(message["version"])
         if version > (0, 0):
-            self._met_a_member(version, now)
+            self._met_a_member(version, message["origin"], now)
         if sender == self._owner:  # it no longer owns
             self._forget_owner()
         is_led = self._hears_owner(now)
         if self.is_owner:
-            is_led = self.members.is_fresh or self.is_solo or self.members.have_quorum(self._present(now))
+            is_led = self.is_solo or self.decides(now)
         granted = not is_led and version >= self.members.version
+        granted &= self.members.is_fresh or message["origin"] == self.members.origin
         granted &= term > self.term or (not message["pre"] and term == self.term and self._voted in ("", sender))
         if granted and not message["pre"]:
             if self.is_owner:
@@ -362,6 +371,7 @@ class Succession:
             granted=granted,
             term=self.term,
             version=self.members.version,
+            origin=self.members.origin,
             host=self._host,
             lead=self._hint(now),
         )
@@ -375,16 +385,16 @@ class Succession:
         if message["lead"] is not None:
             self._found(message["lead"], now)
         elif tuple(message["version"]) > (0, 0):
-            self._met_a_member(tuple(message["version"]), now)
+            self._met_a_member(tuple(message["version"]), message["origin"], now)
         if message["granted"] and (message["round"], message["pre"]) == (self._round, self._is_pre):
             self._grants |= {message["from"], f"@{message['host']}"}
             self._count(now)
 
-    def _met_a_member(self, version: Version, now: float) -> None:
+    def _met_a_member(self, version: Version, origin: str, now: float) -> None:
         """A job lives: a fresh agent takes the place of its former process in it, or begins no other."""
         if not self.members.is_fresh:
             return
-        if self._remembered is not None:
+        if self._remembered is not None and self._remembered.origin == origin:
             self.members, self._remembered = self._remembered, None
         elif not self._is_fixed:
             self._blocked_until = now + _BLOCKED_SECONDS
@@ -527,7 +537,8 @@ class Succession:
 
     def _renew(self, groups: tuple[Group, ...], info: dict[str, Message], job: Message) -> None:
         _, number = self.members.version
-        self.members = Members((self.term, number + 1), groups, info, job)
+        origin = self.members.origin or f"{self.me} {self.term}"
+        self.members = Members((self.term, number + 1), groups, info, job, origin)
         self._remembered = None
         self._remember()
 
