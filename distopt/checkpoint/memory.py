@@ -128,7 +128,7 @@ class Memory:
         self._safe: StateSlot | None = None  # with those that it has sent, on all nodes
         self._adapters: Mapping[str, Adapter] = {}
         self._resumed_every = 0  # the interval of copies, if the job has resumed from one
-        self._is_new = True  # no step has been done by this process
+        self._first_step, self._has_told = 0, False  # that this process has done, and whether the agent knows
         self._step = 0
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -264,9 +264,10 @@ class Memory:
 
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
-        if self._is_new and self._rank == 0:
-            supervisor.send("stepped", step=step, every=self._resumed_every)
-        self._is_new = False
+        if not self._first_step:
+            self._first_step = step
+        elif not self._has_told:
+            self._tell_step()
         for slot in self._own:
             slot.count(step)
         self._steps += 1
@@ -296,6 +297,8 @@ class Memory:
         if post == TO_SEND:
             self._under_way = slot
             supervisor.send("kept")
+        if not self._has_told and self._first_step:
+            self._tell_step()
         self._n_copies += 1
         self._left = self._every
         self._seconds += time.perf_counter() - begin
@@ -308,6 +311,12 @@ class Memory:
             if self._n_copies >= _FIRST_PACE:
                 self._pace(n_bytes)
             self._since, self._steps, self._seconds, self._record_seconds = time.perf_counter(), 0, 0.0, 0.0
+
+    def _tell_step(self) -> None:
+        """Tell that a step is done and kept: from now on, nodes that have come may end the ranks."""
+        self._has_told = True
+        if self._rank == 0:
+            supervisor.send("stepped", step=self._first_step, every=self._resumed_every)
 
     def _may_send(self) -> bool:
         """Collective if own states are large. Whether this copy is to be sent: the last one that was has arrived."""
