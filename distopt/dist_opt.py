@@ -147,8 +147,8 @@ class DistOpt:
         self._layout: Layout | None = None  # of the buckets that autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view of a bucket, as a tensor
         self._accumulation = GradientAccumulation()
-        self._before_backward: Callable[[], object] = _nothing  # see `watch`
-        self._before_update: Callable[[], object] = _nothing
+        self._before_backward: Callable[[], object] | None = None  # see `watch`
+        self._before_update: Callable[[], object] | None = None
         self._fusion = Fusion(communicator, buffSize, self._engine.agreement.label)
 
     def __call__(self, loss: Tensor) -> None:
@@ -363,7 +363,8 @@ class DistOpt:
             # With the pauses of a step, so that a graph that is captured here serves for it, too.
             self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
-        self._before_backward()
+        if self._before_backward is not None:
+            self._before_backward()
         if timeline.is_on:
             timeline.phase("backward")
         shards = self._engine.shards
@@ -412,7 +413,8 @@ class DistOpt:
         ]
 
     def _update(self, layout: Layout) -> None:
-        self._before_update()
+        if self._before_update is not None:
+            self._before_update()
         if timeline.is_on:
             timeline.phase("update")
         if self.opt.clip_grad_norm is not None:
@@ -503,10 +505,6 @@ class DistOpt:
     def parameters_agree(self) -> bool:
         """Local. Whether all ranks have the same parameters; between partial updates they do not."""
         return not self._engine.partial.pending
-
-
-def _nothing() -> None:
-    pass
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:

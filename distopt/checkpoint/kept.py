@@ -49,7 +49,7 @@ class Kept(NamedTuple):
         shared: its share of the arrays that all ranks share.
         notes: values of JSON, by object.
         writer: number of the rank, and how many ranks of its agent have a share.
-        record: of own states without a share: see `distopt.checkpoint.records`; empty for a copy.
+        record: of own states alone: see `distopt.checkpoint.records`; of a copy, the interval of copies ("every").
     """
 
     own: Arrays
@@ -157,7 +157,7 @@ class Held(NamedTuple):
     def name(self) -> str:
         """Names own states, whether they are in a copy or alone."""
         kind = "part" if self.kind == "copy" else self.kind
-        if self.record:
+        if "end" in self.record:
             kind = "end" if self.record["end"] else "ahead"
         return f"{kind} {self.label[:2]} {self.writer[0]}"
 
@@ -172,7 +172,7 @@ def held_of(content: dict[str, Any], kind: str) -> Held:
     """Local. A description of states, from their JSON; `kind` is that of states without a record."""
     number, n_shares = content["writer"]
     record = content["record"]
-    return Held(Label(*content["label"]), (number, n_shares), record, "record" if record else kind)
+    return Held(Label(*content["label"]), (number, n_shares), record, "record" if "end" in record else kind)
 
 
 class StateSlot:

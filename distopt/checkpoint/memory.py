@@ -54,6 +54,7 @@ class _Plan:
         wanted: how to make the own states of each old rank; empty if that is not possible.
         whole: nodes that have all shared arrays.
         gifts: those that have them as live states.
+        every: the interval of copies, if only these have the shared arrays; else 0.
         owners: for each description of own states, the ranks that have them.
     """
 
@@ -63,6 +64,8 @@ class _Plan:
         self.gifts = {nodes[rank] for rank, each in of_label if each.kind == "gift"}
         shares = Counter((nodes[rank], each.writer[1]) for rank, each in of_label if each.kind == "copy")
         self.whole = self.gifts | {node for (node, n_shares), count in shares.items() if count == n_shares}
+        intervals = [each.record["every"] for _, each in of_label if each.kind == "copy" and not self.gifts]
+        self.every = max(intervals, default=0)
         self.owners: dict[str, list[int]] = {}
         for rank, each in found:
             self.owners.setdefault(each.name, []).append(rank)
@@ -124,7 +127,8 @@ class Memory:
         self._under_way: StateSlot | None = None  # with large own states that the agent sends
         self._safe: StateSlot | None = None  # with those that it has sent, on all nodes
         self._adapters: Mapping[str, Adapter] = {}
-        self._is_new = True  # no step has been done by this process
+        self._resumed_every = 0  # the interval of copies, if the job has resumed from one
+        self._first_step, self._has_told = 0, False  # that this process has done, and whether the agent knows
         self._step = 0
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -164,6 +168,7 @@ class Memory:
             plan = _Plan(label, held, self._nodes, in_shards=self._in_shards)
             if plan.is_possible:
                 newest, self._plan = label, plan
+                self._resumed_every = plan.every
                 break
         for slot in self._held:
             if newest is None or slot.label > newest:
@@ -216,7 +221,7 @@ class Memory:
         notes: dict[str, Any] = {}
         if self._node in plan.whole:
             for slot in self._slots:
-                if slot.label == label and not slot.held().record:
+                if slot.label == label and slot.held().kind == "copy":
                     kept = Kept.read(slot.content())
                     shared.update(kept.shared)
                     notes = kept.notes
@@ -259,9 +264,10 @@ class Memory:
 
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
-        if self._is_new and self._rank == 0:
-            supervisor.send("stepped", step=step)
-        self._is_new = False
+        if not self._first_step:
+            self._first_step = step
+        elif not self._has_told:
+            self._tell_step()
         for slot in self._own:
             slot.count(step)
         self._steps += 1
@@ -285,10 +291,14 @@ class Memory:
         post = TO_SEND if self._sends and self._may_send() else STAYS
         pinned = [self._safe, self._under_way] if self._is_large else [max(self._copies, key=lambda slot: slot.label)]
         slot = min((slot for slot in self._copies if slot not in pinned), key=lambda slot: slot.label)
-        slot.write(label, Kept(states.own, share, states.notes, (self._rank, self._n_ranks)), post)
+        every = {"every": self._every}
+        kept = Kept(states.own, share, states.notes, (self._rank, self._n_ranks), every)
+        slot.write(label, kept, post)
         if post == TO_SEND:
             self._under_way = slot
             supervisor.send("kept")
+        if not self._has_told and self._first_step:
+            self._tell_step()
         self._n_copies += 1
         self._left = self._every
         self._seconds += time.perf_counter() - begin
@@ -301,6 +311,12 @@ class Memory:
             if self._n_copies >= _FIRST_PACE:
                 self._pace(n_bytes)
             self._since, self._steps, self._seconds, self._record_seconds = time.perf_counter(), 0, 0.0, 0.0
+
+    def _tell_step(self) -> None:
+        """Tell that a step is done and kept: from now on, nodes that have come may end the ranks."""
+        self._has_told = True
+        if self._rank == 0:
+            supervisor.send("stepped", step=self._first_step, every=self._resumed_every)
 
     def _may_send(self) -> bool:
         """Collective if own states are large. Whether this copy is to be sent: the last one that was has arrived."""
@@ -328,7 +344,7 @@ class Memory:
 def _own_states(wanted: Wanted, contents: Mapping[str, Any], notes: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     """Own arrays and notes of a rank; `notes` are those of objects with shared arrays."""
     first, other = (None if held is None else Kept.read(contents[held.name]) for held in wanted)
-    if first is not None and not first.record:
+    if first is not None and "end" not in first.record:
         return first.own, first.notes
     arrays, own_notes = assembled(first, other)
     return arrays, {**notes, **own_notes}

@@ -97,7 +97,7 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
     said = []
     for step in (4, 5):
         again.due(step)
-    assert said == [("stepped", {"step": 4})], "the first new step alone"
+    assert said == [("stepped", {"step": 4, "every": 1})], "the first new step alone"
     shared, [(own, _)] = again.read(label)
     for name, found in (("own", own), ("all", shared)):
         assert found.keys() == {f"{name}/w", f"{name}/v"}
@@ -167,8 +167,8 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
 def kept(rank: int, *steps: int, attempt: int = 0, parts: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
     """Report of a rank, on a node of its own, which has own states of other ranks, too."""
     labels = [[attempt, step, 0, 3] for step in steps]
-    copies = [[label, [rank, n_shares], {}, "copy"] for label in labels]
-    return [str(rank), [*copies, *([label, [other, 1], {}, "part"] for label in labels for other in parts)]]
+    copies = [[label, [rank, n_shares], {"every": 1}, "copy"] for label in labels]
+    return [str(rank), [*copies, *([label, [other, 1], {"every": 1}, "part"] for label in labels for other in parts)]]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ Messages of an agent have the key "say":
 - `failed`: ranks have failed ("failures"), or signals have arrived ("signals");
 - `ended`: all its ranks have ended, with the same content;
 - `kill`: a second Ctrl-C has killed its ranks, with the same content;
-- `stepped`: rank 0 has done its first step of this attempt ("step"), under --heal;
+- `stepped`: rank 0 has done its first step of this attempt ("step"), under --heal, after copies that are made at an
+  interval ("every"), if the ranks have resumed from one;
 - `gives`: its ranks give their live states, which takes so long at most ("seconds"), under --heal;
 - `beat`: it is alive, under --heal;
 - `watch`: the activity of one of its ranks ("row"), under --watch.

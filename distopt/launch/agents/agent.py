@@ -366,7 +366,7 @@ class _Agent:
         ranks.poll()
         if self._warm is not None:
             if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
-                self._say("stepped", step=done["step"])
+                self._say("stepped", step=done["step"], every=done.get("every", 0))
             self._warm.prepare(ranks, self._common)
             self._warm.fail_stopped(ranks)
             self._warm.look(ranks)

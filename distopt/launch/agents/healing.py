@@ -27,13 +27,20 @@ class Healing:
         """Note the newest step, when all ranks have ended; an attempt without a new step changes nothing."""
         self._reached = max(self._reached, self._nodes.newest_step)
 
-    def healed(self, step: int, seconds: float) -> str:
-        """The cost of a healing, in words, once the new ranks have done `step`, their first one."""
+    def healed(self, step: int, seconds: float, every: int = 0) -> str:
+        """The cost of a healing, in words, once the new ranks have done `step`, their first one.
+
+        Args:
+            step: see above.
+            seconds: from the failure to that step.
+            every: the interval of the copies from which they have resumed; 0 for live states.
+        """
         before = step - 1
         lost, self._reached = max(0, self._reached - before), 0
+        copied = f"; states were copied every {every} steps" if lost > 1 and every > 1 else ""
         return (
             f"healed: step {step} was done after {seconds:.2f} s (step {before + lost} had been reached, training goes "
-            f"on from step {before}: {lost} {'step' if lost == 1 else 'steps'} lost)"
+            f"on from step {before}: {lost} {'step' if lost == 1 else 'steps'} lost){copied}"
         )
 
     def can_mend(self, first: Failure) -> bool:

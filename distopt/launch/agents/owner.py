@@ -121,7 +121,7 @@ class Owner(KeyGate):
             if self.monitor is not None:
                 self.monitor.take(message["row"])
         elif say == "stepped":
-            self._stepped(int(message["step"]))
+            self._stepped(int(message["step"]), message.get("every", 0))
         elif say == "gives":
             self._end_by = max(self._end_by, self._clock.seconds() + message["seconds"] + _ANSWER_SECONDS)
         else:
@@ -132,10 +132,10 @@ class Owner(KeyGate):
                 self._report(node, message)
             self._decide()
 
-    def _stepped(self, step: int) -> None:
+    def _stepped(self, step: int, every: int) -> None:
         if self._cause:
             seconds = self._clock.seconds() - self._failed_at
-            self._warn(f"{self._cause}; {self._healing.healed(step, seconds)}")
+            self._warn(f"{self._cause}; {self._healing.healed(step, seconds, every)}")
         self._cause, self._has_stepped = "", True
         self._take_in()
 

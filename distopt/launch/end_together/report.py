@@ -8,7 +8,8 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
 - `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
   processes of a host have), and whether as a consequence of another rank's end ("is_consequence");
 - `records`: where its flight record lies ("ring", see `distopt.recorder`);
-- `stepped`, from rank 0: it has done its first training step ("step"), which ends healing;
+- `stepped`, from rank 0: it has done its first training step ("step"), which ends healing; with the interval of the
+  copies from which it has resumed ("every"; 0 for live states);
 - `kept`, on several nodes: it has kept own states that are to go to the next node;
 - `gives`: it can give its live states, of so many bytes ("bytes"), when it is asked; then `gave`: it has;
 - `modules`, from a rank of each agent that heals: the modules that it has imported ("names").
