@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
-_COMING_SECONDS = 1.0  # then another owner goes on without members that have not come
+_COMING_SECONDS = 3.0  # then another owner goes on without members that have not come
 _WAITING = "waiting for it, or for the same line typed on another in its place"
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 
