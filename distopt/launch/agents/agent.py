@@ -176,7 +176,7 @@ class _Agent:
             state = self._membership.state
             self._term, self._me.id = state.term, state.me
             if not state.members.is_fresh:
-                owner.take_over(state.members)
+                owner.take_over(state.members, state.reached())
         self._hello()
 
     def _report_to(self, link: socket.socket, name: str, agent: str = "") -> None:

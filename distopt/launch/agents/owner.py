@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
-_COMING_SECONDS = 1.0  # then another owner goes on without members that have not come
+_COMING_SECONDS = 3.0  # then another owner goes on without members that have not come
 _WAITING = "waiting for it, or for the same line typed on another in its place"
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 
@@ -184,24 +184,29 @@ class Owner(KeyGate):
             self._newcomers = f"{', '.join(node.name for node in new)} has come"
             self._end()
 
-    def take_over(self, members: Members) -> None:
-        """Go on with the job of a former owner; its members are about to come."""
+    def take_over(self, members: Members, reached: list[str]) -> None:
+        """Go on with the job of a former owner; its members are about to come, it too if it has been `reached`."""
         last = members.groups[-1]
         self._job, self._attempt = members.job["name"], members.job["attempt"]
+        own = self._own.host, self._own.pid  # not those of a former process in its place
         for agent in last.ids:
             node = self._own if agent == self._own.id else Node("", 0, NO_RANK, lambda _: None, "", id=agent, away=True)
             node.become(members.info[agent])
             if node is not self._own:
                 self._nodes.append(node)
+        former = next(node for node in self._nodes if node.id == last.owner)
+        lost = f"the node that owned the job, {former.name}, has ended or cannot be reached"
+        if former.id not in reached:
+            self._former = former
+        is_same = own == (former.host, former.pid)
+        self._own.host, self._own.pid = own
         self._nodes.sort(key=lambda node: node.number)
         self._phase, self._failed_at = Phase.ENDING, self._clock.seconds()
         self._coming_by = self._failed_at + _COMING_SECONDS
-        former = next(node for node in self._nodes if node.id == last.owner)
-        text = f"{former.name}, which decides, could not reach enough of the other nodes"
-        if former is not self._own:
-            self._former = former
-            lost = f"the node that owned the job, {former.name}, has ended or cannot be reached"
-            text = f"{lost}; {self._own.name} has taken its place"
+        self._end_by = self._failed_at  # all have ended: those that do not come are waited for
+        text = f"{lost}; {self._own.name} has taken its place"
+        if is_same:
+            text = f"{former.name}, which owns the job, could not reach enough of the other nodes"
         rank = self._nodes.first_rank(former)
         self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
 
@@ -345,7 +350,8 @@ class Owner(KeyGate):
         self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")
         self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them
-        if self._nodes.is_elastic:
+        # Where none is lost or has come, each keeps its number, and its ranks what they have kept.
+        if self._nodes.is_elastic and [node.number for node in self._nodes] != list(range(len(self._nodes))):
             self._nodes.number()
         if self.membership is None:
             self._order(text)

@@ -215,6 +215,7 @@ class Succession:
         else:
             if self._seeks_since == float("inf"):
                 self._seeks_since = now
+                self._answered, self._before = set(), set()
                 self._ask_at = max(self._ask_at, now + self._turn() * _TURN_SECONDS)
             if self._is_alone and now > self._seeks_since + _ALONE_SECONDS and self.may_stand:
                 self.term, self._voted = self.term + 1, self.me
