@@ -12,7 +12,9 @@ from typing import Any
 from ...errors import LaunchError
 from ...settings import Settings
 from ..addresses import is_own
+from ..gate import LONGEST_CALL_SECONDS
 from ..sockets import listen, listen_at_one_of
+from ..stopwatch import Stopwatch
 from .memory import Memory
 from .node import Node
 from .options import RunOptions
@@ -49,6 +51,7 @@ class Membership:
         self._memory = Memory(key, options.endpoint, options.timeout)
         self._places = {f"@{number}": place for number, place in enumerate(options.places)}
         self._complaints: dict[str, Complaint] = {}  # of the endpoints, until any agent has answered
+        self._clock = Stopwatch(LONGEST_CALL_SECONDS)  # of these
         said = self._memory.said
         for agent, info in said["members"]["info"].items() if said and said["members"] else ():
             self._places[agent] = info["address"], info["peer"]
@@ -64,7 +67,7 @@ class Membership:
             remember=self._memory.keep,
         )
         if not self.state.may_stand:
-            self._complaints = {target: Complaint(options, place) for target, place in self._places.items()}
+            self._complaints = {target: Complaint(options, place, self._clock) for target, place in self._places.items()}
         self._waits_since: float | None = None
         self._has_said = False
         self._has_warned = False
@@ -81,6 +84,7 @@ class Membership:
             LaunchError: this node has waited in vain.
         """
         now, state = time.monotonic(), self.state
+        self._clock.seconds()
         self._peers.check_times()
         state.tick(now)
         self._memory.touch()

@@ -26,14 +26,14 @@ class Complaint:
     Args:
         options: the command line.
         place: host and port of the endpoint.
+        clock: a stopwatch that is looked at more often than every `LONGEST_CALL_SECONDS`.
 
     Attributes:
         text: why it is in vain; empty as long as it is not.
     """
 
-    def __init__(self, options: RunOptions, place: tuple[str, int]) -> None:
-        self._options, self._endpoint = options, f"{place[0]}:{place[1]}"
-        self._clock = Stopwatch(LONGEST_CALL_SECONDS)
+    def __init__(self, options: RunOptions, place: tuple[str, int], clock: Stopwatch) -> None:
+        self._options, self._endpoint, self._clock = options, f"{place[0]}:{place[1]}", clock
         self._foreign_since = float("inf")  # on that clock
         self.text = ""
 
@@ -82,7 +82,7 @@ class Caller:
     def __init__(self, options: RunOptions, key: bytes, wanted: int) -> None:
         self._options, self._key, self._wanted = options, key, wanted
         self._clock = Stopwatch(LONGEST_CALL_SECONDS)
-        self._complaint = Complaint(options, options.places[0])
+        self._complaint = Complaint(options, options.places[0], self._clock)
 
     def call_once(self) -> socket.socket | None:
         """A connection to the owner; None if it is to be called again.

@@ -1,11 +1,12 @@
-"""A small language model trained by several ranks on CPUs, over fast and slow links.
+r"""A small language model trained by several ranks on CPUs, over fast and slow links.
 
     distopt run --nproc-per-node 2 examples/pytorch/language/train.py
     distopt run --nproc-per-node 2 examples/pytorch/language/train.py --way diloco-top-k --steps 300
 
 Workers that come and go, on any number of nodes; a lost one ends no other:
 
-    distopt run --heal --workers node --nnodes 1:8 --rdzv-endpoint HOST:29400 examples/pytorch/language/train.py ...
+    distopt run --heal --workers node --nnodes 1:8 --rdzv-endpoint HOST:29400 \
+        examples/pytorch/language/train.py --way diloco-top-k --min-workers 1
 
 Samples are drawn by seed, worker and step, and a step has no other randomness: no rank has states of its own to save.
 """
@@ -74,29 +75,31 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95))
     net: nn.Module = model
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    worker = dist.get_rank()
-    if args.way in HOOKS:
+    stream, local = dist.get_rank(), None
+    if args.way in HOOKS or (args.min_workers and dist.get_world_size() > 1):
         net = ddp = DistributedDataParallel(model)
-        HOOKS[args.way](ddp)
-    else:
+        HOOKS.get(args.way, HOOKS["ddp"])(ddp)
+    if args.way in LOCAL:
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        local = distopt.torch.DiLoCo(model, optimizer, outer, sync_every=args.sync_every, codec=LOCAL[args.way])
+        options = {"sync_every": args.sync_every, "codec": LOCAL[args.way], "min_workers": args.min_workers}
+        local = distopt.torch.DiLoCo(model, optimizer, outer, averages=args.steps // args.sync_every, **options)
         parts["diloco"] = local
-    checkpoint = distopt.torch.Checkpoint(args.checkpoint, **parts)
+        if args.min_workers:  # every worker has other samples, also one that starts again
+            stream += local.worker * dist.get_world_size()
+    checkpoint = distopt.torch.Checkpoint(args.checkpoint, replicated=local is None, **parts)
     checkpoint.resume()
+    counting: Any = checkpoint if local is None else local  # a worker that joins goes on at the others' step
     validation, began = text.validation(), time.perf_counter()
-    while checkpoint.steps < args.steps:
-        samples = text.batch(worker, checkpoint.steps, args.batch_size)
+    while not (local.finished if local is not None else counting.steps >= args.steps):
         optimizer.zero_grad()
-        loss_of(net, samples).backward()
+        loss_of(net, text.batch(stream, counting.steps, args.batch_size)).backward()
         optimizer.step()
         checkpoint.step()
-        if checkpoint.steps % args.test_every == 0:
+        if counting.steps % args.test_every == 0:
             with torch.no_grad():
                 found = loss_of(model, validation).item()
             if dist.get_rank() == 0:
-                seconds = time.perf_counter() - began
-                print(f"step {checkpoint.steps}: loss {found:.4f}, {seconds:.1f} s", flush=True)
+                print(f"step {counting.steps}: loss {found:.4f}, {time.perf_counter() - began:.1f} s", flush=True)
     dist.destroy_process_group()
 
 
