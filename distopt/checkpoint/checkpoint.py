@@ -138,7 +138,7 @@ class Checkpoint:
                 self._settings = settings_of(self._communicator)
             if self._root is not None:
                 self._claim(self._root, reset and not DISTOPT_RUN.attempt(os.environ))
-            resumed = load_newest(self._source(), self._communicator, adapters_of(self._objects), self._memory)
+            resumed = load_newest(self._root and self._source(self._root), self._communicator, adapters_of(self._objects), self._memory)
         except BaseException:
             self._abandon()
             raise
@@ -172,9 +172,9 @@ class Checkpoint:
             self._held.callback(self._hashes.close)
         return resumed
 
-    def _source(self) -> Path | None:
+    def _source(self, root: Path) -> Path:
         """Local. The folder to resume from."""
-        return self._root
+        return root
 
     def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
         """Whether states do not depend on the number of ranks, nor on the rank."""

@@ -69,6 +69,10 @@ sys.path.insert(0, {str(ROOT / "examples" / "template")!r})
 }
 # Blocks of Python that do not run: the page, the title or a line, and the reason.
 NOT_RUN = {
+    (
+        "docs/guide/codecs.md",
+        "min_workers=1",
+    ): "needs distopt run --workers; examples/pytorch/mnist_workers.py is tested",
     ("docs/guide/horovod.md", "before.py"): "needs Horovod",
     ("docs/guide/pytorch.md", "before.py"): "a rank over Gloo aborts at its end now and then on a busy machine",
     ("docs/guide/singa.md", "train.py"): "needs SINGA; it runs after the page's command has changed its imports",

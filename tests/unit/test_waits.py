@@ -79,7 +79,7 @@ def test_who_is_accused(monkeypatch, caplog):
     monkeypatch.setattr(waits, "time", clock)
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
-    one._has_failed = False
+    one._has_failed, one.abort_reason = False, ""
     one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
     one.settings = SimpleNamespace(timeout=TIMEOUT, stall_warning=WARNING)
     one.core, one._told = Core(clock), float("-inf")

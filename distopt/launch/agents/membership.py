@@ -67,7 +67,9 @@ class Membership:
             remember=self._memory.keep,
         )
         if not self.state.may_stand:
-            self._complaints = {target: Complaint(options, place, self._clock) for target, place in self._places.items()}
+            self._complaints = {
+                target: Complaint(options, place, self._clock) for target, place in self._places.items()
+            }
         self._waits_since: float | None = None
         self._has_said = False
         self._has_warned = False

@@ -116,15 +116,14 @@ class Checkpoint(checkpoint.Checkpoint):
                 sampler.continue_with(self._put_generators_again)
         return resumed
 
-    def _source(self) -> Path | None:
+    def _source(self, root: Path) -> Path:
         """Local. The folder to resume from: of a worker, one of those with the newest checkpoint, each another."""
-        if self._root is None or self._worker is None:
-            return super()._source()
-        steps = {
-            folder.parent: folder.name for root in self._root.parent.glob("worker-*") for folder in _complete(root)
-        }
-        newest = sorted(root for root, name in steps.items() if name == max(steps.values()))
-        return newest[self._worker % len(newest)] if newest else self._root
+        if self._worker is None:
+            return root
+        found = [folder for each in root.parent.glob("worker-*") for folder in _complete(each)]
+        last = max((folder.name for folder in found), default="")
+        newest = sorted(folder.parent for folder in found if folder.name == last)
+        return newest[self._worker % len(newest)] if newest else root
 
     def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
         return self._in_shards

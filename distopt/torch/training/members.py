@@ -226,7 +226,8 @@ class Members:
             self._apply(result)
             self._client.say("member", average=self.average, of=self._trial)
         else:
-            self._heard.append(result._replace(means=[mean.clone() for mean in result.means]))
+            result.means[:] = [mean.clone() for mean in result.means]
+            self._heard.append(result)
             self._catch_up()
 
     def _apply(self, result: _Mean) -> None:
