@@ -138,7 +138,9 @@ class Checkpoint:
                 self._settings = settings_of(self._communicator)
             if self._root is not None:
                 self._claim(self._root, reset and not DISTOPT_RUN.attempt(os.environ))
-            resumed = load_newest(self._root and self._source(self._root), self._communicator, adapters_of(self._objects), self._memory)
+            resumed = load_newest(
+                self._root and self._source(self._root), self._communicator, adapters_of(self._objects), self._memory
+            )
         except BaseException:
             self._abandon()
             raise

@@ -17,8 +17,9 @@ import math
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..launch.end_together.report import supervisor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _COST = 0.008  # the share of training time that copies may take
 _RECORD_COST = 0.01  # and records, without which copies count
+_RECORDS_SEEN = 32
 _MOST_STEPS = 1000  # most steps between two copies
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 
@@ -132,7 +134,7 @@ class Memory:
         self._step = 0
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
-        self._record_seconds = 0.0  # and records
+        self._record_seconds: deque[float] = deque(maxlen=_RECORDS_SEEN)  # that each of the last records has taken
         self._since, self._steps = time.perf_counter(), 0  # the last agreement on:
         self._every = self._left = 1  # steps to the next copy
 
@@ -257,7 +259,7 @@ class Memory:
         self._records.write(self._label(step, epoch), self._adapters, is_end=is_end)
         if self._sends:
             supervisor.send("kept")
-        self._record_seconds += time.thread_time() - begin
+        self._record_seconds.append(time.thread_time() - begin)
 
     def _label(self, step: int, epoch: int) -> Label:
         return Label(self._attempt, step, epoch, self._ranks.topology.world_size)
@@ -310,7 +312,7 @@ class Memory:
         if self._n_copies & (self._n_copies - 1) == 0:
             if self._n_copies >= _FIRST_PACE:
                 self._pace(n_bytes)
-            self._since, self._steps, self._seconds, self._record_seconds = time.perf_counter(), 0, 0.0, 0.0
+            self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     def _tell_step(self) -> None:
         """Tell that a step is done and kept: from now on, nodes that have come may end the ranks."""
@@ -330,7 +332,8 @@ class Memory:
     def _pace(self, n_bytes: int) -> None:
         """Collective. Agree on the interval of copies from the cost of the last half of them, and whether to record."""
         step = (time.perf_counter() - self._since) / max(1, self._steps)
-        own = [self._seconds / (self._n_copies // 2), step, self._record_seconds / max(1, self._steps), n_bytes]
+        record = 2 * median(self._record_seconds or [0.0])  # there are two in each step; the first ones import modules
+        own = [self._seconds / (self._n_copies // 2), step, record, n_bytes]
         copies, steps, records, sizes = zip(*exchanged(self._ranks, own), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
         self._records.is_on = self._records.is_on and max(records) <= _RECORD_COST * min(steps)

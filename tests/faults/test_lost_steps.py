@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import free_port
+from tests.processes import free_port, patience
 
 from .healing import JOB, RUN, Job
 
