@@ -7,7 +7,6 @@ large ones. The connection begins as all connections of a job do (`distopt.launc
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import selectors

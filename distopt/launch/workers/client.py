@@ -83,6 +83,7 @@ class WorkersClient:
     Attributes:
         number: of this worker among those that ever joined.
         place: the argument.
+        host: of the service, or where it was last.
         on_abort: called in the other thread when a trial is aborted that this worker takes part in.
         trial: the trial that this worker takes part in; None: none, or it has been aborted.
 
@@ -92,7 +93,8 @@ class WorkersClient:
     """
 
     def __init__(self, place: Place, hello: dict[str, Any], provide: Provide, seconds: float) -> None:
-        self.place, self.number = place, -1
+        self.place, self.number, self.host = place, -1, ""
+        self._address: tuple[str, int] | None = None  # of the service that it is connected to
         self.on_abort: Callable[[str], None] = lambda _: None
         self.trial: int | None = None
         self._hello, self._seconds = hello, seconds
@@ -118,7 +120,7 @@ class WorkersClient:
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(lambda: self.number >= 0 or self._failure is not None, seconds):
-                self._failure = LaunchError(f"no distopt run --workers answers at {place.host}:{place.port}")
+                self._failure = LaunchError(f"no distopt run --workers has named the members within {seconds:g} s")
         self._check()
 
     # -- for the thread that trains ----------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class WorkersClient:
                     beat_at = now + _BEAT_SECONDS
                     with self._changed:
                         self._send({"say": "beat"})
-                if self._link is not None and now > self._heard + SILENT_SECONDS:
+                if self._link is not None and (now > self._heard + SILENT_SECONDS or self._has_moved()):
                     self._lose()
         except Exception as error:
             with self._changed:
@@ -221,14 +223,17 @@ class WorkersClient:
                 self._link.close()
 
     def _connect(self) -> None:
-        place, clock = self.place, Stopwatch(LONGEST_CALL_SECONDS)
+        clock, address = Stopwatch(LONGEST_CALL_SECONDS), self.place.find()
+        if address is None:
+            return
         known = NO_RANK if self.number < 0 else self.number
         try:
-            link = call((place.host, place.port), place.key, FOR_MEMBERS, known, 0, clock, _CONNECT_SECONDS)
+            link = call(address, self.place.key, FOR_MEMBERS, known, 0, clock, _CONNECT_SECONDS)
         except RefusedError as error:
-            raise LaunchError(f"{place.host}:{place.port} refuses this worker: {error}") from None
+            raise LaunchError(f"{address[0]}:{address[1]} refuses this worker: {error}") from None
         except OSError:
             return
+        self._address, self.host = address, address[0]
         _sockets.add(link)
         self._received, self._heard = b"", time.monotonic()
         self._selector.register(link, selectors.EVENT_READ, self._read)
@@ -242,6 +247,10 @@ class WorkersClient:
             for message in (self._holds, self._wants):
                 if message is not None:
                     self._send(message)
+
+    def _has_moved(self) -> bool:
+        """Whether another service has taken the place of this one."""
+        return self.place.find() not in (None, self._address)
 
     def _lose(self) -> None:
         assert self._link is not None
