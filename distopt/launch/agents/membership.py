@@ -69,6 +69,7 @@ class Membership:
         if not self.state.may_stand:
             self._complaints = {target: Complaint(options, place) for target, place in self._places.items()}
         self._calling: Calling | None = None  # of an owner
+        self._called_id = ""  # of that owner
         self._waits_since: float | None = None
         self._has_said = False
         self._has_warned = False
@@ -128,9 +129,14 @@ class Membership:
 
         `reached` gets the connection and the id of the owner, later.
         """
+        lead = self.state.lead
+        if self._calling is not None and lead is not None and lead["id"] != self._called_id:
+            self._calling.close()  # a former owner, which may be frozen
+            self._calling = None
         if self._calling is not None:
             self._calling.check_time()
-        elif (lead := self.state.lead) is not None:
+        elif lead is not None:
+            self._called_id = lead["id"]
             place, done = (lead["address"], lead["port"]), partial(self._called, lead["id"], reached)
             self._calling = Calling(place, self._key, FOR_AGENT, wanted, self._options.nodes, self._selector, done)
 

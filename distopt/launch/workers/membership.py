@@ -275,6 +275,12 @@ class Membership:
         if self._too_few(len(here), max(worker.least for worker in here), now):
             return
         first = max(here, key=lambda worker: (worker.holds, -worker.number))
+        if self.finished and first.holds == NOTHING:
+            text = f"the training has ended with average {self.counted}, and all who hold it have left"
+            for worker in here:
+                worker.send({"do": "refuse", "text": f"{text}; read it from their files"})
+                worker.phase = "done"
+            return
         first.holds = max(first.holds, 0)
         self.counted, self._counted_by, self._trial = first.holds, first.trial, None
         same = [worker for worker in here if worker.digest == first.digest and not worker.is_late]
