@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..agents.membership import Membership as Agents
 
 _COMING_SECONDS = 1.0  # then nodes of the last list that have not come to another service count as lost
+_FRESH_SECONDS = 3.0  # then the first service begins without the others, unless it has met members of a living job
 
 
 class Service(Gate):
@@ -58,7 +59,7 @@ class Service(Gate):
         self._most_nodes, self._own, self._warn, self._agents = nodes, own, warn, agents
         self._by_link: dict[Link, Node] = {}
         self._nodes = {own.id: own}
-        self._coming_by = float("inf")
+        self._coming_by: float | None = time.monotonic() + _FRESH_SECONDS
         self._is_open = agents is None
         self._workers: dict[Link, Worker] = {}
         self._values = Values()
@@ -85,8 +86,8 @@ class Service(Gate):
         for link, node in list(self._by_link.items()):
             if self._agents is not None and self._agents.is_silent(node):
                 self._end_link(link)
-        if time.monotonic() > self._coming_by:
-            self._coming_by = float("inf")
+        if self._coming_by is not None and time.monotonic() > self._coming_by:
+            self._coming_by = None
             here = {self._own.id, *(node.id for node in self._by_link.values())}
             self._nodes = {agent: node for agent, node in self._nodes.items() if agent in here}
             self._propose()
@@ -104,8 +105,9 @@ class Service(Gate):
         return self._agents is None or (self._is_open and self._agents.has_lease())
 
     def _propose(self) -> None:
-        """Have the nodes that are here elect the next service."""
-        if self._agents is not None:
+        """Have the nodes that are here elect the next service. The first waits for them a moment."""
+        waits = self._coming_by is not None and len(self._nodes) < self._most_nodes
+        if self._agents is not None and not (waits and self._agents.state.members.is_fresh):
             self._agents.propose(list(self._nodes.values()), {"numbers": self.membership.numbers}, self._open)
 
     def _open(self) -> None:
@@ -130,7 +132,7 @@ class Service(Gate):
         return self._own.address if not link.address or is_own(link.address) else link.address
 
     def _lost(self, link: Link) -> None:
-        if (node := self._by_link.pop(link, None)) is not None and self._nodes[node.id] is node:
+        if (node := self._by_link.pop(link, None)) is not None and self._nodes.get(node.id) is node:
             assert self._agents is not None
             self._warn(f"{node.name} has left, or cannot be reached")
             del self._nodes[node.id]
