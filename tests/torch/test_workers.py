@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt.launch.sockets import is_free
 from examples.data import idx, synthetic
 from tests.faults.healing import Job
 from tests.processes import LIMIT_SECONDS, ROOT
@@ -41,6 +41,12 @@ def started(digits: Path, *options: str, launch: tuple[str, ...] = ("--workers",
         yield job
     finally:
         job.kill()
+
+
+def listens_at(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def steps_of(job: Job, worker: int) -> list[int]:
@@ -138,7 +144,7 @@ def test_the_node_that_names_the_members_is_killed_and_no_worker_stops(digits: P
     meet = ["--workers", "node", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
     command += ["--sync-every", "5", "--averages", "60"]
-    job = Job(command, command, command, after=lambda: not is_free(port))  # the first has the endpoint
+    job = Job(command, command, command, after=lambda: listens_at(port))  # the first has the endpoint
     try:
         job.wait_for("training begins with average 0 .* worker 0, .* worker 1, .* worker 2, ")
         for worker in range(3):
