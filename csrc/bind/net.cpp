@@ -230,7 +230,8 @@ void bind_net(nb::module_& m) {
           "See UcxWorker in csrc/net/ucx.h.")
       .def_prop_ro("longest_round_trip", &UcxWorker::longest_round_trip, nb::call_guard<WithoutGil>(),
                    "In seconds, as measured by the operating system; see UcxWorker in csrc/net/ucx.h.")
-      .def("stop", &UcxWorker::stop, nb::call_guard<WithoutGil>(), "End its thread; before the process ends.");
+      .def("stop", &UcxWorker::stop, nb::arg("cuts") = false, nb::call_guard<WithoutGil>(),
+           "End its thread; before the process ends. `cuts`: its connections end later without a wait for the others.");
   nb::class_<NetCommunicator> communicator(
       m, "NetCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());
   communicator

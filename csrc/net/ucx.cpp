@@ -121,7 +121,7 @@ class UcxPeer {
     if (worker_.fork_guard_.forked()) return;
     const std::lock_guard<std::mutex> lock(worker_.mutex_);
     ucx::RequestParams params;
-    if (failure_ != ucx::ok) {
+    if (failure_ != ucx::ok || worker_.cuts_) {
       params.fields = ucx::RequestParams::with_flags;
       params.flags = ucx::close_by_force;
     }
@@ -329,7 +329,7 @@ UcxWorker::~UcxWorker() {
   if (context_ != nullptr) api_.cleanup(context_);
 }
 
-void UcxWorker::stop() {
+void UcxWorker::stop(bool cuts) {
   if (fork_guard_.forked()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -337,6 +337,7 @@ void UcxWorker::stop() {
     for (const auto& [key, peer] : peers_) requests.push_back(peer->flush());
     finish(requests);
     stops_ = true;
+    cuts_ = cuts_ || cuts;
     wanted_.notify_all();
   }
   if (thread_.joinable()) thread_.join();

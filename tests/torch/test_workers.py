@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,12 @@ def started(digits: Path, *options: str, launch: tuple[str, ...] = ("--workers",
         yield job
     finally:
         job.kill()
+
+
+def listens_at(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def steps_of(job: Job, worker: int) -> list[int]:
@@ -130,3 +137,26 @@ def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path,
         job.wait_for(STEP.format(0), len(steps_of(job, 0)) + 2)
     finally:
         job.kill()
+
+
+@pytest.mark.slow(kept=1)
+def test_the_node_that_names_the_members_is_killed_and_no_worker_stops(digits: Path, port: int) -> None:
+    meet = ["--workers", "node", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
+    command += ["--sync-every", "5", "--averages", "60"]
+    job = Job(command, command, command, after=lambda: listens_at(port))  # the first has the endpoint
+    try:
+        job.wait_for("training begins with average 0 .* worker 0, .* worker 1, .* worker 2, ")
+        for worker in range(3):
+            job.wait_for(STEP.format(worker), 2)
+        job.kill_agent(0)  # and its worker with it
+        job.wait_for("names the members from now on")
+        assert [agent.wait(LIMIT_SECONDS) for agent in job.agents[1:]] == [0, 0], job.lines
+    finally:
+        job.kill()
+    ends = [re.search(r"worker (\d+).* ends with .*digest (\w+)", line) for line in job.lines if "ends with" in line]
+    assert len(ends) == 2, job.lines
+    assert len({found and found[2] for found in ends}) == 1
+    for found in ends:
+        assert found is not None
+        assert steps_of(job, int(found[1])) == [*range(5, 301, 5)]  # not one repeated, none left out

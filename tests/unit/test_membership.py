@@ -147,8 +147,9 @@ class Net:
             self.membership.check(self.now)
 
     def replace_service(self) -> None:
-        """The service ends; another one knows nothing, and has other numbers for trials."""
-        self.membership = Membership(4, self.lines.append, self.numbers.getrandbits(40))
+        """The service ends; another one knows how many have joined, and has other numbers for trials and epochs."""
+        before = self.membership
+        self.membership = Membership(4, self.lines.append, self.numbers.getrandbits(40), numbers=before.numbers)
         for worker in self.workers:
             worker.must_return = True
 
@@ -249,6 +250,68 @@ def test_a_frozen_one_does_not_hold_up_the_others() -> None:
     assert 0 in other.history[-1][2]
     assert all(1 in entry[2] for entry in other.history)  # the one that is back, and ready at once, hurries nobody
     net.check()
+
+
+def test_without_a_lease_nothing_counts() -> None:
+    net = Net(goal=1000)
+    leases = [True]
+    net.membership = Membership(4, net.lines.append, decides=lambda: leases[-1])
+    workers = [Worker(net) for _ in range(2)]
+    net.run(6)
+    leases.append(False)
+    net.run(0.05)  # what has counted before arrives
+    averages = [worker.average for worker in workers]
+    net.run(5)
+    assert [worker.average for worker in workers] == averages
+    leases.append(True)
+    net.run(2)
+    assert min(worker.average for worker in workers) > max(averages)
+    net.check()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_that_went_on_alone_follows_the_others(ahead: bool) -> None:
+    """Also if it has counted more averages than they."""
+    net = Net(goal=1000)
+    apart, *others = [Worker(net) for _ in range(3)]
+    net.run(2)
+    net.workers.remove(apart)
+    net.replace_service()
+    net.run(5)
+    counted = others[0].average
+    assert counted > apart.average
+    apart.history += tuple((n, -n, (0,)) for n in range(apart.average + 1, counted + (9 if ahead else -1)))
+    apart.must_return, apart.phase = True, "waits"
+    net.workers.append(apart)
+    net.run(3)
+    assert all(worker.average > counted for worker in others)
+    assert 0 in others[0].history[-1][2]
+    net.check()
+
+
+def test_one_that_comes_after_the_end_trains_no_other_model() -> None:
+    net = Net(goal=3)
+    for worker in [Worker(net) for _ in range(2)]:
+        net.run(3)
+        net.lose(worker)
+    newcomer = Worker(net)
+    net.run(5)
+    assert "the training has ended with average 3" in newcomer.refused
+
+
+def test_another_service_has_other_numbers() -> None:
+    """Of communicators, so that no worker takes an old one for the new; and of workers, whose data they seed."""
+    net = Net(goal=1000)
+    first, lost = Worker(net), Worker(net)
+    net.run(6)
+    epoch = net.membership.epoch
+    net.lose(lost)
+    net.replace_service()
+    newcomer = Worker(net)
+    net.run(3)
+    assert newcomer.worker.number == 2
+    assert first.worker.number == 0
+    assert net.membership.epoch > epoch + 100
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -183,6 +183,8 @@ class Net:
             if agent.seen_term == agent.state.term and not agent.state.members.is_fresh and not self.alone:
                 # Of one term, there is one owner: another has been elected by the same voters.
                 assert self.owners.setdefault(agent.state.term, agent.state.me) == agent.state.me
+        leases = [agent for agent in live if self.now >= agent.frozen_until and agent.state.has_lease(self.now)]
+        assert len(leases) < 2 or self.alone, [(agent.number, agent.state.term) for agent in leases]
         # One that has been frozen ends its ranks soon after.
         awake = [agent for agent in live if agent.running and self.now > max(agent.frozen_until, agent.woke) + 2.7]
         assert len(awake) < 2 or self.alone, [(agent.number, agent.state.term, agent.running) for agent in awake]

@@ -144,7 +144,7 @@ class UcxNetwork:
             _live.discard(self._number)
         if self._alone and self._worker in _workers:
             _workers.remove(self._worker)
-            self._worker.stop()
+            self._worker.stop(cuts=True)  # the rest may run while the GIL is held, and others may be gone
 
     def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
         """Collective among `ranks`. See `Network.subgroup`."""

@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import time
 from collections import deque
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import FOR_AGENT, Calling, RefusedError
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
@@ -99,7 +97,6 @@ class _Agent:
                 listener = listen(port, options.nodes + 16)
             self._warm = WarmStart(options, selector, self._print, self._key, listener)
         self._membership: Membership | None = None
-        self._calling: Calling | None = None  # of an owner
         self._term = -1  # in which this agent is the owner
         if options.heal and options.nodes > 1:
             from .membership import Membership
@@ -139,7 +136,7 @@ class _Agent:
 
     def close(self) -> None:
         """Kill ranks that still run, and write the output that waits for a reader."""
-        for part in (self._ranks, self._warm, self._owner, self._calling, self._membership):
+        for part in (self._ranks, self._warm, self._owner, self._membership):
             if part is not None:
                 part.close()
         is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
@@ -163,7 +160,7 @@ class _Agent:
                 handle_events(self._selector, _RETRY_SECONDS)
                 self._handle_signals()
         if link is not None:
-            self._report_to(link, f"the node that owns {options.endpoint}")
+            self._report_to(f"the node that owns {options.endpoint}", link)
 
     def _own_job(self, listener: socket.socket | None) -> None:
         """Decide for all nodes from now on."""
@@ -179,7 +176,7 @@ class _Agent:
                 owner.take_over(state.members, state.reached())
         self._hello()
 
-    def _report_to(self, link: socket.socket, name: str, agent: str = "") -> None:
+    def _report_to(self, name: str, link: socket.socket, agent: str = "") -> None:
         self._owner = RemoteOwner(link, name, agent, self._selector, self._inbox)
         self._hello()
 
@@ -205,20 +202,14 @@ class _Agent:
             self._leave(
                 owner, f"{self._me.name} decides no longer: it cannot reach enough of the other nodes, or another does"
             )
-        elif isinstance(owner, RemoteOwner) and (owner.lost or membership.is_lost(owner.agent, owner.since)):
-            if owner.lost:
-                state.link_lost(time.monotonic())
+        elif isinstance(owner, RemoteOwner) and membership.has_lost(owner):
             self._leave(owner, f"{owner.name} has ended or cannot be reached; {membership.expects()}")
         if self._owner is None and self._ranks is not None and self._ranks.running:
             return  # they are giving their live states, and end
         if self._owner is None and state.is_owner:
             self._own_job(membership.listen())
-        elif self._owner is None and self._calling is not None:
-            self._calling.check_time()
-        elif self._owner is None and (lead := state.lead) is not None:
-            options, address = self._options, (lead["address"], lead["port"])
-            done = partial(self._called, lead["id"])
-            self._calling = Calling(address, self._key, FOR_AGENT, self._me.wanted, options.nodes, self._selector, done)
+        elif self._owner is None:
+            membership.seek(self._me.wanted, partial(self._report_to, f"the node that owns {self._options.endpoint}"))
 
     def _leave(self, owner: Owner | RemoteOwner, text: str) -> None:
         """Obey this owner no longer, and end the ranks that it has started."""
@@ -230,21 +221,6 @@ class _Agent:
             self._print(text)
             self._ranks.poll()
             self._give()
-
-    def _called(self, agent: str, result: socket.socket | Exception) -> None:
-        """Report to the owner that has been called, unless it is another by now."""
-        self._calling = None
-        assert self._membership is not None
-        state = self._membership.state
-        if isinstance(result, RefusedError):
-            raise LaunchError(f"the node that owns the job refuses this one: {result}")
-        if isinstance(result, Exception):
-            state.lead = None
-        elif self._owner is not None or state.is_owner:
-            result.close()
-        else:
-            state.linked()
-            self._report_to(result, f"the node that owns {self._options.endpoint}", agent)
 
     # -- orders of the owner ---------------------------------------------------------------------------------------
     def _hello(self) -> None:

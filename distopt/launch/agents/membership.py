@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import LaunchError
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import LONGEST_CALL_SECONDS
+from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, Calling, RefusedError
 from ..sockets import listen, listen_at_one_of
 from ..stopwatch import Stopwatch
 from .memory import Memory
 from .node import Node
 from .options import RunOptions
 from .peers import Address, Message, Peers
-from .remote import Complaint
+from .remote import Complaint, RemoteOwner
 from .succession import ELECTION_SECONDS, Succession
 
 _SAY_SECONDS = 1.0  # without an owner; then a line says which members are waited for
@@ -43,7 +45,7 @@ class Membership:
     def __init__(
         self, options: RunOptions, key: bytes, selector: selectors.BaseSelector, warn: Callable[[str], None]
     ) -> None:
-        self._options, self._warn = options, warn
+        self._options, self._key, self._selector, self._warn = options, key, selector, warn
         self._peers = Peers(key, options.nodes, selector, self._receive, self._failed, self._turned_away)
         own = listen_somewhere()
         self._port = int(own.getsockname()[1])
@@ -62,7 +64,7 @@ class Membership:
             n_hosts=len(options.places),
             host=self.host,
             is_alone=options.alone,
-            is_fixed=options.spare_nodes == 0,
+            is_fixed=options.spare_nodes == 0 and not options.workers,
             memory=said,
             remember=self._memory.keep,
         )
@@ -70,6 +72,8 @@ class Membership:
             self._complaints = {
                 target: Complaint(options, place, self._clock) for target, place in self._places.items()
             }
+        self._calling: Calling | None = None  # of an owner
+        self._called_id = ""  # of that owner
         self._waits_since: float | None = None
         self._has_said = False
         self._has_warned = False
@@ -116,12 +120,44 @@ class Membership:
         """What an owner needs to know of this agent."""
         return {"id": self.state.me, "peer": self._port}
 
-    def is_lost(self, agent: str, since: float) -> bool:
-        """Whether `agent`, to which this one has reported as its owner since then, decides no longer."""
-        now = time.monotonic()
-        if self.state.is_owner or self.state.leader() not in ("", agent):
+    def has_lost(self, owner: RemoteOwner) -> bool:
+        """Whether the owner that this agent reports to has ended, cannot be reached, or decides no longer."""
+        now, state = time.monotonic(), self.state
+        if owner.lost:
+            state.link_lost(now)
+        if owner.lost or state.is_owner or state.leader() not in ("", owner.agent):
             return True
-        return now > since + ELECTION_SECONDS and not self.state.is_led(now)
+        return now > owner.since + ELECTION_SECONDS and not state.is_led(now)
+
+    def seek(self, wanted: int, reached: Callable[[socket.socket, str], None]) -> None:
+        """Call the owner that is known, if any, as the node with the number `wanted`.
+
+        `reached` gets the connection and the id of the owner, later.
+        """
+        lead = self.state.lead
+        if self._calling is not None and lead is not None and lead["id"] != self._called_id:
+            self._calling.close()  # a former owner, which may be frozen
+            self._calling = None
+        if self._calling is not None:
+            self._calling.check_time()
+        elif lead is not None:
+            self._called_id = lead["id"]
+            place, done = (lead["address"], lead["port"]), partial(self._called, lead["id"], reached)
+            self._calling = Calling(place, self._key, FOR_AGENT, wanted, self._options.nodes, self._selector, done)
+
+    def _called(
+        self, agent: str, reached: Callable[[socket.socket, str], None], result: socket.socket | Exception
+    ) -> None:
+        self._calling = None
+        if isinstance(result, RefusedError):
+            raise LaunchError(f"the node that owns the job refuses this one: {result}")
+        if isinstance(result, Exception):
+            self.state.lead = None
+        elif self.state.is_owner:
+            result.close()
+        else:
+            self.state.linked()
+            reached(result, agent)
 
     def listen(self) -> Any:
         """A socket at which this agent listens as an owner."""
@@ -150,14 +186,20 @@ class Membership:
         """Whether it gives no sign of life."""
         return self.state.is_silent(node.id, time.monotonic())
 
+    def has_lease(self) -> bool:
+        """Whether it is certain that no other agent decides."""
+        return self.state.has_lease(time.monotonic())
+
     def decides(self) -> bool:
         """Whether this agent still does: enough members are present."""
         return self.state.decides(time.monotonic())
 
-    def close(self) -> None:
-        """Leave the job."""
+    def close(self, *, is_remembered: bool = False) -> None:
+        """Leave the job; `is_remembered`: the next agent of this host takes the place of this one."""
+        if self._calling is not None:
+            self._calling.close()
         self._peers.close()
-        self._memory.close()
+        self._memory.close(is_kept=is_remembered)
 
     # -- messages --------------------------------------------------------------------------------------------------
     def _send(self, target: str, message: Message) -> None:

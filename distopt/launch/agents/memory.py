@@ -65,10 +65,11 @@ class Memory:
             self._touch_at = time.monotonic() + _TOUCH_SECONDS
             os.utime(self._fd)
 
-    def close(self) -> None:
-        """Remove the file: this agent leaves; idempotent."""
+    def close(self, *, is_kept: bool = False) -> None:
+        """Remove the file, unless the next process is to find it; idempotent."""
         if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
+            if not is_kept:
+                self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 

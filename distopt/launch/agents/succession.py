@@ -187,6 +187,11 @@ class Succession:
         """Whether enough members of this owner are present."""
         return self.is_owner and (self.members.is_fresh or self.members.have_quorum(self._present(now)))
 
+    def has_lease(self, now: float) -> bool:
+        """Whether no other agent can have become the owner: a quorum has echoed lately, or it does without one."""
+        recent = {self.me, *self._recent(now)}
+        return self.is_owner and (self.is_solo or (not self.members.is_fresh and self.members.have_quorum(recent)))
+
     def leader(self) -> str:
         """The id of the owner that is heard, or was last; empty: none."""
         return self.me if self.is_owner else self._owner
@@ -499,6 +504,10 @@ class Succession:
         times = (*self._echoed.items(), *self._excused.items())
         return {self.me, *(each for each, at in times if now <= at + SILENT_SECONDS)}
 
+    def _recent(self, now: float) -> set[str]:
+        """Whose echo is recent; not what came in while this process was suspended, and others may have elected one."""
+        return {each for each, at in self._echoed.items() if now <= at + SILENT_SECONDS}
+
     def _beat(self, now: float) -> None:
         self._beat_at = now + BEAT_SECONDS
         self._n_beats += 1
@@ -525,9 +534,7 @@ class Succession:
 
     def _commit_if_accepted(self, now: float) -> None:
         version = self.members.version
-        # Not what has come in while this process was suspended, and others may have elected another.
-        recent = {each for each, at in self._echoed.items() if now <= at + SILENT_SECONDS}
-        accepted = {self.me, *(each for each in recent if self._accepted.get(each) == version)}
+        accepted = {self.me, *(each for each in self._recent(now) if self._accepted.get(each) == version)}
         if self._then is not None and self.members.have_quorum(accepted):
             then, self._then = self._then, None
             last = self.members.groups[-1]

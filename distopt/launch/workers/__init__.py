@@ -1,8 +1,9 @@
 """`distopt run --workers`: workers that come and go, each a job of its own, and the service that names them.
 
 A worker is a job of one node: `distopt run --heal` supervises its ranks (`supervisor`). Workers know each other by one
-service, which the supervisor that owns the endpoint runs (`service`); `membership` decides. The first rank of a worker
-talks to it (`client`), in lines of JSON. Messages of a worker have the key "say":
+service (`service`); `membership` decides. It is part of one supervisor, which those of all nodes elect
+(`distopt.launch.agents.membership`); each supervisor shows its workers where the service is (`variables`). The first
+rank of a worker talks to it (`client`), in lines of JSON. Messages of a worker have the key "say":
 
 - `hello`: it has come, or come back ("number"); the model that it trains ("model"), how many workers it asks for
   ("least"), and the port where others copy its states;

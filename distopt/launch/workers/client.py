@@ -23,7 +23,7 @@ from typing import Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..agents.node import NO_RANK
-from ..gate import FOR_MEMBERS, FOR_STATES, LONGEST_CALL_SECONDS, Gate, Link, RefusedError, call
+from ..gate import FOR_MEMBERS, FOR_STATES, LONGEST_CALL_SECONDS, Calling, Gate, Link, RefusedError, call
 from ..keys import MISSING, VALUES, Missing, Wanted, pack, unpack
 from ..rendezvous.key_value import KeyValueClient
 from ..sockets import handle_events, listen, listen_at_one_of, receive_exactly, say
@@ -34,8 +34,8 @@ from .variables import Place
 _log = logging.getLogger("distopt")
 _BACKLOG = 16
 _BEAT_SECONDS = 0.3
-_CONNECT_SECONDS = 1.0  # then an attempt to reach the service gives up
-_PAUSE_SECONDS = 0.1  # before the next one
+_LEAVE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.1  # between two calls of the service
 _COPY_SECONDS = 3.0  # then a member that sends nothing of its states counts as lost
 _LENGTHS = struct.Struct("!QQ")  # of the header and of the states that a member sends
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process
@@ -83,6 +83,7 @@ class WorkersClient:
     Attributes:
         number: of this worker among those that ever joined.
         place: the argument.
+        host: of the service, or where it was last.
         on_abort: called in the other thread when a trial is aborted that this worker takes part in.
         trial: the trial that this worker takes part in; None: none, or it has been aborted.
 
@@ -92,7 +93,10 @@ class WorkersClient:
     """
 
     def __init__(self, place: Place, hello: dict[str, Any], provide: Provide, seconds: float) -> None:
-        self.place, self.number = place, -1
+        self.place, self.number, self.host = place, -1, ""
+        self._address: tuple[str, int] | None = None  # of the service that it has called last
+        self._calling: Calling | None = None
+        self._call_at = 0.0
         self.on_abort: Callable[[str], None] = lambda _: None
         self.trial: int | None = None
         self._hello, self._seconds = hello, seconds
@@ -118,7 +122,7 @@ class WorkersClient:
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(lambda: self.number >= 0 or self._failure is not None, seconds):
-                self._failure = LaunchError(f"no distopt run --workers answers at {place.host}:{place.port}")
+                self._failure = LaunchError(f"no distopt run --workers has named the members within {seconds:g} s")
         self._check()
 
     # -- for the thread that trains ----------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ class WorkersClient:
                 return
             self._send({"say": "bye"})
             self._is_closed = True
-        self._thread.join(_CONNECT_SECONDS + 1.0)
+        self._thread.join(_LEAVE_SECONDS)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -202,14 +206,14 @@ class WorkersClient:
         try:
             while not self._is_closed:
                 if self._link is None:
-                    self._connect()
+                    self._call()
                 handle_events(self._selector, _PAUSE_SECONDS)
                 now = time.monotonic()
                 if self._link is not None and now > beat_at:
                     beat_at = now + _BEAT_SECONDS
                     with self._changed:
                         self._send({"say": "beat"})
-                if self._link is not None and now > self._heard + SILENT_SECONDS:
+                if self._link is not None and (now > self._heard + SILENT_SECONDS or self._has_moved()):
                     self._lose()
         except Exception as error:
             with self._changed:
@@ -217,18 +221,31 @@ class WorkersClient:
                 self._changed.notify_all()
         finally:
             self._states.close()
-            if self._link is not None:
-                self._link.close()
+            for end in (self._link, self._calling):
+                if end is not None:
+                    end.close()
 
-    def _connect(self) -> None:
-        place, clock = self.place, Stopwatch(LONGEST_CALL_SECONDS)
-        known = NO_RANK if self.number < 0 else self.number
-        try:
-            link = call((place.host, place.port), place.key, FOR_MEMBERS, known, 0, clock, _CONNECT_SECONDS)
-        except RefusedError as error:
-            raise LaunchError(f"{place.host}:{place.port} refuses this worker: {error}") from None
-        except OSError:
+    def _call(self) -> None:
+        """Call the service that is known, without a wait: one that is frozen never answers, and another may follow."""
+        if self._calling is not None and self._has_moved():
+            self._calling.close()
+            self._calling = None
+        if self._calling is not None:
+            self._calling.check_time()
+        elif time.monotonic() > self._call_at and (address := self.place.find()) is not None:
+            self._call_at = time.monotonic() + _PAUSE_SECONDS
+            self._address, key = address, self.place.key
+            known = NO_RANK if self.number < 0 else self.number
+            self._calling = Calling(address, key, FOR_MEMBERS, known, 0, self._selector, self._called)
+
+    def _called(self, link: socket.socket | Exception) -> None:
+        self._calling = None
+        if isinstance(link, RefusedError):
+            raise LaunchError(f"the service of workers refuses this one: {link}")
+        if isinstance(link, Exception):
             return
+        assert self._address is not None
+        self.host, _ = self._address
         _sockets.add(link)
         self._received, self._heard = b"", time.monotonic()
         self._selector.register(link, selectors.EVENT_READ, self._read)
@@ -242,6 +259,10 @@ class WorkersClient:
             for message in (self._holds, self._wants):
                 if message is not None:
                     self._send(message)
+
+    def _has_moved(self) -> bool:
+        """Whether another service has taken the place of this one."""
+        return self.place.find() not in (None, self._address)
 
     def _lose(self) -> None:
         assert self._link is not None

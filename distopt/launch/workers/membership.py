@@ -87,25 +87,37 @@ class Membership:
     Args:
         most: how many workers there can be: training begins at once when all have come.
         say: prints a line.
-        first_trial: the number before that of the first trial; another one for each service.
+        first: the number before that of the first trial and of the first communicator; another one for each service.
+        numbers: how many workers have ever joined, as far as is known.
+        decides: whether this service may decide now; otherwise another one may.
 
     Attributes:
         workers: those that have a connection, by number.
         counted: the last average that counts; None: no worker has states yet.
         epoch: number of the communicator of the current members.
+        numbers: how many workers have ever joined.
         finished: whether the training has ended.
     """
 
-    def __init__(self, most: int, say: Callable[[str], None], first_trial: int = 0) -> None:
-        self._most, self._say = most, say
+    def __init__(
+        self,
+        most: int,
+        say: Callable[[str], None],
+        first: int = 0,
+        *,
+        numbers: int = 0,
+        decides: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._most, self._say, self._decides = most, say, decides
         self.workers: dict[int, Worker] = {}
         self.counted: int | None = None
-        self.epoch = 0
+        self.epoch = first
         self.finished = False
         self._trial: Trial | None = None
-        self._trials = first_trial
+        self._trials = first
+        self._has_counted = False  # an average, by this service
         self._counted_by = 0  # the trial of the last average that counts
-        self._numbers = 0
+        self.numbers = numbers
         self._model: dict[str, Any] | None = None
         self._of_epoch: list[int] = []
         self._came_at = 0.0
@@ -128,10 +140,10 @@ class Membership:
         self._model = model
         number = message["number"]
         if number is None:
-            number = self._numbers
+            number = self.numbers
         elif (before := self.workers.pop(number, None)) is not None:
             self._lose(before, now, "")
-        self._numbers = max(self._numbers, number + 1)
+        self.numbers = max(self.numbers, number + 1)
         worker = Worker(number, f"worker {number}, {name}", send, host, message["port"], now)
         worker.least = message["least"]
         self.workers[number] = worker
@@ -174,9 +186,12 @@ class Membership:
         self.check(now)
 
     def _return(self, worker: Worker, average: int, trial: int) -> None:
-        """A member has connected again, perhaps to another service."""
+        """A member has connected again, perhaps to another service; then the newest average that comes counts.
+
+        It does so no longer once others have gone on: whoever holds a newer one was apart from them, by `--alone`.
+        """
         worker.phase, worker.holds, worker.trial = "member", average, trial
-        if self.counted is None or average > self.counted:
+        if self.counted is None or (average > self.counted and not self._has_counted):
             self.counted, self._counted_by, self._trial = average, trial, None
         elif (average, trial) != (self.counted, self._counted_by):
             worker.send({"do": "late", "average": self.counted})
@@ -209,7 +224,9 @@ class Membership:
             worker.heard = now
 
     def check(self, now: float) -> None:
-        """Act on what has changed, and on the time."""
+        """Act on what has changed, and on the time, if this service may decide."""
+        if not self._decides():
+            return
         for worker in list(self.workers.values()):
             if not worker.is_away and now - worker.heard > SILENT_SECONDS:
                 worker.is_away = True
@@ -232,7 +249,7 @@ class Membership:
         trial = self._trial
         if trial is None or any(member.number not in trial.done for member in trial.members):
             return
-        self._trial, self.counted, self._counted_by = None, trial.average, trial.number
+        self._trial, self.counted, self._counted_by, self._has_counted = None, trial.average, trial.number, True
         for member in trial.members:
             if member.phase == "listens":
                 member.has_listened = True
@@ -258,6 +275,12 @@ class Membership:
         if self._too_few(len(here), max(worker.least for worker in here), now):
             return
         first = max(here, key=lambda worker: (worker.holds, -worker.number))
+        if self.finished and first.holds == NOTHING:
+            text = f"the training has ended with average {self.counted}, and all who hold it have left"
+            for worker in here:
+                worker.send({"do": "refuse", "text": f"{text}; read it from their files"})
+                worker.phase = "done"
+            return
         first.holds = max(first.holds, 0)
         self.counted, self._counted_by, self._trial = first.holds, first.trial, None
         same = [worker for worker in here if worker.digest == first.digest and not worker.is_late]

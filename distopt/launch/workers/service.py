@@ -1,4 +1,9 @@
-"""The service that names the members of averages: `Membership` behind a gate, with the values by which members meet."""
+"""The service that names the members of averages: `Membership` behind a gate, with the values by which members meet.
+
+On several nodes, it is part of the supervisor that the others have elected, as the owner of a job that heals
+(`distopt.launch.agents.succession`). It decides only once its list of the nodes has been accepted, and while it is
+certain that no other supervisor has been elected: two services never count averages at the same time.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +13,33 @@ import time
 from collections.abc import Callable
 from functools import partial
 from secrets import randbits
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..addresses import is_own
+from ..agents.node import NO_RANK, Node
 from ..gate import FOR_AGENT, FOR_MEMBERS, Gate, Link
 from ..keys import Values
 from ..sockets import say
 from .membership import SILENT_SECONDS, Membership, Worker
 
+if TYPE_CHECKING:
+    from ..agents.membership import Membership as Agents
+
+_COMING_SECONDS = 1.0  # then nodes of the last list that have not come to another service count as lost
+_FRESH_SECONDS = 3.0  # then the first service begins without the others, unless it has met members of a living job
+
 
 class Service(Gate):
-    """The service; part of the supervisor that owns the endpoint. Supervisors of other nodes connect, too.
+    """The service. Supervisors of other nodes connect, too.
 
     Args:
         key: of the job.
         most: how many workers there can be.
         nodes: how many nodes there can be.
-        address: this host, as the workers of others reach it.
+        own: this node; its address as the workers of others reach it.
         selector: waits for the connections.
         warn: prints a line.
+        agents: how the supervisors of several nodes elect one; None: there is one node.
 
     Attributes:
         membership: decides.
@@ -37,17 +50,30 @@ class Service(Gate):
         key: bytes,
         most: int,
         nodes: int,
-        address: str,
+        own: Node,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
+        agents: Agents | None,
     ) -> None:
         super().__init__(key, selector)
-        self._nodes, self._address, self._warn = nodes, address, warn
+        self._most_nodes, self._own, self._warn, self._agents = nodes, own, warn, agents
+        self._by_link: dict[Link, Node] = {}
+        self._nodes = {own.id: own}
+        self._coming_by: float | None = time.monotonic() + _FRESH_SECONDS
+        self._is_open = agents is None
         self._workers: dict[Link, Worker] = {}
         self._values = Values()
         self._epoch = 0  # of these values
         self._checked_at = time.monotonic()
-        self.membership = Membership(most, warn, randbits(40))
+        numbers = 0
+        if agents is not None and not (last := agents.state.members).is_fresh:
+            numbers = last.job["numbers"]
+            for agent in {*last.groups[-1].ids} - {own.id}:
+                self._nodes[agent] = node = Node("", 0, NO_RANK, lambda _: None, "", id=agent)
+                node.become(last.info[agent])
+            self._coming_by = time.monotonic() + _COMING_SECONDS
+        self.membership = Membership(most, warn, randbits(40), numbers=numbers, decides=self._decides)
+        self._propose()
 
     @property
     def is_needed(self) -> bool:
@@ -57,40 +83,78 @@ class Service(Gate):
     def check_times(self) -> None:
         """Act on the time."""
         self._drop_slow_strangers()
+        for link, node in list(self._by_link.items()):
+            if self._agents is not None and self._agents.is_silent(node):
+                self._end_link(link)
+        if self._coming_by is not None and time.monotonic() > self._coming_by:
+            self._coming_by = None
+            here = {self._own.id, *(node.id for node in self._by_link.values())}
+            self._nodes = {agent: node for agent, node in self._nodes.items() if agent in here}
+            self._propose()
         before, self._checked_at = self._checked_at, time.monotonic()
         if self._checked_at > before + SILENT_SECONDS / 2:
             self.membership.wake(self._checked_at)
         self.membership.check(self._checked_at)
 
     def _refusal(self, link: Link, size: int) -> str:
-        if link.purpose == FOR_AGENT and size != self._nodes:
-            return f"it was started with --nnodes {size}, the owner of the endpoint with --nnodes {self._nodes}"
+        if link.purpose == FOR_AGENT and size != self._most_nodes:
+            return f"it was started with --nnodes {size}, the owner of the endpoint with --nnodes {self._most_nodes}"
         return "" if link.purpose in {FOR_MEMBERS, FOR_AGENT} else "this job trains by --workers"
 
+    def _decides(self) -> bool:
+        return self._agents is None or (self._is_open and self._agents.has_lease())
+
+    def _propose(self) -> None:
+        """Have the nodes that are here elect the next service. The first waits for them a moment."""
+        waits = self._coming_by is not None and len(self._nodes) < self._most_nodes
+        if self._agents is not None and not (waits and self._agents.state.members.is_fresh):
+            self._agents.propose(list(self._nodes.values()), {"numbers": self.membership.numbers}, self._open)
+
+    def _open(self) -> None:
+        self._is_open = True
+
     def _admitted(self, link: Link) -> None:
-        if link.purpose == FOR_AGENT:
-            self._warn(f"{link.host} (pid {link.pid}) has come")
+        """A supervisor says who it is, and a worker says hello."""
+
+    def _come(self, link: Link, message: dict[str, Any]) -> None:
+        """A supervisor has come."""
+        address = self._address_of(link)
+        node = Node(link.host, link.pid, link.rank, lambda _: None, address, id=message["id"], peer=message["peer"])
+        if node.id not in self._nodes:
+            self._warn(f"{node.name} has come")
+        self._nodes[node.id] = self._by_link[link] = node
+        assert self._agents is not None
+        self._agents.connected(node)
+        self._propose()
+
+    def _address_of(self, link: Link) -> str:
+        """How others reach the host at the other end; they may not know this host by its own addresses."""
+        return self._own.address if not link.address or is_own(link.address) else link.address
 
     def _lost(self, link: Link) -> None:
-        if link.purpose == FOR_AGENT:
-            self._warn(f"{link.host} (pid {link.pid}) has left")
+        if (node := self._by_link.pop(link, None)) is not None and self._nodes.get(node.id) is node:
+            assert self._agents is not None
+            self._warn(f"{node.name} has left, or cannot be reached")
+            del self._nodes[node.id]
+            self._agents.disconnected(node)
+            self._propose()
         if (worker := self._workers.pop(link, None)) is not None:
             self._values.end(worker.number)
             self.membership.lost(worker, time.monotonic())
 
     def _serve(self, link: Link, line: str) -> None:
-        if link.purpose == FOR_AGENT:
-            return
         try:
-            self._hear(link, json.loads(line))
+            (self._come if link.purpose == FOR_AGENT else self._hear)(link, json.loads(line))
         except (ValueError, KeyError, TypeError):
             self._end_link(link)
 
     def _hear(self, link: Link, message: dict[str, Any]) -> None:
         now, worker = time.monotonic(), self._workers.get(link)
         if message["say"] == "hello" and worker is None:
-            host = self._address if not link.address or is_own(link.address) else link.address
-            worker = self.membership.hello(message, f"{link.host} (pid {link.pid})", host, partial(_send, link), now)
+            name, numbers = f"{link.host} (pid {link.pid})", self.membership.numbers
+            worker = self.membership.hello(message, name, self._address_of(link), partial(_send, link), now)
+            if self.membership.numbers != numbers:
+                self._propose()
             if worker is not None:
                 self._workers[link] = worker
                 self._values.come(worker.number, link.pid, link.host)

@@ -16,26 +16,26 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...errors import LaunchError
 from ...settings import Settings
-from ..addresses import is_own
-from ..agents.node import NO_RANK
-from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, RefusedError, call
+from ..agents.membership import Membership as Agents
+from ..agents.node import NO_RANK, Node
+from ..agents.remote import RemoteOwner
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, describe_exit, die_with, print_last
 from ..sockets import handle_events, listen
-from ..stopwatch import Stopwatch
 from .service import Service
-from .variables import variables
+from .variables import Sign
 
 if TYPE_CHECKING:
     from ..agents.options import RunOptions
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LOOK_SECONDS = 0.05
+_BACKLOG = 64
 _SHORT_SECONDS = 10.0  # a worker that is killed sooner after its start is not started again
 
 
@@ -43,7 +43,7 @@ def run(options: RunOptions) -> int:
     """Run this node's workers to their end; return the exit code: 0 if one of them has ended well.
 
     Raises:
-        LaunchError: the owner of the endpoint refuses this node, or cannot be reached.
+        LaunchError: the other nodes refuse this one, or too few can be reached for too long.
     """
     with contextlib.ExitStack() as stack:
         caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
@@ -108,103 +108,98 @@ class _Supervisor:
         self._key = hashlib.sha256(f"distopt run --workers {json.dumps(options.run_id)} {secret}".encode()).digest()
         if options.nodes == 1:  # no other node is to come
             self._key = os.urandom(32)
+        self._me = Node(socket.gethostname(), os.getpid(), NO_RANK, lambda _: None, options.host)
         self._workers: list[_Worker] = []
-        self._service: Service | None = None
-        self._link: socket.socket | None = None  # to the owner of the endpoint
-        self._call_at = 0.0
+        self._sign = Sign()
+        self._owner: Service | RemoteOwner | None = None
+        self._term = -1  # in which this node has the service
         self._kill_at = float("inf")
+        self._agents: Agents | None = None
+        if options.nodes > 1:
+            self._agents = Agents(options, self._key, selector, _say)
+            if (host := self._agents.host) is not None:
+                self._me.address = options.places[host][0]
+            self._me.peer = self._agents.hello()["peer"]
 
     def run(self) -> int:
-        options = self._options
-        port = self._begin_service()
-        if self._service is None:
-            self._call()
-        env = variables(f"{options.host}:{port}", self._key)
-        count = options.ranks if options.workers == "rank" else 1
-        self._workers = [_Worker(options, place, env) for place in range(count)]
+        if self._agents is None:
+            self._serve(listen(0, _BACKLOG))
         while not self._has_ended():
             handle_events(self._selector, _LOOK_SECONDS)
             self._pass_signals()
             for worker in self._workers:
                 worker.poll()
-            if self._service is not None:
-                self._service.check_times()
-            elif self._link is None and time.monotonic() > self._call_at:
-                self._call_again()
-        codes = [worker.code or 0 for worker in self._workers]
+            if self._agents is not None:
+                self._follow(self._agents)
+            if isinstance(self._owner, Service):
+                self._owner.check_times()
+            if self._owner is not None and not self._workers:
+                self._start()
+        codes = [worker.code or 0 for worker in self._workers] or [128 + self._ending[0]]
         return min(codes)
 
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
-        if self._service is not None:
-            self._service.close()
+        if self._owner is not None:
+            self._owner.close()
+        if self._agents is not None:  # after a signal, the same line may be typed again while the others wait for it
+            self._agents.close(is_remembered=bool(self._ending))
+        self._sign.close()
+
+    def _start(self) -> None:
+        options, env = self._options, self._sign.variables(self._key)
+        count = options.ranks if options.workers == "rank" else 1
+        self._workers = [_Worker(options, place, env) for place in range(count)]
+
+    @property
+    def _ending(self) -> list[int]:
+        return [signum for signum in self._caught if signum in ENDING_SIGNALS]
 
     def _has_ended(self) -> bool:
-        if any(worker.code is None for worker in self._workers):
+        if any(worker.code is None for worker in self._workers) or not (self._workers or self._ending):
             return False
-        return self._service is None or not self._service.is_needed or any(s in ENDING_SIGNALS for s in self._caught)
+        return not isinstance(self._owner, Service) or not self._owner.is_needed or bool(self._ending)
 
-    def _begin_service(self) -> int:
-        """Own the endpoint, if this node has its address and no other program has; its port."""
+    # -- the service, here or on another node ------------------------------------------------------------------------
+    def _follow(self, agents: Agents) -> None:
+        """Find the service, and have it here if this node is elected."""
+        agents.tick()
+        state, owner = agents.state, self._owner
+        if isinstance(owner, Service) and not (state.is_owner and state.term == self._term):
+            self._leave(owner, f"{self._me.name} names no members any more: another node does, or waits for more nodes")
+        elif isinstance(owner, RemoteOwner) and agents.has_lost(owner):
+            self._leave(owner, f"{owner.name} has ended or cannot be reached; {agents.expects()}")
+        if self._owner is None and state.is_owner:
+            self._term, self._me.id = state.term, state.me
+            if (own := state.members.info.get(state.me)) is not None:
+                self._me.address = own["address"]
+            if not state.members.is_fresh:
+                _say(f"{self._me.name} names the members from now on")
+            self._serve(agents.listen())
+        elif self._owner is None:
+            agents.seek(NO_RANK, self._reached)
+
+    def _serve(self, listener: socket.socket) -> None:
         options = self._options
         most = options.nodes * (options.ranks if options.workers == "rank" else 1)
-        if options.nodes > 1 and not is_own(options.host):
-            return options.port
-        listener = None
-        with contextlib.suppress(OSError):  # another supervisor of this host owns it
-            listener = listen(options.port if options.nodes > 1 else 0, most + 16)
-        if listener is None:
-            return options.port
-        self._service = Service(self._key, most, options.nodes, options.host, self._selector, _say)
-        self._service.listen(listener)
-        return int(listener.getsockname()[1])
+        self._owner = Service(self._key, most, options.nodes, self._me, self._selector, _say, self._agents)
+        self._owner.listen(listener)
+        self._sign.show(self._me.address, listener.getsockname()[1])
 
-    # -- the owner of the endpoint, on another node ------------------------------------------------------------------
-    def _call(self) -> None:
-        """Connect to the owner for the first time."""
-        clock, wait = Stopwatch(LONGEST_CALL_SECONDS), self._options.timeout
-        while self._link is None and not any(signum in ENDING_SIGNALS for signum in self._caught):
-            try:
-                self._call_once(clock)
-            except OSError as error:  # noqa: PERF203 - it is called until it answers
-                if clock.seconds() > wait:
-                    raise LaunchError(
-                        f"no distopt run --workers answers at {self._options.endpoint} within {wait:g} s ({error}); "
-                        "run the same line on the node that has this address"
-                    ) from None
-                handle_events(self._selector, _LOOK_SECONDS)
+    def _reached(self, link: socket.socket, agent: str) -> None:
+        assert self._agents is not None
+        host, port = link.getpeername()[:2]
+        name = f"the node that names the members, {host},"
+        self._owner = RemoteOwner(link, name, agent, self._selector, deque())
+        self._owner.say(self._agents.hello())
+        self._sign.show(host.removeprefix("::ffff:"), port)
 
-    def _call_once(self, clock: Stopwatch) -> None:
-        options = self._options
-        try:
-            link = call((options.host, options.port), self._key, FOR_AGENT, NO_RANK, options.nodes, clock)
-        except RefusedError as error:
-            raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
-        self._link = link
-        self._selector.register(link, selectors.EVENT_READ, self._read)
-
-    def _call_again(self) -> None:
-        self._call_at = time.monotonic() + 1.0
-        with contextlib.suppress(OSError):
-            self._call_once(Stopwatch(LONGEST_CALL_SECONDS))
-            _say(f"{self._options.endpoint} can be reached again")
-
-    def _read(self) -> None:
-        """The owner says nothing: its connection has ended."""
-        link = self._link
-        assert link is not None
-        with contextlib.suppress(OSError):
-            if link.recv(1 << 12):
-                return
-        self._selector.unregister(link)
-        link.close()
-        self._link = None
+    def _leave(self, owner: Service | RemoteOwner, text: str) -> None:
+        owner.close()
+        self._owner = None
         if any(worker.code is None for worker in self._workers):
-            _say(
-                f"{self._options.endpoint} has ended or cannot be reached; the workers go on to their next average, "
-                "and wait there for it, or for the same line typed at it"
-            )
+            _say(f"{text}; the workers go on to their next average")
 
     # -- signals -----------------------------------------------------------------------------------------------------
     def _pass_signals(self) -> None:

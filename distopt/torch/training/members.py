@@ -247,7 +247,7 @@ class Members:
         if len(members) == 1:
             self._communicator = SingleCommunicator(job.topology)
         else:
-            self._communicator = communicator_over_ucx(job, self._client.place.host, self._settings, alone=True)
+            self._communicator = communicator_over_ucx(job, self._client.host, self._settings, alone=True)
         self._epoch = order["epoch"]
         if self._client.trial is None:
             raise LaunchError("the trial has been aborted")
