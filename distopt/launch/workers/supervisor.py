@@ -27,6 +27,7 @@ from ..agents.node import NO_RANK, Node
 from ..agents.remote import RemoteOwner
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, describe_exit, die_with, print_last
 from ..sockets import handle_events, listen
+from ..threads import thread_variables
 from .service import Service
 from .variables import Sign
 
@@ -150,6 +151,8 @@ class _Supervisor:
     def _start(self) -> None:
         options, env = self._options, self._sign.variables(self._key)
         count = options.ranks if options.workers == "rank" else 1
+        if count > 1:  # each would take all cores of the node for its one rank
+            env = {**env, **thread_variables(count, env)}
         self._workers = [_Worker(options, place, env) for place in range(count)]
 
     @property
