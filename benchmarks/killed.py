@@ -104,6 +104,8 @@ def cost(way: str, lost: str, every: int, after: int, net: TwoHosts | None) -> t
         job = Job(way, Path(folder), every, net)
         try:
             job.wait(after)
+            while not job.pids:  # the other node has not come yet
+                job.wait(len(job.steps) + 1)
             at = time.monotonic()
             if lost == "node":
                 job.agents[1].kill()

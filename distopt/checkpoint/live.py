@@ -215,6 +215,7 @@ class LiveStates:
                 with suppress(Exception):  # the copy counts then; the rank is about to end
                     self._write(label)
             self._is_given = True
+            supervisor.send("gave")  # at once: the end of a rank that fails may take seconds
 
     def _write(self, label: Label) -> None:
         arrays: dict[str, Any] = {}
@@ -232,7 +233,8 @@ class LiveStates:
         poll.register(self._asks, select.POLLIN)
         poll.poll()
         self.give()
-        supervisor.send("gave")
+        if not self._is_given:  # there was nothing to give
+            supervisor.send("gave")
 
 
 def _nothing() -> None:
