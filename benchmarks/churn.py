@@ -61,7 +61,7 @@ WAYS = {
 
 
 class Log:
-    """What the processes of a job have printed.
+    """The output of the processes of a job.
 
     Attributes:
         lines: the time of each line with the mark, and its words after it.

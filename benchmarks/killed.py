@@ -123,6 +123,7 @@ def cost(way: str, lost: str, every: int, after: int, net: TwoHosts | None) -> t
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lost", type=names_of(LOST), default=["rank"], help="rank,node; node needs root (rank)")
+    parser.add_argument("--only", type=names_of(WAYS), default=list(WAYS), help="(torchrun,distopt)")
     parser.add_argument("--times", type=at_least(1), default=5, metavar="N", help="faults of each job (5)")
     parser.add_argument(
         "--every", type=at_least(1), default=50, metavar="N", help="steps between torchrun's files (50)"
@@ -136,10 +137,10 @@ def run(args: argparse.Namespace) -> int:
     print_head("lost", "job", "first new step, median", "most", "steps lost, median", "most")
     failed = 0
     for lost in args.lost:
-        numbers, found = random.Random(args.seed), {way: list[tuple[float, int]]() for way in WAYS}
+        numbers, found = random.Random(args.seed), {way: list[tuple[float, int]]() for way in args.only}
         for _ in range(args.times):
             after = numbers.randint(60, 60 + args.every)
-            for way in WAYS:
+            for way in args.only:
                 with two_hosts() if lost == "node" else nullcontext() as net:
                     try:
                         found[way].append(cost(way, lost, args.every, after, net))

@@ -7,7 +7,7 @@
   `records`.
 - Live states: when another rank is lost, the ranks of each agent give their shared arrays; see `live`.
 
-Ranks that start again agree on the newest step of which they can put together all states.
+Ranks that start again agree on the newest step for which all states can be put together.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Memory:
             self._record(self._step + 1, -1, is_end=False)
 
     def finish(self, step: int, epoch: int) -> None:
-        """Local, on all ranks. A step is done from whose end the job could resume."""
+        """Local, on all ranks. A step is done, and the job could resume from its end."""
         self._step = step
         if not self._live.is_given:
             if self._records.is_on:

@@ -1,10 +1,10 @@
 """A rank's own states after each step, such as random generators and buffers: small, and written in two slots in turns.
 
-What the last step of a lost rank has changed of its own must be known where the others have done that step. They
-cannot have before that rank has ended its forward pass. So its own states are written twice in each step: when the
-forward pass has ended, those that it changes, and at the end all. A rank compares the two. Where they have been equal,
-the former stand for the latter in the next step. Other objects, such as schedules, are taken from a rank that has done
-the step, if they were equal on all ranks before.
+If the others have done a step before a rank is lost, the job resumes after that step, and needs the rank's own states
+there. The others cannot finish a step before that rank has ended its forward pass. So own states are written twice in
+each step: after the forward pass those that it changes, and at the end all. A rank compares the two. Where they have
+been equal, the former stand for the latter in the next step. Other objects, such as schedules, are taken from a rank
+that has done the step, if they were equal on all ranks before.
 """
 
 from __future__ import annotations

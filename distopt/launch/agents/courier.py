@@ -160,7 +160,7 @@ class Sender:
 
 @dataclass
 class _Receiving:
-    """States of a slot of which some parts have come."""
+    """The parts of a slot's states that have come."""
 
     content: bytearray
     is_valid: bool = True

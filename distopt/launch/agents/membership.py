@@ -109,7 +109,7 @@ class Membership:
             )
 
     def expects(self) -> str:
-        """What becomes of the job without the owner, in words."""
+        """The future of the job without its owner, in words."""
         group = self.state.members.groups[-1]
         others = [member for member in group.ids if member != group.owner]
         if self._options.alone or group.has_quorum(others):
@@ -117,7 +117,7 @@ class Membership:
         return "waiting for it, since the other nodes are not more than half of the last ones"
 
     def hello(self) -> dict[str, Any]:
-        """What an owner needs to know of this agent."""
+        """The part of a hello that describes this agent to an owner."""
         return {"id": self.state.me, "peer": self._port}
 
     def has_lost(self, owner: RemoteOwner) -> bool:

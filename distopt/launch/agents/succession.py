@@ -86,7 +86,7 @@ class Members:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether there is no list yet."""
+        """Whether nobody has made a list yet."""
         return self.version == (0, 0)
 
     def have_quorum(self, present: Iterable[str]) -> bool:
@@ -505,7 +505,10 @@ class Succession:
         return {self.me, *(each for each, at in times if now <= at + SILENT_SECONDS)}
 
     def _recent(self, now: float) -> set[str]:
-        """Whose echo is recent; not what came in while this process was suspended, and others may have elected one."""
+        """Agents with a recent echo. One that came while this process was suspended does not count.
+
+        Others may have elected another owner meanwhile.
+        """
         return {each for each, at in self._echoed.items() if now <= at + SILENT_SECONDS}
 
     def _beat(self, now: float) -> None:

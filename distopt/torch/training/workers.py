@@ -70,7 +70,7 @@ class Workers:
         (self.number,) = self._numbers(self._members.number if self._members is not None else 0)
 
     def join(self, steps: int) -> int:
-        """Collective in this worker, at its first call. Hold what the members hold; the step to go on from."""
+        """Collective in this worker, at its first call. Copy the states of the members; return their step."""
         if self._has_joined:
             return steps
         if self._members is not None:
