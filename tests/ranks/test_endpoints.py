@@ -164,3 +164,10 @@ def test_rank_0_does_not_lose_itself():
     ended = [program.end() for program in programs]
     assert ended[0].code != 0
     assert not re.search("rank 0 .*has lost rank 0", ended[0].stderr)
+
+
+def test_an_endpoint_that_names_this_host_twice_is_refused(port):
+    meet = ["--heal", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port},127.0.0.2:{port}"]
+    ended = Program([*RUN, *meet, VARIABLES, "variables"]).end()
+    assert ended.code == 2
+    assert "are this one, at the same port; give each once" in ended.stderr

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own
 from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, Calling, RefusedError
@@ -245,6 +245,11 @@ class Membership:
     # -- where and who ---------------------------------------------------------------------------------------------
     def _own_host(self) -> int | None:
         options = self._options
+        mine = [port for host, port in options.places if is_own(host)]
+        if len(set(mine)) < len(mine):
+            raise UsageError(
+                f"several hosts of --rdzv-endpoint {options.endpoint} are this one, at the same port; give each once"
+            )
         for number, (host, port) in enumerate(options.places):
             owns = options.node_rank == 0 if options.static and options.node_rank is not None else is_own(host)
             if owns:
