@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..launch.end_together.report import supervisor
-from ..launch.heal.state_slots import HEADER, read_all, write_all
+from ..launch.heal.state_slots import HEADER, read_all, seconds_to_give, write_all
 from .adapters import copy_of
 from .kept import Held, Label, aligned, described
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ..files import Arrays
     from .adapters import Adapter
 
-SECONDS, BYTES_PER_SECOND = 2.0, 250e6  # the longest time for it: the longer of both
 _LOCK_SECONDS = 0.2  # then another rank is stopped while it prepares the file
 _REST_SECONDS = 10.0  # that a rank waits, once it has given its states, to be ended
 
@@ -207,9 +206,9 @@ class LiveStates:
         with self._condition:
             if self._is_given or self._has_ended or not self._sharing:
                 return
-            # The main thread waits for nobody here: if it ends in the middle of an update, there is nothing to give.
+            # The main thread does not wait: if it ends in the middle of an update, there is nothing to give.
             waits = threading.current_thread() is not threading.main_thread()
-            seconds = max(SECONDS, self._n_bytes / BYTES_PER_SECOND) if waits else 0.0
+            seconds = seconds_to_give(self._n_bytes) if waits else 0.0
             self._condition.wait_for(lambda: self._open is not None, seconds)
             if (label := self._open) is not None:
                 with suppress(Exception):  # the copy counts then; the rank is about to end

@@ -1,4 +1,4 @@
-"""The addresses of this host."""
+"""The addresses of this host, and a free port of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import fcntl
 import socket
 import struct
 from pathlib import Path
+
+from ..errors import LaunchError
+from .sockets import listen_at_one_of
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
@@ -52,3 +55,15 @@ def route_to(host: str) -> str:
                 if not address.startswith("127.") and address != "::1":
                     return address
     return ""
+
+
+def listen_somewhere(ports: range | None, backlog: int) -> socket.socket:
+    """As `listen`, at a free port; if some are given, at the last of these: ranks and their server begin at the first.
+
+    Raises:
+        LaunchError: all of them are taken.
+    """
+    listener = listen_at_one_of((0,) if ports is None else reversed(ports), backlog)
+    if listener is None:
+        raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+    return listener

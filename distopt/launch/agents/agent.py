@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..addresses import is_own
+from ..addresses import is_own, listen_somewhere
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
@@ -92,9 +92,7 @@ class _Agent:
         if options.heal:
             listener = None
             if options.nodes > 1:
-                with self._hold_port() as holder:
-                    port = holder.getsockname()[1]
-                listener = listen(port, options.nodes + 16)
+                listener = listen_somewhere(Settings.from_env().ports, options.nodes + 16)
             self._warm = WarmStart(options, selector, self._print, self._key, listener)
         self._membership: Membership | None = None
         self._term = -1  # in which this agent is the owner

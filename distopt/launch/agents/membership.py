@@ -13,9 +13,9 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..addresses import is_own
+from ..addresses import is_own, listen_somewhere
 from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, Calling, RefusedError
-from ..sockets import listen, listen_at_one_of
+from ..sockets import listen
 from ..stopwatch import Stopwatch
 from .memory import Memory
 from .node import Node
@@ -47,7 +47,8 @@ class Membership:
     ) -> None:
         self._options, self._key, self._selector, self._warn = options, key, selector, warn
         self._peers = Peers(key, options.nodes, selector, self._receive, self._failed, self._turned_away)
-        own = listen_somewhere()
+        self._ports = Settings.from_env().ports
+        own = listen_somewhere(self._ports, _BACKLOG)
         self._port = int(own.getsockname()[1])
         self._peers.listen(own)
         self._memory = Memory(key, options.endpoint, options.timeout)
@@ -159,9 +160,9 @@ class Membership:
             self.state.linked()
             reached(result, agent)
 
-    def listen(self) -> Any:
+    def listen(self) -> socket.socket:
         """A socket at which this agent listens as an owner."""
-        listener = listen_somewhere()
+        listener = listen_somewhere(self._ports, _BACKLOG)
         self.state.port = int(listener.getsockname()[1])
         return listener
 
@@ -266,16 +267,3 @@ class Membership:
             f"{len(reached)} of the last {len(ids)} nodes can be reached ({names}): waiting for more than half, or "
             "half with the owner, since the others may go on elsewhere; with --alone these would go on"
         )
-
-
-def listen_somewhere() -> Any:
-    """A TCP socket that listens at a free port, one of `DISTOPT_PORTS`.
-
-    Raises:
-        LaunchError: all are taken.
-    """
-    allowed = Settings.from_env().ports
-    listener = listen(0, _BACKLOG) if allowed is None else listen_at_one_of(reversed(allowed), _BACKLOG)
-    if listener is None:
-        raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
-    return listener

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..heal.state_slots import StateSlots
+from ..heal.state_slots import StateSlots, seconds_to_give
 from ..stopwatch import Stopwatch
 from .courier import Receiver, Sender
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
-# A rank has the longer of both to give its live states, and is then killed.
-_GIVE_SECONDS, _GIVE_BYTES_PER_SECOND = 2.0, 250e6
 _IMPORT_SECONDS = 60.0  # then ranks start cold, whatever keeps the process from being ready
 
 
@@ -92,7 +90,7 @@ class WarmStart:
     def ask(self, ranks: LocalRanks) -> float:
         """Ask ranks for their live states, and end each that has given them, in `look`; the longest time for it."""
         n_bytes = max((rank.said["gives"]["bytes"] for rank in ranks.running if "gives" in rank.said), default=0)
-        seconds = max(_GIVE_SECONDS, n_bytes / _GIVE_BYTES_PER_SECOND)
+        seconds = seconds_to_give(n_bytes)
         if not self._has_asked:
             self._has_asked, self._kill_at = True, self._clock.seconds() + seconds
             self.state_slots.ask()

@@ -31,6 +31,11 @@ LENGTH = struct.Struct("<Q")  # in the file of the node before: precedes each pa
 _N_STEP_SLOTS, _N_GIFTS = 2, 3
 
 
+def seconds_to_give(n_bytes: int) -> float:
+    """How long ranks may take to give so many bytes of live states."""
+    return max(2.0, n_bytes / 250e6)
+
+
 class SlotFds(NamedTuple):
     """The descriptors of an agent's files.
 

@@ -22,11 +22,12 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
+from ..addresses import listen_somewhere
 from ..agents.node import NO_RANK
 from ..gate import FOR_MEMBERS, FOR_STATES, LONGEST_CALL_SECONDS, Calling, Gate, Link, RefusedError, call
 from ..keys import MISSING, VALUES, Missing, Wanted, pack, unpack
 from ..rendezvous.key_value import KeyValueClient
-from ..sockets import handle_events, listen, listen_at_one_of, receive_exactly, say
+from ..sockets import handle_events, receive_exactly, say
 from ..stopwatch import Deadline, Stopwatch
 from .membership import SILENT_SECONDS
 from .variables import Place
@@ -111,10 +112,7 @@ class WorkersClient:
         self._received, self._heard = b"", 0.0
         self._selector = selectors.DefaultSelector()
         self._states = _States(place.key, self._selector, provide)
-        ports = Settings.from_env().ports
-        listener = listen(0, _BACKLOG) if ports is None else listen_at_one_of(reversed(ports), _BACKLOG)
-        if listener is None:
-            raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+        listener = listen_somewhere(Settings.from_env().ports, _BACKLOG)
         self._states.listen(listener)
         self._hello["port"] = listener.getsockname()[1]
         _sockets.add(listener)

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,9 +67,11 @@ class _Worker:
         if options.log_dir is not None:
             words += ["--log-dir", str(options.log_dir / f"worker_{place}")]
         self._command, self._env = [*words, *options.program[1:]], env
+        self.code: int | None = None  # of its end
         self.start()
 
     def start(self) -> None:
+        """Start it, perhaps again."""
         self.began, self.code = time.monotonic(), None
         self._process = subprocess.Popen(
             self._command,
@@ -79,8 +80,6 @@ class _Worker:
             start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
         )
-
-    code: int | None
 
     def poll(self) -> None:
         """Notice the end; a process that was killed is started again, unless it has just been."""
@@ -114,6 +113,7 @@ class _Supervisor:
         self._sign = Sign()
         self._owner: Service | RemoteOwner | None = None
         self._term = -1  # in which this node has the service
+        self._n_passed = 0  # signals that the workers have got
         self._kill_at = float("inf")
         self._agents: Agents | None = None
         if options.nodes > 1:
@@ -123,6 +123,7 @@ class _Supervisor:
             self._me.peer = self._agents.hello()["peer"]
 
     def run(self) -> int:
+        """Supervise the workers to their end; the exit code."""
         if self._agents is None:
             self._serve(listen(0, _BACKLOG))
         while not self._has_ended():
@@ -140,6 +141,7 @@ class _Supervisor:
         return min(codes)
 
     def close(self) -> None:
+        """End what still runs."""
         for worker in self._workers:
             worker.close()
         if self._owner is not None:
@@ -206,7 +208,8 @@ class _Supervisor:
 
     # -- signals -----------------------------------------------------------------------------------------------------
     def _pass_signals(self) -> None:
-        for signum in self._new_signals():
+        new, self._n_passed = self._caught[self._n_passed :], len(self._caught)
+        for signum in new:
             for worker in self._workers:
                 worker.signal(signum)
             if signum in ENDING_SIGNALS:
@@ -214,10 +217,3 @@ class _Supervisor:
         if time.monotonic() > self._kill_at:
             for worker in self._workers:
                 worker.signal(signal.SIGKILL)
-
-    _passed = 0
-
-    def _new_signals(self) -> Iterator[int]:
-        while self._passed < len(self._caught):
-            self._passed += 1
-            yield self._caught[self._passed - 1]

@@ -40,8 +40,7 @@ class Fragment(Averaging):
     @on_current_stream
     def send(self) -> None:
         """Collective. Encode the changes since the last average, and start to send them."""
-        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
-        self._before = super().state_dict()
+        self.note_changes()
         self.send_again()
 
     @on_current_stream
