@@ -204,7 +204,7 @@ class Memory:
                 if given and not shared:
                     shared, notes = Kept.read(given)[1:3]
         owns = [_own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
-        exchanged(self._ranks, None)  # nobody writes before all have read
+        exchanged(self._ranks, None)  # no rank writes before all have read
         return shared, owns
 
     def _contents(self) -> Iterator[tuple[str, Any]]:

@@ -54,7 +54,7 @@ class Waits:
         self._has_failed = False
         self._said = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
-        self.abort_reason = ""  # set by another thread: why no wait goes on
+        self.abort_reason = ""  # set by another thread: the reason to end all waits
 
     @property
     def me(self) -> Process:

@@ -64,7 +64,7 @@ class Node:
         return f"{self.host} (pid {self.pid})"
 
     def to_json(self) -> dict[str, Any]:
-        """What another owner needs to know of it, in its place."""
+        """Its description for another owner."""
         names = ("host", "pid", "wanted", "address", "ranks", "most", "spare", "peer", "number")
         return {name: getattr(self, name) for name in names}
 

@@ -2,9 +2,9 @@
 
 The algorithm is Raft's election (D. Ongaro, J. Ousterhout, "In Search of an Understandable Consensus Algorithm", 2014,
 section 5.2: one vote a term, more than half of the members) with its change of members by joint consensus (section 6),
-and from Ongaro's thesis (2014) the question before a vote (section 9.6), so that who was cut off disturbs nobody. There
-is no log. The only state is the newest list of members, and takes the place of the last entry: it has a version, and
-nobody votes for an agent whose list is older (5.4.1). An owner starts ranks only once its list has been accepted,
+and from Ongaro's thesis (2014) the question before a vote (section 9.6), so that an agent that was cut off does not
+disturb the others. There is no log: the newest list of members takes the place of its last entry. A list has a version,
+and an agent with an older list gets no vote (5.4.1). An owner starts ranks only once its list has been accepted,
 in its term, by a quorum of the lists before, so that a former one that wakes up starts none (5.4.2: nor does a new one
 by what it has not proposed itself).
 
@@ -38,7 +38,7 @@ ELECTION_SECONDS = 1.8  # then a member without a sign of life of its owner may 
 _ASK_SECONDS = 0.3, 0.6  # between two rounds of questions, at random
 _DOUBT_SECONDS = 0.1, 0.2  # the same, while it is not certain that the owner is lost
 _TURN_SECONDS = 0.1  # each member stands for so long after the one before in the list
-_ALONE_SECONDS = 3.0  # without an owner; then one of too few members goes on, with --alone
+_ALONE_SECONDS = 3.0  # without an owner; then a member of a minority continues, with --alone
 _PROBE_SECONDS = 0.5
 _BLOCKED_SECONDS = 3.0  # a fresh agent that has met a member of a job begins no other for so long
 _SUSPENDED_SECONDS = 1.0  # between two looks: then this process was suspended, perhaps with all others
@@ -114,7 +114,7 @@ class Succession:
         send: takes the id of an agent, or "@0" for the first host of the endpoint and so on, and a message.
         n_hosts: how many hosts the endpoint has.
         host: which of them is this one; None: none.
-        is_alone: whether too few members may go on.
+        is_alone: whether a minority may continue.
         is_fixed: whether the job needs all its nodes: a member without an owner may then come to an agent that begins.
         memory: what a former process in its place has given to `remember`.
         remember: gets what the next one needs, before anything is sent that depends on it.
