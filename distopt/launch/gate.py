@@ -294,9 +294,10 @@ class Gate:
         """Accept no more connections, and close those that have proved nothing; idempotent."""
         for link in list(self._strangers):
             self._drop(link)
-        while self._listeners:
-            self._selector.unregister(self._listeners[-1])
-            self._listeners.pop().close()
+        listeners, self._listeners = self._listeners, []  # first: another thread may be closing, too
+        for listener in listeners:
+            self._selector.unregister(listener)
+            listener.close()
 
     # For subclasses.
     def _key_of(self, purpose: bytes) -> bytes:
