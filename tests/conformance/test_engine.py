@@ -810,6 +810,7 @@ CHANGES = [
 
 
 @pytest.mark.slow(kept=6)
+@pytest.mark.sweep(rest=40)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("fresh", [True, False], ids=["new", "running"])
 @pytest.mark.parametrize(

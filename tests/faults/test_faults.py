@@ -46,14 +46,14 @@ def check(trial: Trial, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=10)
+@pytest.mark.sweep(rest=6)
 @pytest.mark.parametrize("trial", matrix(), ids=str)
 def test_fault(trial: Trial, request) -> None:
     check(trial, request)
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=12)
+@pytest.mark.sweep(rest=6)
 @pytest.mark.parametrize("number", range(len(DRAWN)))
 def test_drawn_fault(number: int, request) -> None:
     trial = DRAWN[number]

@@ -149,6 +149,7 @@ def test_the_pages_name_commands_that_exist():
     assert not re.search(r"python benchmarks/|distopt bench", text)
 
 
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize(
     "words",
     [

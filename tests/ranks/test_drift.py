@@ -118,7 +118,7 @@ def other_rule(create, odd, rule, way):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=14)
+@pytest.mark.sweep(rest=6)
 @two_and_three
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("rule", OTHER_RULES)
@@ -152,7 +152,7 @@ def change(create, odd, what, way):
     trainer.train(LATER)
 
 
-@pytest.mark.sweep(rest=16)
+@pytest.mark.sweep(rest=6)
 @two_and_three
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("what", CHANGES)
@@ -199,7 +199,7 @@ def spoil(create, odd, what, way):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=16)
+@pytest.mark.sweep(rest=6)
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)
 @pytest.mark.parametrize("what", SPOILED)
@@ -317,7 +317,7 @@ WAYS = [*STRATEGIES, "by hand"]
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=9)
+@pytest.mark.sweep(rest=4)
 @two_and_three
 @pytest.mark.parametrize(("when", "way"), [*product(WHEN, WAYS), ("synchronize", "partial")])
 def test_two_optimizers_in_another_order_on_one_rank_are_named(ends, when, way, world_size):

@@ -50,6 +50,7 @@ def mend(hosts) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("hosts", [3], indirect=True)
 @pytest.mark.parametrize("how", ["killed", "frozen", "cut off"])
 def test_the_others_go_on_without_the_owner_and_take_it_back(start, hosts, tmp_path, how):

@@ -73,7 +73,7 @@ JOBS = [
     pytest.param("distopt", 2, ["--by", "hook"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "hook"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
-    ("gloo", 2, ["--by", "dist-opt"]),
+    pytest.param("gloo", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
     pytest.param("gloo", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
     pytest.param("distopt", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
@@ -100,7 +100,7 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
 @pytest.mark.parametrize("by", ["hook", "dist-opt", "diloco", "sparse-diloco"])
 def test_a_job_with_codecs_heals_with_the_undisturbed_bits(tmp_path, backend, by):

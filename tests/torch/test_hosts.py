@@ -20,9 +20,7 @@ SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.mark.slow(kept=3)
-@pytest.mark.parametrize(
-    "ranks", ["2+1", pytest.param("1+1", marks=pytest.mark.slow), pytest.param("2+2", marks=SWEPT)]
-)
+@pytest.mark.parametrize("ranks", ["2+1", *(pytest.param(ranks, marks=SWEPT) for ranks in ("1+1", "2+2"))])
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 @pytest.mark.usefixtures("net")
 def test_check(request, once, name: str, ranks: str) -> None:

@@ -94,6 +94,7 @@ def test_a_frozen_worker_is_left_out_and_comes_back(digits: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(("kind", "count", "later"), [("rank", 2, 3), ("rank", 3, 1), ("node", 2, 2)])
 def test_a_job_resumes_on_another_number_of_workers(
     kind: str, count: int, later: int, digits: Path, tmp_path: Path
