@@ -121,7 +121,7 @@ void select(const Source& from, std::size_t m, std::size_t count, std::int32_t& 
   const std::int32_t edge = keys[count - 1];
   const auto above = static_cast<std::size_t>(std::count_if(keys, keys + count, [=](auto key) { return key > edge; }));
   kernels.keep(chosen.values, chosen.indices, found, edge, count - above, chosen.indices, chosen.values);
-  floor = std::max(edge - (1 << 22), -1);  // half to three quarters of it
+  floor = std::max(edge - (1 << 20), -1);  // 6 to 12 % lower
 }
 
 std::uint8_t* pack_chunk(const Chosen& chosen, std::size_t count, int bits, std::uint8_t* out, float* residual) {

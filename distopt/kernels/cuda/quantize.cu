@@ -26,7 +26,7 @@ __device__ inline float random_number(unsigned index, unsigned seed) {
 __global__ void __launch_bounds__(block_threads)
     encode_blocks(const float* in, const float* residual, float* new_residual, unsigned char* out, size_t n,
                   unsigned bits, bool is_stochastic, unsigned seed, Findings* findings) {
-  __shared__ int top;
+  __shared__ unsigned top;
   __shared__ unsigned char codes[quantized_block];
   const unsigned bytes = quantized_block / 8 * bits, per_byte = 8 / bits;
   const auto bound = static_cast<float>((1 << (bits - 1)) - 1);
@@ -36,20 +36,20 @@ __global__ void __launch_bounds__(block_threads)
     if (residual && i < n) x = __fadd_rn(x, residual[i]);
     if (threadIdx.x == 0) top = 0;
     __syncthreads();
-    atomicMax(&top, key_of(x));
+    atomicMax(&top, static_cast<unsigned>(key_of(x)));
     if (key_of(x) >= nonfinite_key) atomicMax(&findings->from_bad, n - i);
     __syncthreads();
-    float scale = __fdiv_rn(__int_as_float(top), bound);
+    float scale = __fdiv_rn(__uint_as_float(top), bound);
     if (scale < 0x1p-126f) scale = 0;
     float scaled = __fmul_rn(x, scale > 0 ? __fdiv_rn(1.0f, scale) : 0.0f);
-    if (is_stochastic)
-      scaled = __fadd_rn(scaled, __fsub_rn(random_number(static_cast<unsigned>(i), seed), 0.5f));
+    if (is_stochastic) scaled = __fadd_rn(scaled, __fsub_rn(random_number(static_cast<unsigned>(i), seed), 0.5f));
     const float q = fmaxf(-bound, fminf(bound, rintf(scaled)));
     codes[threadIdx.x] = static_cast<unsigned char>(static_cast<int>(q) + static_cast<int>(bound));
     if (residual && i < n) new_residual[i] = __fsub_rn(x, __fmul_rn(q, scale));
     __syncthreads();
     unsigned char* own = out + block * (sizeof scale + bytes);
-    if (threadIdx.x < 2) write_16(own + 2 * threadIdx.x, __float_as_uint(scale) >> (16 * threadIdx.x));
+    if (threadIdx.x < 2)
+      write_16(own + 2 * threadIdx.x, static_cast<unsigned>(__float_as_int(scale)) >> (16 * threadIdx.x));
     if (threadIdx.x < bytes) {
       unsigned byte = 0;
       for (unsigned j = 0; j < per_byte; ++j) byte |= codes[threadIdx.x + j * bytes] << (j * bits);
@@ -79,8 +79,8 @@ struct Levels {
 
   __device__ Levels(unsigned low, unsigned high, unsigned bits)
       : lowest(__uint_as_float(low << 16)),
-        distance(__fdiv_rn(__fsub_rn(__uint_as_float(high << 16), lowest),
-                           static_cast<float>((1 << (bits - 1)) - 1))) {}
+        distance(__fdiv_rn(__fsub_rn(__uint_as_float(high << 16), lowest), static_cast<float>((1 << (bits - 1)) - 1))) {
+  }
   __device__ float value(unsigned code) const {
     const float magnitude = __fadd_rn(lowest, __fmul_rn(static_cast<float>(code >> 1), distance));
     return code & 1 ? -magnitude : magnitude;
@@ -88,13 +88,15 @@ struct Levels {
 };
 
 __device__ inline unsigned to_bfloat16(float x) {  // of a finite x >= 0: nearest even, but never infinite
-  const unsigned bits = __float_as_uint(x);
+  const unsigned bits = static_cast<unsigned>(__float_as_int(x));
   return min(bits + 0x7fff + ((bits >> 16) & 1), 0x7f7fffffu) >> 16;
 }
 
 __device__ inline unsigned chunk_count(unsigned m, unsigned k) { return (m * k + top_chunk - 1) / top_chunk; }
 __device__ inline unsigned values_begin(unsigned count) { return 4 + (count * 12 + 7) / 8; }
-__device__ inline size_t chunk_bytes(unsigned count, unsigned bits) { return values_begin(count) + (count * bits + 7) / 8; }
+__device__ inline size_t chunk_bytes(unsigned count, unsigned bits) {
+  return values_begin(count) + (count * bits + 7) / 8;
+}
 
 // Byte number `at` of numbers of so many bits, one behind the other.
 template <class F>
