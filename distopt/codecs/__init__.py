@@ -58,8 +58,8 @@ CODECS: dict[str, type[Codec]] = {
     "fp16": Fp16,
     "bf16": BFloat16,
     "top-k": TopK,
-    "threshold": Threshold,
     "chunked-top-k": ChunkedTopK,
+    "threshold": Threshold,
     "quantized": Quantized,
     "power-sgd": PowerSGD,
 }

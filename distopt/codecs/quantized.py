@@ -35,7 +35,7 @@ class Quantized(Codec):
     Args:
         bits: of an element: 8, 4 or 2.
         stochastic: whether to round up or down at random, in proportion to the distances, in place of to the nearest.
-        seed: of the random numbers, which follow from it, the bucket's label, the step, the rank and the place.
+        seed: of the random numbers, which follow from it, the name of the first parameter, the step, the rank and the place.
     """
 
     bits: int = 8
@@ -122,4 +122,4 @@ class Quantized(Codec):
     def _seed(self, state: CodecState, step: int, use: str) -> int | None:
         if not self.stochastic:
             return None
-        return zlib.crc32(f"{self.seed} {state.label} {step} {state.topology.rank} {use}".encode())
+        return zlib.crc32(f"{self.seed} {state.parts[0].name} {step} {state.topology.rank} {use}".encode())
