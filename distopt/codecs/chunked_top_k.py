@@ -20,8 +20,8 @@ class ChunkedTopK(Codec):
     """The k elements of largest magnitude of each chunk of 4,096, positions in 12 bits and values in a few.
 
     The chunks are those of DeMo (Peng et al., arXiv 2411.19870), without its cosine transform, and few bits a value
-    those of SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1): with 64 elements in 2 bits, a chunk of 16 KiB takes
-    116 bytes. SparseLoCo is this codec with `ErrorFeedback(..., decay=0.95)`, under `DiLoCo` without outer momentum.
+    those of SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1): with 64 elements in 2 bits, a chunk of 16 KiB
+    takes 116 bytes. SparseLoCo is this codec with `ErrorFeedback(..., decay=0.95)`, under `DiLoCo` without outer momentum.
     A value has a sign, and one of 2^(bits - 1) magnitudes at equal distances between two that are sent for each chunk;
     csrc/cpu/chunks.h has the format.
 

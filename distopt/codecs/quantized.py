@@ -35,7 +35,7 @@ class Quantized(Codec):
     Args:
         bits: of an element: 8, 4 or 2.
         stochastic: whether to round up or down at random, in proportion to the distances, in place of to the nearest.
-        seed: of the random numbers, which follow from it, the name of the first parameter, the step, the rank and the place.
+        seed: of the random numbers; they also follow from the first parameter's name, the step, the rank and the place.
     """
 
     bits: int = 8

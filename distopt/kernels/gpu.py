@@ -102,9 +102,7 @@ def decode_blocks(wire: Array, x: Array, bits: int, factor: float, adds: bool) -
     launch_each("decode_blocks", x.size, wire, x, x.size, bits, factor, adds)
 
 
-def encode_chunks(
-    x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array
-) -> None:
+def encode_chunks(x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array) -> None:
     """See `Kernels.encode_chunks`."""
     findings.fill(0)
     if chunks := blocks(x.size, _core.top_chunk):
