@@ -47,7 +47,7 @@ class ErrorFeedback(Codec):
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
         verdict = yield from self.codec.reduce(state)
-        if self.decay != 1 and not isinstance(verdict, BadGradient):
-            _, residual = state.renew_residual()
+        _, residual = state.renew_residual()
+        if residual is not None and self.decay != 1 and not isinstance(verdict, BadGradient):
             residual *= self.decay
         return verdict
