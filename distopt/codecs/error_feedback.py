@@ -47,7 +47,7 @@ class ErrorFeedback(Codec):
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
         verdict = yield from self.codec.reduce(state)
-        _, residual = state.renew_residual()
-        if residual is not None and self.decay != 1 and not isinstance(verdict, BadGradient):
+        if self.decay != 1 and "residual" in state.renewed and not isinstance(verdict, BadGradient):
+            _, residual = state.renew("residual")
             residual *= self.decay
         return verdict
