@@ -9,6 +9,8 @@
 #include "bind/arrays.h"
 #include "bind/gil.h"
 #include "bind/rooms.h"
+#include "cpu/blocks.h"
+#include "cpu/chunks.h"
 #include "cpu/codec.h"
 #include "cpu/sparse.h"
 
@@ -147,6 +149,61 @@ void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32
               scale);
 }
 
+using Bytes = Flat<std::uint8_t>;
+using Residual = std::optional<Flat<float>>;
+
+void require_residuals(const Flat<const float>& x, const Residual& residual, const Residual& new_residual) {
+  const auto fits = [&](const auto& array) { return !array || array->size() == x.size(); };
+  require(fits(residual) && fits(new_residual) && !residual == !new_residual, "residuals and array differ in length");
+}
+
+void require_block_bits(int bits) { require(bits == 8 || bits == 4 || bits == 2, "bits are not 8, 4 or 2"); }
+
+void require_chunks(std::size_t n, std::size_t k, int bits) {
+  require(1 <= k && k <= top_chunk, "k is not in 1 ... 4096");
+  require(bits == 2 || bits == 4 || bits == 8 || bits == 16, "bits are not 2, 4, 8 or 16");
+  require(n <= std::numeric_limits<std::size_t>::max() / top_chunk, "the array is too long");
+}
+
+std::size_t bind_blocks_bytes(std::size_t n, int bits) {
+  require_block_bits(bits);
+  return blocks_bytes(n, bits);
+}
+
+std::size_t bind_chunks_bytes(std::size_t n, std::size_t k, int bits) {
+  require_chunks(n, k, bits);
+  return chunks_bytes(n, k, bits);
+}
+
+std::size_t encode_blocks(Flat<const float> x, Bytes out, int bits, Residual residual, Residual new_residual,
+                          std::optional<std::uint32_t> seed) {
+  require_residuals(x, residual, new_residual);
+  require(out.size() == bind_blocks_bytes(x.size(), bits), "the output has not blocks_bytes bytes");
+  const WithoutGil unlocked;
+  return block_kernels().encode(x.data(), data_of(residual), data_of(new_residual), out.data(), x.size(), bits,
+                                {seed.has_value(), seed.value_or(0)});
+}
+
+void decode_blocks(Flat<const std::uint8_t> in, Flat<float> x, int bits, float factor, bool adds) {
+  require(in.size() == bind_blocks_bytes(x.size(), bits), "the input has not blocks_bytes bytes");
+  const WithoutGil unlocked;
+  block_kernels().decode(in.data(), x.data(), x.size(), bits, factor, adds);
+}
+
+std::size_t bind_encode_chunks(Flat<const float> x, Bytes out, std::size_t k, int bits, Residual residual,
+                               Residual new_residual) {
+  require_residuals(x, residual, new_residual);
+  require(out.size() == bind_chunks_bytes(x.size(), k, bits), "the output has not chunks_bytes bytes");
+  const WithoutGil unlocked;
+  return encode_chunks(x.data(), data_of(residual), data_of(new_residual), out.data(), x.size(), k, bits);
+}
+
+void bind_decode_chunks(Array<const std::uint8_t, 2> in, Flat<float> x, std::size_t k, int bits, float factor) {
+  require(in.shape(1) == bind_chunks_bytes(x.size(), k, bits), "the input has not chunks_bytes bytes in each row");
+  const WithoutGil unlocked;
+  decode_chunks(in.data(), in.shape(0), in.shape(1), x.data(), x.size(), k, bits, factor);
+}
+
 Counts selection_estimate(std::size_t n, std::size_t k) {
   const bool pays = estimate_pays(n, k);
   return {pays ? sample_strata(n) : 0, pays ? sample_rank(n, k) : 0, candidate_capacity(n, k)};
@@ -187,6 +244,23 @@ void bind_cpu_codec(nb::module_& m) {
       "new_residual"_a.noconvert() = nb::none(), "new_momentum"_a.noconvert() = nb::none(),
       "List the elements with |x| >= bound, and NaN; accumulation as in top_k. Returns (count, how many of these are\n"
       "not finite); where count + list_slack exceeds the room, the lists are incomplete.");
+  m.attr("quantized_block") = quantized_block;
+  m.attr("top_chunk") = top_chunk;
+  m.def("blocks_bytes", &bind_blocks_bytes, "n"_a, "bits"_a, "Bytes of n elements in blocks of integers.");
+  m.def("chunks_bytes", &bind_chunks_bytes, "n"_a, "k"_a, "bits"_a, "Bytes of the k largest elements of each chunk.");
+  m.def("encode_blocks", &encode_blocks, "x"_a.noconvert(), "out"_a.noconvert(), "bits"_a,
+        "residual"_a.noconvert() = nb::none(), "new_residual"_a.noconvert() = nb::none(), "seed"_a = nb::none(),
+        "Encode x, or residual + x, in blocks of integers; new_residual gets what that loses. Rounds to nearest even, "
+        "or\n"
+        "with a seed stochastically. Returns the index of the first element that is not finite, or the length.");
+  m.def("decode_blocks", &decode_blocks, "data"_a.noconvert(), "x"_a.noconvert(), "bits"_a, "factor"_a = 1.0f,
+        "adds"_a = false, "Set x to the elements times factor, or add them to it.");
+  m.def("encode_chunks", &bind_encode_chunks, "x"_a.noconvert(), "out"_a.noconvert(), "k"_a, "bits"_a,
+        "residual"_a.noconvert() = nb::none(), "new_residual"_a.noconvert() = nb::none(),
+        "Encode the k largest elements of each chunk of x, or of residual + x; new_residual gets what is not sent.\n"
+        "Returns the index of the first element that is not finite, or the length.");
+  m.def("decode_chunks", &bind_decode_chunks, "data"_a.noconvert(), "x"_a.noconvert(), "k"_a, "bits"_a,
+        "factor"_a = 1.0f, "Set x to the sum of the encoded arrays, a row each, times factor.");
   m.def("clear_at", &clear_at, "dense"_a.noconvert(), "indices"_a.noconvert(), "dense[indices] = 0");
   m.def("scatter_add", &bind_scatter_add, "dense"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(),
         "lo"_a, "hi"_a, "scale"_a = 1.0f,

@@ -10,12 +10,6 @@
 namespace distopt {
 namespace {
 
-std::int32_t key_of(float x) {
-  std::int32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits & top_key;
-}
-
 // The k largest keys are those above `floor` and the first `ties` of those equal to it.
 struct Boundary {
   std::int32_t floor;

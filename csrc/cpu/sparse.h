@@ -3,10 +3,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/select.h"
+#include "kernels/cuda/shared.h"
 
 namespace distopt {
+
+// See select.h.
+inline std::int32_t key_of(float x) {
+  std::int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & top_key;
+}
 
 struct Selection {
   std::size_t count;      // selected elements

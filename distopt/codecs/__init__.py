@@ -12,10 +12,12 @@ from typing import Any
 from ..errors import UsageError
 from ..recorder.statistics import CommunicationStatistics, Statistics
 from .base import Codec
+from .chunked_top_k import ChunkedTopK
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
+from .quantized import Quantized
 from .reduction import BadGradient, CodecState, Doubt, PendingReduction, Verdict, finish_all
 from .sparse import SparseCodec
 from .state import Part
@@ -27,6 +29,7 @@ __all__ = [
     "CODECS",
     "BFloat16",
     "BadGradient",
+    "ChunkedTopK",
     "Codec",
     "CodecState",
     "CommunicationStatistics",
@@ -37,6 +40,7 @@ __all__ = [
     "Part",
     "PendingReduction",
     "PowerSGD",
+    "Quantized",
     "SparseCodec",
     "Statistics",
     "Threshold",
@@ -54,7 +58,9 @@ CODECS: dict[str, type[Codec]] = {
     "fp16": Fp16,
     "bf16": BFloat16,
     "top-k": TopK,
+    "chunked-top-k": ChunkedTopK,
     "threshold": Threshold,
+    "quantized": Quantized,
     "power-sgd": PowerSGD,
 }
 
@@ -78,12 +84,13 @@ def codec_of(codec: Codec | str) -> Codec:
     return codec
 
 
-def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:
+def create(name: str, *, error_feedback: bool = False, decay: float = 1.0, **options: Any) -> Codec:
     """The codec of that name: `create("top-k", ratio=0.01, error_feedback=True)`.
 
     Args:
         name: a key of `CODECS`.
         error_feedback: whether it is wrapped by `ErrorFeedback`.
+        decay: of its residual.
         options: arguments of the codec.
 
     Raises:
@@ -103,10 +110,12 @@ def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:
         raise UsageError(
             f"codec {name!r} needs {_alternatives(kind.needs)}: add {option}={example}, for example, after {name!r}"
         )
+    if decay != 1 and not error_feedback:
+        raise UsageError(f"decay={decay} is of the residual of error feedback; add error_feedback=True")
     if error_feedback and not kind.lossy:
         raise UsageError(f"codec {name!r} loses nothing that error feedback could return; leave error_feedback= out")
     codec = kind(**options)
-    return ErrorFeedback(codec) if error_feedback else codec
+    return ErrorFeedback(codec, decay=decay) if error_feedback else codec
 
 
 def _alternatives(needs: Mapping[str, float]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+from ..checks import check_number
 from ..errors import UsageError
 from .base import Codec
-from .reduction import CodecState, Steps
+from .reduction import BadGradient, CodecState, Steps
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,18 @@ class ErrorFeedback(Codec):
 
     Args:
         codec: the codec that loses something.
+        decay: factor on the residual from step to step, in (0, 1]. Below 1, old parts fade, and the residual acts as
+            momentum (SparseLoCo, arXiv 2508.15706, section 3).
     """
 
     codec: Codec
+    _: KW_ONLY
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec) or isinstance(self.codec, ErrorFeedback) or not self.codec.lossy:
             raise UsageError(f"error feedback wraps a codec that loses something, not {self.codec!r}")
+        check_number("decay of error feedback", self.decay, "(0, 1]")
 
     @cached_property
     def kind(self) -> str:
@@ -40,4 +46,8 @@ class ErrorFeedback(Codec):
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
-        return self.codec.reduce(state)
+        verdict = yield from self.codec.reduce(state)
+        if self.decay != 1 and "residual" in state.renewed and not isinstance(verdict, BadGradient):
+            _, residual = state.renew("residual")
+            residual *= self.decay
+        return verdict

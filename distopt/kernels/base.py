@@ -113,6 +113,29 @@ class Kernels(Protocol):
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:
         """Cast back into x, times scale."""
 
+    def encode_blocks(
+        self, x: Array, residuals: tuple[Array, Array], wire: Array, bits: int, seed: int | None, findings: Array
+    ) -> None:
+        """Encode x, or residual + x, into the uint8 array `wire` as integers of 8, 4 or 2 bits; see csrc/cpu/blocks.h.
+
+        The loss goes to the second of `residuals`, perhaps the same array; without, both are None. With a seed (uint32)
+        rounding is stochastic.
+        """
+
+    def decode_blocks(self, wire: Array, x: Array, bits: int, factor: float, adds: bool, /) -> None:
+        """Set x to the elements times factor, or add them to it."""
+
+    def encode_chunks(
+        self, x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array
+    ) -> None:
+        """Encode the k largest elements of each chunk of x, or of residual + x; see csrc/cpu/chunks.h.
+
+        The part that is not sent goes to the second of `residuals`, as for `encode_blocks`.
+        """
+
+    def decode_chunks(self, wires: Array, x: Array, k: int, bits: int, factor: float, /) -> None:
+        """Set x to the sum of encoded arrays, uint8 [lists, bytes], times factor."""
+
     def squared_norm(self, x: Array) -> Any:
         """The sum of squares in float64, a number or an array of shape (); float64 too."""
 

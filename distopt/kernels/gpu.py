@@ -88,6 +88,33 @@ def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     launch_each(f"decode<{_type_16(dtype)}>", blocks(x.size, 4), wire, x, x.size, scale)
 
 
+def encode_blocks(
+    x: Array, residuals: tuple[Array, Array], wire: Array, bits: int, seed: int | None, findings: Array
+) -> None:
+    """See `Kernels.encode_blocks`."""
+    findings.fill(0)
+    items = blocks(x.size, _core.quantized_block) * THREADS
+    launch_strided("encode_blocks", items, x, *residuals, wire, x.size, bits, seed is not None, seed or 0, findings)
+
+
+def decode_blocks(wire: Array, x: Array, bits: int, factor: float, adds: bool) -> None:
+    """See `Kernels.decode_blocks`."""
+    launch_each("decode_blocks", x.size, wire, x, x.size, bits, factor, adds)
+
+
+def encode_chunks(x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array) -> None:
+    """See `Kernels.encode_chunks`."""
+    findings.fill(0)
+    if chunks := blocks(x.size, _core.top_chunk):
+        launch("encode_chunks", (chunks,), (THREADS,), x, *residuals, wire, x.size, k, bits, findings)
+
+
+def decode_chunks(wires: Array, x: Array, k: int, bits: int, factor: float) -> None:
+    """See `Kernels.decode_chunks`."""
+    if chunks := blocks(x.size, _core.top_chunk):
+        launch("decode_chunks", (chunks,), (THREADS,), wires, *wires.shape, x, x.size, k, bits, factor)
+
+
 def squared_norm(x: Array) -> Any:
     """See `Kernels.squared_norm`; the result is an array on the device."""
     return _norm_and_scale(x, 1.0)[0].reshape(()) if x.dtype == np.float32 else (x * x).sum()

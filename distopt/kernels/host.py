@@ -16,6 +16,7 @@ _LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "f
 
 empty, copy_into = np.empty, np.copyto
 decode16, clear_at = _core.decode16, _core.clear_at
+decode_blocks, decode_chunks = _core.decode_blocks, _core.decode_chunks
 
 
 def to_host(array: Array) -> Array:
@@ -49,6 +50,20 @@ def encode16(
     elif nan or (overflowed and residuals[1] is not None):
         from_bad = _from_bad(residuals[1])
     findings[:] = 0, overflowed, from_bad, underflowed
+
+
+def encode_blocks(
+    x: Array, residuals: tuple[Array, Array], wire: Array, bits: int, seed: int | None, findings: Array
+) -> None:
+    """See `Kernels.encode_blocks`."""
+    first_bad = _core.encode_blocks(x, wire, bits, *residuals, seed)
+    findings[:] = 0, 0, x.size - first_bad, 0
+
+
+def encode_chunks(x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array) -> None:
+    """See `Kernels.encode_chunks`."""
+    first_bad = _core.encode_chunks(x, wire, k, bits, *residuals)
+    findings[:] = 0, 0, x.size - first_bad, 0
 
 
 def squared_norm(x: Array) -> Any:

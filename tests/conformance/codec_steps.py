@@ -4,12 +4,14 @@ import numpy as np
 
 from distopt.codecs import (
     BFloat16,
+    ChunkedTopK,
     ErrorFeedback,
     Fp16,
     Fp32,
     Part,
     PendingReduction,
     PowerSGD,
+    Quantized,
     Threshold,
     TopK,
     finish_all,
@@ -30,6 +32,9 @@ CODECS = [
     ErrorFeedback(TopK(0.01, momentum=0.9, clip_norm=20.0)),
     ErrorFeedback(Threshold(1.5)),
     ErrorFeedback(PowerSGD(rank=2)),
+    ErrorFeedback(ChunkedTopK(100, bits=4), decay=0.9),
+    ErrorFeedback(Quantized(4, stochastic=True)),
+    Quantized(8),
 ]
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from distopt.codecs import (
     BFloat16,
+    ChunkedTopK,
     ErrorFeedback,
     Fp16,
     Fp32,
     Part,
     PendingReduction,
     PowerSGD,
+    Quantized,
     Threshold,
     TopK,
     finish_all,
@@ -32,10 +34,15 @@ LOSSLESS = [Fp32(), TopK(1.0), TopK(k=10**6), Threshold(0.0)]
 SPARSE = [TopK(0.01), TopK(k=1), TopK(0.2), Threshold(2.0), Threshold(0.5), Threshold(100.0)]
 HALF = [Fp16(), BFloat16(), Fp16(scale=64.0), Fp16(scale="dynamic")]
 LOW_RANK = [PowerSGD(), PowerSGD(rank=1)]
-CORRECTED = [ErrorFeedback(codec) for codec in SPARSE + HALF + LOSSLESS[1:] + LOW_RANK]
-ALL = LOSSLESS + SPARSE + HALF + LOW_RANK + CORRECTED
+FEW_BITS = [ChunkedTopK(), ChunkedTopK(1), ChunkedTopK(200, bits=4), ChunkedTopK(4096, bits=16)]
+FEW_BITS += [Quantized(), Quantized(4), Quantized(2), Quantized(4, stochastic=True, seed=7)]
+CORRECTED = [ErrorFeedback(codec) for codec in SPARSE + HALF + LOSSLESS[1:] + LOW_RANK + FEW_BITS]
+ALL = LOSSLESS + SPARSE + HALF + LOW_RANK + FEW_BITS + CORRECTED
 # A 16-bit codec without a residual saturates and counts infinity.
-UNUSABLE = [*product([np.nan, np.inf], [*SPARSE, *LOW_RANK, *CORRECTED, TopK(1.0)]), *product([np.nan], HALF)]
+UNUSABLE = [
+    *product([np.nan, np.inf], [*SPARSE, *LOW_RANK, *FEW_BITS, *CORRECTED, TopK(1.0)]),
+    *product([np.nan], HALF),
+]
 WORLDS = list(product([1, 2, 3, 4], [OracleCommunicator, SplittingCommunicator]))
 
 worlds = pytest.mark.parametrize(("world_size", "cls"), WORLDS, ids=lambda v: getattr(v, "name", v) if v else v)

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import BFloat16, ChunkedTopK, ErrorFeedback, Fp16, Fp32, PowerSGD, Quantized, Threshold, TopK
 from distopt.engine.bucket import ALIGNMENT_BYTES, BucketMemory
 from distopt.engine.engine import Engine
 from distopt.engine.layout import FIRST_BUCKET_BYTES, Layout, plan
@@ -30,6 +30,8 @@ CODECS = [
     Threshold(0.5),
     ErrorFeedback(Threshold(1.0)),
     ErrorFeedback(PowerSGD(rank=1)),
+    ErrorFeedback(ChunkedTopK(500, bits=4), decay=0.9),
+    ErrorFeedback(Quantized(4, stochastic=True)),
 ]
 WORLDS = list(product([1, 2, 3], [OracleCommunicator, SplittingCommunicator]))
 

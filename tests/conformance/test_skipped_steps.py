@@ -3,7 +3,19 @@
 import numpy as np
 import pytest
 
-from distopt.codecs import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.codecs import (
+    CODECS,
+    BFloat16,
+    ChunkedTopK,
+    Codec,
+    ErrorFeedback,
+    Fp16,
+    Fp32,
+    PowerSGD,
+    Quantized,
+    Threshold,
+    TopK,
+)
 from distopt.engine.by_hand import Fusion
 from distopt.errors import GradientError
 from tests.conformance import nccl_ranks
@@ -30,6 +42,8 @@ EVERY = [
     ErrorFeedback(Threshold(1.0)),
     ErrorFeedback(Threshold(0.0)),
     PowerSGD(2),
+    ErrorFeedback(ChunkedTopK(300)),
+    ErrorFeedback(Quantized(4, stochastic=True)),
     ErrorFeedback(PowerSGD(1)),
 ]
 codecs = pytest.mark.parametrize("codec", EVERY, ids=repr)

@@ -113,6 +113,55 @@ def test_top_k_lists_what_the_cpu_lists(n, offset):
             assert same([lists.indices[:k], lists.values[:k]], [theirs.indices[:k], theirs.values[:k]])
 
 
+def without_subnormals(x):
+    """The GPU counts them as zero."""
+    return np.where(np.abs(x) < np.finfo(F32).tiny, F32(0), x)
+
+
+def encoded(n):
+    """Inputs, with and without a residual in turns."""
+    rng = np.random.default_rng(n)
+    for i, (_, x) in enumerate(inputs(n)):
+        x, residual = without_subnormals(x), rng.standard_normal(n).astype(F32)
+        yield x, [(None, None), (residual, residual), (residual, np.zeros(n, F32))][i % 3]
+
+
+@pytest.mark.parametrize("n", [0, 1, 1023, 2 * TILE + 1])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_blocks_have_the_bytes_of_the_cpu(n, bits, offset):
+    for seed, (x, residuals) in enumerate(encoded(n)):
+        wire, findings = np.zeros(_core.blocks_bytes(n, bits), np.uint8), new_findings()
+        if np.isfinite(x).all():
+            both("encode_blocks", offset, x, residuals, wire, bits, seed if seed % 2 else None, findings)
+            both("decode_blocks", offset, wire, x, bits, 0.3, seed % 2 > 0)
+        else:
+            found = on_device((x, residuals, wire, findings), offset)
+            gpu.encode_blocks(*found[:3], bits, None, found[3])
+            host.encode_blocks(x, residuals, wire, bits, None, findings)
+            assert same(findings, found[3])
+
+
+@pytest.mark.parametrize("n", [0, 1, TILE - 1, 2 * TILE + 1])
+@pytest.mark.parametrize(("k", "bits"), [(64, 2), (1, 4), (777, 8), (4096, 16)])
+def test_chunks_have_the_bytes_of_the_cpu(n, k, bits, offset):
+    for x, residuals in encoded(n):
+        wires, findings = np.zeros((3, _core.chunks_bytes(n, k, bits)), np.uint8), new_findings()
+        if np.isfinite(x).all():
+            both("encode_chunks", offset, x, residuals, wires[0], k, bits, findings)
+            wires[1:] = wires[0]
+            theirs = cupy.asarray(wires)
+            out = np.empty(n, F32)
+            host.decode_chunks(wires, out, k, bits, 0.25)
+            on_gpu = cupy.empty(n, F32)
+            gpu.decode_chunks(theirs, on_gpu, k, bits, 0.25)
+            assert same(out, on_gpu)
+        else:
+            found = on_device((x, residuals, wires[0], findings), offset)
+            gpu.encode_chunks(*found[:3], k, bits, found[3])
+            host.encode_chunks(x, residuals, wires[0], k, bits, findings)
+            assert same(findings, found[3])
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bound", [0.0, 1e-42, 1.0, 3e38])
 def test_threshold_lists_what_the_cpu_lists(n, bound, offset):

@@ -6,7 +6,21 @@ import numpy as np
 import pytest
 
 from distopt import codecs
-from distopt.codecs import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
+from distopt.codecs import (
+    CODECS,
+    BFloat16,
+    ChunkedTopK,
+    ErrorFeedback,
+    Fp16,
+    Fp32,
+    PendingReduction,
+    PowerSGD,
+    Quantized,
+    Threshold,
+    TopK,
+    create,
+    finish_all,
+)
 from distopt.errors import UsageError
 from distopt.opt import DIST_OPTIONS, codec_of
 from tests.conformance.thread_ranks import on_ranks
@@ -41,6 +55,14 @@ F32 = np.float32
         lambda: create("fp16", ratio=0.1),
         lambda: create("fp32", error_feedback=True),
         lambda: PowerSGD(rank=0),
+        lambda: ChunkedTopK(0),
+        lambda: ChunkedTopK(4097),
+        lambda: ChunkedTopK(64, bits=3),
+        lambda: Quantized(16),
+        lambda: Quantized(seed=-1),
+        lambda: ErrorFeedback(TopK(0.1), decay=0.0),
+        lambda: ErrorFeedback(TopK(0.1), decay=1.1),
+        lambda: create("top-k", ratio=0.1, decay=0.9),
     ],
 )
 def test_bad_options_are_refused(make):
@@ -69,11 +91,12 @@ def test_codecs_are_values(codec):
 
 
 def test_registry():
-    assert list(CODECS) == ["fp32", "fp16", "bf16", "top-k", "threshold", "power-sgd"]
+    assert list(CODECS) == ["fp32", "fp16", "bf16", "top-k", "chunked-top-k", "threshold", "quantized", "power-sgd"]
     assert create("top-k", ratio=0.02, error_feedback=True) == ErrorFeedback(TopK(0.02))
     assert create("threshold", bound=0.02) == Threshold(0.02)
+    assert create("quantized", bits=4, error_feedback=True, decay=0.9) == ErrorFeedback(Quantized(4), decay=0.9)
     assert create("fp16", scale="dynamic") == Fp16("dynamic")
-    with pytest.raises(UsageError, match="fp32, fp16, bf16, top-k, threshold, power-sgd"):
+    with pytest.raises(UsageError, match="fp32, fp16, bf16, top-k, chunked-top-k, threshold, quantized, power-sgd"):
         create("fp64")
     with pytest.raises(UsageError, match=r"codec 'fp16' takes no ratio=; it takes scale=, see distopt.codecs.Fp16"):
         create("fp16", ratio=0.5)
@@ -109,3 +132,22 @@ def test_names_of_singa():
             codec_of(name)
     with pytest.raises(UsageError, match="plain, fp32, half, fp16, bf16, partialUpdate, sparseTopK, sparseThreshold"):
         codec_of("fp64")
+
+
+def test_decay_fades_the_residual():
+    def body(comm):
+        rank = comm.topology.rank
+        codec = ErrorFeedback(TopK(k=1), decay=0.5)
+        bucket = comm.empty(3)
+        state = codec.attach(bucket, comm)
+        means = []
+        for gradient in ([8, 2, 1 + rank], [0, 0, 0], [0, 0, 0]):
+            bucket[:] = gradient
+            assert finish_all([PendingReduction(codec, state)]) == [None]
+            means.append(bucket.tolist())
+        return means, state.residual.tolist()
+
+    (means, left), (_, other) = on_ranks(2, body)
+    # After a step, half of what was not sent is left; rank 1 sends the lower index of its two equal elements first.
+    assert means == [[8, 0, 0], [0, 1, 0], [0, 0, 0.375]]
+    assert (left, other) == ([0, 0, 0], [0, 0, 0])
