@@ -30,6 +30,7 @@ __all__ = [
     "copy_of",
     "exchanged",
     "of_device",
+    "on_host",
     "snapshot_of",
 ]
 
@@ -368,6 +369,11 @@ def snapshot_of(adapters: Mapping[str, Adapter]) -> Snapshot:
 def copy_of(array: Any) -> np.ndarray[Any, Any]:
     """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
     return np.asarray(kernels_of(array).to_host(array))
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """Local. An array of NumPy, or a copy of one of CuPy in memory of the host."""
+    return array if isinstance(array, np.ndarray) else copy_of(array)
 
 
 def of_device(name: str) -> bool:
