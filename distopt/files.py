@@ -128,7 +128,7 @@ def save_arrays(
         UsageError: see `head_of`.
         OSError: from the file system; an older file stays.
     """
-    little = {key: _little(key, array) for key, array in arrays.items()}
+    little = {key: np.asarray(array, _DTYPES[type_of(key, array.dtype)], order="C") for key, array in arrays.items()}
     with atomic_write(path) as file:
         write_arrays(file, little, {**mark, "crc32": _checksums(little, notes)}, notes)
 
@@ -155,22 +155,24 @@ def write_arrays(
         UsageError: safetensors has no such dtype.
         OSError: from the file system.
     """
-    head, names = head_of(arrays, mark, notes)
+    head, order = head_of(arrays, mark, notes)
     file.write(head)
-    for key in names:
-        file.write(_little(key, host(arrays[key])).data)
+    for key, dtype in order:
+        file.write(np.asarray(host(arrays[key]), dtype, order="C").data)
 
 
-def head_of(arrays: Mapping[str, Any], mark: Mapping[str, str], notes: str = "") -> tuple[bytes, Sequence[str]]:
-    """Local. The bytes of a safetensors file before its arrays, and the names of these, in their order there.
+def head_of(
+    arrays: Mapping[str, Any], mark: Mapping[str, str], notes: str = ""
+) -> tuple[bytes, Sequence[tuple[str, Any]]]:
+    """Local. The bytes of a safetensors file before its arrays, and the names and types of these, in their order there.
 
     Args and errors are those of `write_arrays`.
     """
-    names, described = _layout(tuple((key, array.dtype, array.shape) for key, array in arrays.items()))
+    order, described = _layout(tuple((key, array.dtype, array.shape) for key, array in arrays.items()))
     metadata = {**mark, "notes": notes} if notes else mark
     text = f'{{{described}"__metadata__": {json.dumps(metadata)}}}'.encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, names
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def load_arrays(
@@ -258,22 +260,18 @@ def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Map
         raise StateError(f"{path} was not written by {writer}")
 
 
-def _little(key: str, array: Any) -> np.ndarray[Any, Any]:
-    """An array as files have it."""
-    return np.asarray(array, _DTYPES[type_of(key, array.dtype)], order="C")
-
-
 @lru_cache(256)
-def _layout(arrays: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> tuple[list[str], str]:
-    """Of arrays by name, type and shape: their names in the order of the file; the header's JSON up to the metadata."""
-    names, texts, end = [], "", 0
+def _layout(arrays: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> tuple[list[tuple[str, Any]], str]:
+    """Of arrays by name, type, shape: names and types in the order of a file; the header's JSON up to the metadata."""
+    order, texts, end = [], "", 0
     # Larger items first, which aligns all of them, as safetensors' own writer does.
     for key, dtype, shape in sorted(arrays, key=lambda item: (-item[1].itemsize, item[0])):
         begin, end = end, end + dtype.itemsize * math.prod(shape)
-        entry = {"dtype": type_of(key, dtype), "shape": shape, "data_offsets": [begin, end]}
+        name = type_of(key, dtype)
+        entry = {"dtype": name, "shape": shape, "data_offsets": [begin, end]}
         texts += f"{json.dumps(key)}: {json.dumps(entry)}, "
-        names.append(key)
-    return names, texts
+        order.append((key, _DTYPES[name]))
+    return order, texts
 
 
 def _checksums(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:

@@ -49,7 +49,7 @@ class Records:
         self._before: dict[str, int] = {}  # at the end of the last step
         self._moved: list[str] = []  # objects that a forward pass may change
         self._right: list[str] = []  # objects that had not changed between the two in the last step
-        self._last: dict[str, tuple[State, int]] = {}  # of objects, and their checksums
+        self._last: dict[str, tuple[dict[str, Any], int]] = {}  # notes of objects, and their checksums
 
     def write(self, label: Label, adapters: Mapping[str, Adapter], *, is_end: bool) -> None:
         """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
@@ -77,13 +77,11 @@ class Records:
 
     def _checksum(self, name: str, state: State) -> int:
         last = self._last.get(name)
-        if last is not None and last[0] is state:
-            return last[1]
-        checksum = zlib.crc32(json.dumps(state.notes).encode())
+        if last is None or last[0] != state.notes:
+            last = self._last[name] = state.notes, zlib.crc32(json.dumps(state.notes).encode())
+        checksum = last[1]
         for key, array in sorted(state.arrays.items()):
-            content = np.ascontiguousarray(on_host(array))
-            checksum = zlib.crc32(content.reshape(-1).view(np.uint8).data, zlib.crc32(key.encode(), checksum))
-        self._last[name] = state, checksum
+            checksum = zlib.crc32(np.ascontiguousarray(on_host(array)).data, zlib.crc32(key.encode(), checksum))
         return checksum
 
 
