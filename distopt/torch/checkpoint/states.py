@@ -149,6 +149,8 @@ class ModelState(StateDict):
             self._own_names = own
         if not self._is_plain:
             return super().own()
+        if not self._own_names:
+            return State({}, {})
         if not self._tree or any(now != then for now, then in self._tree):
             modules = list(self._thing.named_modules(remove_duplicate=False))
             self._tree = [(module._modules, dict(module._modules)) for _, module in modules]
