@@ -96,7 +96,7 @@ class StateFds(NamedTuple):
         return [*self[:3], *self.gifts, *(fd for each in (*self.shared, *self.own) for fd in each)]
 
     def places(self) -> list[Place]:
-        """What each rank has."""
+        """The place of each rank."""
         words = memoryview(mmap.mmap(self.words, 0)).cast("Q")
         places = []
         for shared, own in zip(self.shared, self.own, strict=True):
@@ -137,7 +137,7 @@ class StateSlots:
 
     Attributes:
         fds: their descriptors.
-        places: what each rank has.
+        places: of the ranks.
     """
 
     def __init__(self, n_ranks: int, n_copies: int = 2) -> None:
