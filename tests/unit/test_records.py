@@ -1,6 +1,8 @@
 """Own states of lost ranks, put together from what ranks have written after a forward pass and at the end of a step."""
 
+import json
 import os
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from distopt.checkpoint import live
-from distopt.checkpoint.adapters import Adapter, InPlace, Random
+from distopt.checkpoint.adapters import Adapter, InPlace, Random, State, generator_of
 from distopt.checkpoint.live import Gifts
 from distopt.checkpoint.records import MOST_BYTES, Records, assembled, wanted_of
 from distopt.checkpoint.state_files import Held, Label, States, StateSlot
@@ -175,3 +177,25 @@ def test_a_file_that_its_writers_have_not_finished_does_not_count(files, monkeyp
     assert Gifts(files).held(0) == []
     Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 5)  # another rank writes the rest
     assert [held.label.step for held in Gifts(files).held(0)] == [7]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "MT19937", "Philox", "SFC64", "PCG64"])
+def test_generators_go_on_from_arrays_and_from_lists_of_older_files(kind):
+    made = {"python": lambda: random.Random(3), "numpy": lambda: np.random.RandomState(3)}
+    make = made.get(kind, lambda: np.random.Generator(getattr(np.random, kind)(3)))
+    generator = make()
+    draw = generator.random
+    draw()
+    state = generator_of(generator).snapshot()
+    if kind == "python":
+        lists = list(generator.getstate())
+    else:
+        of_numpy = generator.get_state(legacy=False) if kind == "numpy" else generator.bit_generator.state
+        lists = json.loads(json.dumps(of_numpy, default=lambda array: array.tolist()))
+    expected = [draw() for _ in range(3)]
+    for given in (state, State({}, {"": lists})):
+        other = make()
+        adapter = generator_of(other)
+        adapter.check(given)
+        adapter.put(given)
+        assert [other.random() for _ in range(3)] == expected
