@@ -6,16 +6,18 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
+import mmap
 import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import IO, Any, BinaryIO, TypeAlias
 
 import numpy as np
-import safetensors
 
 from .errors import StateError, UsageError
 
@@ -33,16 +35,17 @@ _CURES = {
 # Names of types in safetensors files, by NumPy's kind and size.
 _TYPES = {"b1": "BOOL", **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}}
 _TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
+_DTYPES = {name: np.dtype(f"<{kind}") for kind, name in _TYPES.items()}
 
 
-def type_of(key: str, array: Any) -> str:
+def type_of(key: str, dtype: Any) -> str:
     """Local. What safetensors files call the type of an array.
 
     Raises:
         UsageError: they have no such type.
     """
-    if (known := _TYPES.get(array.dtype.str[1:])) is None:
-        raise UsageError(f"{key} has dtype {array.dtype}, which safetensors files do not know; convert it")
+    if (known := _TYPES.get(dtype.str[1:])) is None:
+        raise UsageError(f"{key} has dtype {dtype}, which safetensors files do not know; convert it")
     return known
 
 
@@ -119,70 +122,120 @@ def save_arrays(
     mark: Mapping[str, str],
     notes: str = "",
 ) -> None:
-    """Local. Write a safetensors file with checksums of its content; see `atomic_write`.
+    """Local. Write a safetensors file with checksums of its content; see `atomic_write` and `write_arrays`.
+
+    Raises:
+        UsageError: see `head_of`.
+        OSError: from the file system; an older file stays.
+    """
+    little = {key: np.asarray(array, _DTYPES[type_of(key, array.dtype)], order="C") for key, array in arrays.items()}
+    with atomic_write(path) as file:
+        write_arrays(file, little, {**mark, "crc32": _checksums(little, notes)}, notes)
+
+
+def write_arrays(
+    file: IO[bytes],
+    arrays: Mapping[str, Any],
+    mark: Mapping[str, str],
+    notes: str = "",
+    host: Callable[[Any], Any] = np.asarray,
+) -> None:
+    """Local. Write a safetensors file.
 
     Contiguous arrays are written from where they are: the function needs no memory of their size.
 
     Args:
-        path: file to replace or create.
-        arrays: NumPy arrays by name.
+        file: where to write.
+        arrays: arrays of NumPy or CuPy by name.
         mark: metadata that identifies the format to the reader.
         notes: text to save with the arrays.
+        host: brings an array to memory of the host, one at a time.
 
     Raises:
         UsageError: safetensors has no such dtype.
-        OSError: from the file system; an older file stays.
+        OSError: from the file system.
     """
-    little = {key: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for key, array in arrays.items()}
-    # Larger items first, which aligns all of them, as safetensors' own writer does.
-    little = dict(sorted(little.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    header: dict[str, Any] = {}
-    end = 0
-    for key, array in little.items():
-        dtype = type_of(key, array)
-        begin, end = end, end + array.nbytes
-        header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
-    header["__metadata__"] = {**mark, **({"notes": notes} if notes else {}), "crc32": _checksums(little, notes)}
-    text = json.dumps(header).encode()
+    head, order = head_of(arrays, mark, notes)
+    file.write(head)
+    for key, dtype in order:
+        file.write(np.asarray(host(arrays[key]), dtype, order="C").data)
+
+
+def head_of(
+    arrays: Mapping[str, Any], mark: Mapping[str, str], notes: str = ""
+) -> tuple[bytes, Sequence[tuple[str, Any]]]:
+    """Local. The bytes of a safetensors file before its arrays, and the names and types of these, in their order there.
+
+    Args and errors are those of `write_arrays`.
+    """
+    order, described = _layout(tuple((key, array.dtype, array.shape) for key, array in arrays.items()))
+    metadata = {**mark, "notes": notes} if notes else mark
+    text = f'{{{described}"__metadata__": {json.dumps(metadata)}}}'.encode()
     text += b" " * (-len(text) % 8)
-    with atomic_write(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in little.values():
-            file.write(array.data)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def load_arrays(
-    path: str | os.PathLike[str], mark: Mapping[str, str], writer: str, prefix: str = ""
+    path: str | os.PathLike[str], mark: Mapping[str, str], writer: str, prefix: str | None = ""
 ) -> tuple[Arrays, str]:
     """Local. The arrays and the notes that `save_arrays` wrote with the same `mark`.
 
     Args:
         path: file to read.
-        mark: see `save_arrays`.
+        mark: see `write_arrays`.
         writer: the writer of files with this mark, for the message.
-        prefix: read only the arrays whose names begin with this.
+        prefix: read only the arrays whose names begin with this; None: no arrays.
 
     Raises:
         StateError: the file is truncated, corrupt or of another writer.
         FileNotFoundError: there is no such file.
     """
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            check_mark(path, metadata, mark, writer)
-            names = list(file.keys())
-            arrays = {key: file.get_tensor(key) for key in names if key.startswith(prefix)}
-    except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
-        raise StateError(f"{path} is truncated or not a file of states: {error}") from None
+    with Path(path).open("rb") as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        content = memoryview(mmap.mmap(file.fileno(), n_bytes, prot=mmap.PROT_READ) if n_bytes else b"")
+    views, metadata = arrays_in(content, mark, writer, os.fspath(path))
+    arrays = {key: view.copy() for key, view in views.items() if prefix is not None and key.startswith(prefix)}
     notes = metadata.get("notes", "")
     try:
         saved = json.loads(metadata["crc32"])
-        right = saved.keys() == {"", *names} and json.loads(_checksums(arrays, notes)).items() <= saved.items()
-    except (KeyError, ValueError, AttributeError):
+        right = saved.keys() == {"", *views} and json.loads(_checksums(arrays, notes)).items() <= saved.items()
+    except (KeyError, ValueError, AttributeError, TypeError):
         right = False
     if not right:
         raise StateError(f"{path} is corrupt: its content does not have the checksums that were saved with it")
     return arrays, notes
+
+
+def arrays_in(
+    content: bytes | memoryview, mark: Mapping[str, str], writer: str, place: str = "memory"
+) -> tuple[Arrays, dict[str, Any]]:
+    """Local. Views of the arrays in the content of a safetensors file, and its metadata.
+
+    Args:
+        content: of the file; where it can be written, the views can be, too.
+        mark: see `write_arrays`.
+        writer: see `load_arrays`.
+        place: of the content, for the message.
+
+    Raises:
+        StateError: the content is truncated or of another writer.
+    """
+    views: Arrays = {}
+    try:
+        begin = 8 + int.from_bytes(memoryview(content)[:8], "little")
+        header = json.loads(bytes(memoryview(content)[8:begin]))
+        metadata = header.pop("__metadata__", {})
+        check_mark(place, metadata, mark, writer)
+        for key, entry in header.items():
+            at, end = entry["data_offsets"]
+            views[key] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], content, begin + at)
+            if end - at != views[key].nbytes:
+                raise ValueError(f"{key} has {end - at} bytes")
+        if len(memoryview(content)) != begin + sum(view.nbytes for view in views.values()):
+            raise ValueError("its length is another one")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise StateError(f"{place} is truncated or not a file of states: {error}") from None
+    return views, metadata
 
 
 def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Mapping[str, str], writer: str) -> None:
@@ -191,7 +244,7 @@ def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Map
     Args:
         path: of the file, for the message.
         found: its metadata.
-        mark: see `save_arrays`; its key "version" is the version of the format.
+        mark: see `write_arrays`; its key "version" is the version of the format.
         writer: see `load_arrays`.
 
     Raises:
@@ -205,6 +258,20 @@ def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Map
         )
     if differ:
         raise StateError(f"{path} was not written by {writer}")
+
+
+@lru_cache(256)
+def _layout(arrays: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> tuple[list[tuple[str, Any]], str]:
+    """Of arrays by name, type, shape: names and types in the order of a file; the header's JSON up to the metadata."""
+    order, texts, end = [], "", 0
+    # Larger items first, which aligns all of them, as safetensors' own writer does.
+    for key, dtype, shape in sorted(arrays, key=lambda item: (-item[1].itemsize, item[0])):
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        name = type_of(key, dtype)
+        entry = {"dtype": name, "shape": shape, "data_offsets": [begin, end]}
+        texts += f"{json.dumps(key)}: {json.dumps(entry)}, "
+        order.append((key, _DTYPES[name]))
+    return order, texts
 
 
 def _checksums(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ __all__ = [
     "copy_of",
     "exchanged",
     "of_device",
+    "on_host",
     "snapshot_of",
 ]
 
@@ -197,82 +199,84 @@ class InPlace(Adapter):
 
 
 class Random(Adapter):
-    """A random generator of NumPy. Its state is one note."""
+    """A random generator of NumPy. Its state is one note, but for arrays in it, such as those of a Mersenne twister."""
 
     random = True
 
-    def __init__(self, generator: np.random.Generator) -> None:
+    def __init__(self, generator: Any) -> None:
         self._generator = generator
 
+    def _get(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._generator.bit_generator.state
+        return state
+
+    def _set(self, state: dict[str, Any]) -> None:
+        self._generator.bit_generator.state = state
+
+    def _try(self, state: dict[str, Any]) -> None:
+        """Set another generator of the same kind to this state."""
+        type(self._generator.bit_generator)().state = state
+
     def snapshot(self) -> State:
-        """Local. The generator's state, as a note."""
-        state = json.dumps(self._generator.bit_generator.state, default=lambda array: array.tolist())
-        return State({}, {"": json.loads(state)})
+        """Local. The generator's state."""
+        state = self._get()
+        arrays = {}
+        for path, part in (("", state), ("state/", state["state"])):
+            for key in [key for key, value in part.items() if isinstance(value, np.ndarray)]:
+                arrays[path + key] = part.pop(key)
+        return State(arrays, {"": state})
+
+    @staticmethod
+    def _state(state: State) -> dict[str, Any]:
+        """The inverse of `snapshot`."""
+        note = {**state.notes[""], "state": {**state.notes[""]["state"]}}
+        for path, array in state.arrays.items():
+            part, _, key = path.rpartition("/")
+            (note[part] if part else note)[key] = array
+        return note
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the generator is of the same kind."""
-        own, note = self._generator.bit_generator.state["bit_generator"], state.notes.get("")
+        own, note = self._get()["bit_generator"], state.notes.get("")
         given = note.get("bit_generator") if isinstance(note, dict) else "generator of Python"
         if given != own:
             raise StateError(f"the random generator is a {own}, that of the states a {given}")
         try:
-            type(self._generator.bit_generator)().state = state.notes[""]
+            self._try(self._state(state))
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise StateError(f"the state of the random generator cannot be used ({error})") from None
 
     def put(self, state: State) -> None:
         """Local. Set the generator's state."""
-        self._generator.bit_generator.state = state.notes[""]
+        self._set(self._state(state))
 
 
-class LegacyRandom(Adapter):
-    """A `RandomState` of NumPy, or the module `numpy.random` for the global one. Its state is one note."""
+class LegacyRandom(Random):
+    """A `RandomState` of NumPy, or the module `numpy.random` for the global one."""
 
-    random = True
+    def _get(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._generator.get_state(legacy=False)
+        return state
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._last: tuple[bytes, State] = b"", State({}, {})
+    def _set(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state)
 
-    def snapshot(self) -> State:
-        """Local. The generator's state, as a note; the same object as the last if nothing was drawn since."""
-        state = self._generator.get_state(legacy=False)
-        words = b"".join(np.asarray(each).tobytes() for each in ({**state, "state": 0} | state["state"]).values())
-        if words != self._last[0]:
-            note = json.loads(json.dumps(state, default=lambda array: array.tolist()))
-            self._last = words, State({}, {"": note})
-        return self._last[1]
-
-    def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the generator is of the same kind."""
-        own, given = self.snapshot().notes[""], state.notes.get("")
-        if not isinstance(given, dict) or given.get("bit_generator") != own["bit_generator"]:
-            raise StateError(f"the random generator is a {own['bit_generator']}, the states are of another kind")
-        try:
-            np.random.RandomState().set_state(given)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"the state of the random generator cannot be used ({error})") from None
-
-    def put(self, state: State) -> None:
-        """Local. Set the generator's state."""
-        self._generator.set_state(state.notes[""])
+    def _try(self, state: dict[str, Any]) -> None:
+        np.random.RandomState().set_state(state)
 
 
 class PythonRandom(Adapter):
-    """A `random.Random`, or the module `random` for the global one. Its state is one note."""
+    """A `random.Random`, or the module `random` for the global one. Its state is an array of words, and a note."""
 
     random = True
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._last: tuple[Any, State] = None, State({}, {})
 
     def snapshot(self) -> State:
-        """Local. The generator's state, as a note; the same object as the last if nothing was drawn since."""
-        state = version, words, gauss = self._generator.getstate()
-        if state != self._last[0]:
-            self._last = state, State({}, {"": [version, list(words), gauss]})
-        return self._last[1]
+        """Local. The generator's state."""
+        version, words, gauss = self._generator.getstate()
+        return State({"": np.frombuffer(struct.pack(f"{len(words)}I", *words), np.uint32)}, {"": [version, gauss]})
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the state can be set."""
@@ -287,8 +291,8 @@ class PythonRandom(Adapter):
 
     @staticmethod
     def _state(state: State) -> tuple[Any, ...]:
-        version, words, gauss = state.notes[""]
-        return version, tuple(words), gauss
+        version, *words, gauss = state.notes[""]  # older files have the words in between
+        return version, tuple(words[0] if words else state.arrays[""].tolist()), gauss
 
 
 class DeviceRandom(InPlace):
@@ -368,6 +372,11 @@ def snapshot_of(adapters: Mapping[str, Adapter]) -> Snapshot:
 def copy_of(array: Any) -> np.ndarray[Any, Any]:
     """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
     return np.asarray(kernels_of(array).to_host(array))
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """Local. An array of NumPy, or a copy of one of CuPy in memory of the host."""
+    return array if isinstance(array, np.ndarray) else copy_of(array)
 
 
 def of_device(name: str) -> bool:

@@ -342,7 +342,7 @@ class Checkpoint:
         states = snapshot_of(adapters)
         for key, array in (*states.shared.items(), *states.own.items()):
             # It raises here, not in the thread, where training would continue without a save.
-            type_of(key.rstrip("/"), array)
+            type_of(key.rstrip("/"), array.dtype)
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
         def copied(arrays: Arrays) -> Arrays:

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import safetensors
-
 from ..errors import StateError
 from ..files import atomic_write, check_mark, load_arrays, save_arrays, sync_folder, temporary_pattern
 
@@ -27,7 +25,7 @@ MANIFEST = "checkpoint.json"
 MARK = {"format": "distopt checkpoint", "version": "1"}
 WRITER = "distopt.checkpoint"
 _NAME = re.compile(r"step-\d{10}(?:-\d{4})?")
-_SHARED, _OWN = "shared/", "own/"  # prefixes of the names of arrays in files
+SHARED, OWN = "shared/", "own/"  # prefixes of the names of arrays in files
 _FILE = rf"{re.escape(MANIFEST)}|rank-\d{{5,}}\.safetensors"
 _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
 
@@ -112,7 +110,7 @@ def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-    arrays = {prefix + key: array for prefix, group in ((_SHARED, shared), (_OWN, own)) for key, array in group.items()}
+    arrays = {prefix + key: array for prefix, group in ((SHARED, shared), (OWN, own)) for key, array in group.items()}
     save_arrays(folder / rank_file(rank), arrays, MARK, stamp)
     if rank == 0:
         content = asdict(manifest)
@@ -150,12 +148,12 @@ def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
         StateError: the file is damaged, or of another save or rank.
         OSError: from the file system.
     """
-    return _read(folder, manifest, rank, _SHARED)[0]
+    return _read(folder, manifest, rank, SHARED)[0]
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:
     """Local. The arrays of its own that `rank` has written, and its notes; see `read_shared`."""
-    return _read(folder, manifest, rank, _OWN)
+    return _read(folder, manifest, rank, OWN)
 
 
 def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arrays, dict[str, Any]]:
@@ -172,7 +170,12 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
         )
     if (saved := stamp["rank"]) != rank:
         raise StateError(f"{path} is the file of rank {saved}; files of ranks have been exchanged or copied")
-    return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]
+    return under_prefix(prefix, arrays), stamp["notes"]
+
+
+def under_prefix(prefix: str, arrays: Arrays) -> Arrays:
+    """Local. The arrays whose names begin with a prefix, without it."""
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
 
 
 def _missing(path: Path) -> MissingFileError:
@@ -211,10 +214,9 @@ def survey(folder: Path) -> Survey:
             expected = {MANIFEST, *map(rank_file, range(manifest.world_size))}
             stamps.append((manifest.save, manifest.first))
         for name in expected & present - {MANIFEST}:
-            with safetensors.safe_open(folder / name, framework="numpy") as file:
-                stamp = json.loads(file.metadata()["notes"])
+            stamp = json.loads(load_arrays(folder / name, MARK, WRITER, None)[1])
             stamps.append((stamp["save"], stamp["first"]))
-    except (OSError, StateError, safetensors.SafetensorError, ValueError, KeyError, TypeError):
+    except (OSError, StateError, ValueError, KeyError, TypeError):
         return Survey(whole=False, begun=False)
     whole = MANIFEST in present and expected <= present and len({save for save, _ in stamps}) == 1
     return Survey(whole, begun=not whole and all(first for _, first in stamps))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import json
 import os
 import select
 import threading
@@ -21,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import StateError
+from ..files import arrays_in, head_of
 from ..launch.end_together.report import supervisor
-from ..launch.heal.state_slots import HEADER, read_all, seconds_to_give, write_all
-from .adapters import copy_of
-from .kept import Held, Label, aligned, described
+from ..launch.heal.state_slots import content_of, seconds_to_give
+from .adapters import on_host
+from .folder import MARK, SHARED, WRITER
+from .state_files import Held, Label, States, copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .adapters import Adapter
 
 _LOCK_SECONDS = 0.2  # then another rank is stopped while it prepares the file
+_WRITTEN = "written"  # an array in the file: for each of the others, by name, whether it has been written
 _REST_SECONDS = 10.0  # that a rank waits, once it has given its states, to be ended
 
 
@@ -49,30 +52,22 @@ class Gifts:
 
     def held(self, rank: int) -> list[Held]:
         """Local. A description of the states in whole files, by this rank."""
-        contents = [content for content in map(_whole, self._fds) if content is not None]
-        return [Held(Label(*content["label"]), (rank, 1), {}, "gift") for content, _ in contents]
+        return [states.held._replace(writer=(rank, 1)) for states in map(_whole, self._fds) if states is not None]
 
     def read(self, label: Label) -> tuple[Arrays, dict[str, Any]] | None:
         """Local. Shared arrays, and notes of their objects, of this label; None if no whole file has them."""
         for i, fd in enumerate(self._fds):
-            content = _whole(fd)
-            if content is not None and Label(*content[0]["label"]) == label:
+            states = _whole(fd)
+            if states is not None and states.held.label == label:
                 self.source = i
-                text, begin = content
-                arrays = {}
-                for key, dtype, shape in text["arrays"]:
-                    array = np.empty(shape, dtype)
-                    array.reshape(-1).view(np.uint8)[:] = read_all(fd, array.nbytes, begin)
-                    arrays[key] = array
-                    begin += aligned(array.nbytes)
-                return arrays, text["notes"]
+                return copies(states.arrays), states.notes
         return None
 
     def forget(self, label: Label) -> None:
         """Local. Give back the memory of older states: copies have taken their place."""
         for fd in self._fds:
-            content = _whole(fd)
-            if content is not None and Label(*content[0]["label"]) < label:
+            states = _whole(fd)
+            if states is not None and states.held.label < label:
                 os.ftruncate(fd, 0)
 
     def write(self, label: Label, arrays: Mapping[str, Any], notes: Mapping[str, Any], place: int) -> None:
@@ -80,41 +75,32 @@ class Gifts:
         files = [fd for i, fd in enumerate(self._fds) if i != self.source]
         fd = files[label.step % 2]
         names = sorted(arrays)
-        text = json.dumps(
-            {
-                "label": label,
-                "arrays": [[key, arrays[key].dtype.str, arrays[key].shape] for key in names],
-                "notes": notes,
-            },
-            sort_keys=True,
-        ).encode()
-        begins = [aligned(HEADER.size + len(text))]
-        for key in names:
-            begins.append(begins[-1] + aligned(arrays[key].nbytes))
+        states = States(
+            Held(label, (0, 1), {}, "gift"), {key: arrays[key] for key in names}, dict(sorted(notes.items()))
+        )
+        in_file, stamp = states.in_file()
+        in_file[_WRITTEN] = np.zeros(len(names), np.uint8)
+        head, _ = head_of(in_file, MARK, stamp)
         with _locked(fd):
-            header = HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))
-            if header[3] != len(text) or read_all(fd, len(text), HEADER.size) != text:
+            if os.pread(fd, len(head), 0) != head:
                 os.ftruncate(fd, 0)
-                os.ftruncate(fd, begins[-1] + len(names))
-                write_all(fd, text, HEADER.size)
-                os.pwrite(fd, HEADER.pack(label.step, 0, begins[-1], len(text), label.step + 1), 0)
+                os.ftruncate(fd, len(head) + sum(array.nbytes for array in in_file.values()))
+                os.pwrite(fd, head, 0)
+        views, _ = arrays_in(content_of(fd), MARK, WRITER)
+        written = views[_WRITTEN]
         for i in [*range(place, len(names)), *range(min(place, len(names)))]:
-            if os.pread(fd, 1, begins[-1] + i) == b"\0":
-                write_all(
-                    fd, np.ascontiguousarray(copy_of(arrays[names[i]])).reshape(-1).view(np.uint8).data, begins[i]
-                )
-                os.pwrite(fd, b"\1", begins[-1] + i)
+            if not written[i]:
+                views[SHARED + names[i]][...] = on_host(arrays[names[i]])
+                written[i] = 1
 
 
-def _whole(fd: int) -> tuple[dict[str, Any], int] | None:
-    """The JSON of a file, and where its arrays begin; None if it is not whole."""
-    header = os.pread(fd, HEADER.size, 0)
-    if len(header) < HEADER.size or not header.strip(b"\0"):
-        return None
-    _, _, end, length, _ = HEADER.unpack(header)
-    content, begin = described(os.pread(fd, HEADER.size + length, 0))
-    flags = os.pread(fd, len(content["arrays"]) + 1, end)
-    return (content, begin) if flags == b"\1" * len(content["arrays"]) else None
+def _whole(fd: int) -> States | None:
+    """The states in a file, with views of the arrays; None if it is not whole."""
+    content = content_of(fd)
+    with suppress(StateError):
+        if arrays_in(content, MARK, WRITER)[0][_WRITTEN].all():
+            return States.read(content)
+    return None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Ranks that start again agree on the newest step for which all states can be put 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -22,15 +23,18 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..files import arrays_in, write_arrays
 from ..launch.end_together.report import supervisor
 from ..launch.heal.modules import installed_modules
-from ..launch.heal.state_slots import HEADER, STAYS, TO_SEND, VARIABLE, SlotFds, parts_of
+from ..launch.heal.state_slots import SENT, STAYS, TO_SEND, VARIABLE, StateFds, parts_of
 from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, exchanged, snapshot_of
-from .folder import share_of
-from .kept import Held, Kept, Label, StateSlot, described, held_of
+from .folder import MARK, OWN, SHARED, WRITER, share_of, under_prefix
 from .live import Gifts, LiveStates
 from .records import MOST_BYTES, Records, Wanted, assembled, wanted_of
+from .state_files import Held, Label, States, StateSlot, copies
 
 if TYPE_CHECKING:
     from ..files import Arrays
@@ -64,14 +68,14 @@ class _Plan:
         found = [(rank, each) for rank, those in enumerate(held) for each in those]
         of_label = [(rank, each) for rank, each in found if each.label == label]
         self.gifts = {nodes[rank] for rank, each in of_label if each.kind == "gift"}
-        shares = Counter((nodes[rank], each.writer[1]) for rank, each in of_label if each.kind == "copy")
+        shares = Counter((nodes[rank], each.writer[1]) for rank, each in of_label if each.kind == "share")
         self.whole = self.gifts | {node for (node, n_shares), count in shares.items() if count == n_shares}
-        intervals = [each.record["every"] for _, each in of_label if each.kind == "copy" and not self.gifts]
+        intervals = [each.record["every"] for _, each in of_label if each.kind == "share" and not self.gifts]
         self.every = max(intervals, default=0)
         self.owners: dict[str, list[int]] = {}
         for rank, each in found:
             self.owners.setdefault(each.name, []).append(rank)
-        copies = {each.writer[0]: each for _, each in of_label if each.kind in ("copy", "part")}
+        copies = {each.writer[0]: each for _, each in of_label if each.kind == "own"}
         records = [each for _, each in found if each.kind == "record"]
         self.wanted = wanted_of(label, copies, records, in_shards=in_shards) or []
 
@@ -98,7 +102,7 @@ class Memory:
         self,
         place: int,
         n_ranks: int,
-        fds: SlotFds,
+        fds: StateFds,
         ranks: Ranks,
         node: str,
         attempt: int = 0,
@@ -106,15 +110,16 @@ class Memory:
         in_shards: bool = False,
     ) -> None:
         self._rank = ranks.topology.rank
-        self._copies = [StateSlot(fd) for fd in fds.copies[place]]
-        steps = [StateSlot(fd) for fd in fds.steps[place]]
-        self._records = Records(steps, self._rank)
-        self._own = [*self._copies, *steps]
-        # With those of ranks that this agent no longer starts: each slot is looked after by one rank.
-        of_ranks = enumerate(zip(fds.copies, fds.steps, strict=True))
-        others = {i: [StateSlot(fd) for fd in copies + steps] for i, (copies, steps) in of_ranks if i != place}
-        self._slots = [*self._own, *(slot for each in others.values() for slot in each)]
-        self._held = [*self._own, *(slot for i, each in others.items() if i % n_ranks == place for slot in each)]
+        places = fds.places()
+        slots = [[StateSlot(files) for files in (*each.copies, *each.records)] for each in places]
+        self._done = places[place].done
+        self._copies = slots[place][: len(places[place].copies)]
+        self._records = Records(slots[place][len(self._copies) :], self._rank)
+        self._slots = [slot for each in slots for slot in each]
+        # With those of ranks that this agent no longer starts: each place is looked after by one rank.
+        mine = [place, *(i for i in range(len(places)) if i != place and i % n_ranks == place)]
+        self._held = [slot for i in mine for slot in slots[i]]
+        self._counts = [places[i].done for i in mine]
         self._gifts = Gifts(fds.gifts)
         self._live = LiveStates(self._gifts, place, n_ranks, fds.asks)
         self._before = fds.before
@@ -141,7 +146,7 @@ class Memory:
     @classmethod
     def of_agent(cls, ranks: Ranks, *, in_shards: bool = False) -> Memory | None:
         """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
-        fds = SlotFds.of_env(os.environ)
+        fds = StateFds.of_env(os.environ)
         os.environ.pop(VARIABLE, None)
         if fds is None or os.environ.get(DISTOPT_RUN.size) != str(ranks.topology.world_size):
             return None
@@ -155,10 +160,10 @@ class Memory:
 
         Newer states are dropped: those steps will be repeated.
         """
-        own = [slot.held() for slot in self._held if slot.label]
+        own = [held for slot in self._held for held in slot.held]
         if self._place == 0:
             own += self._gifts.held(self._rank)
-            own += [held_of(described(part)[0], "part") for part in parts_of(self._before)]
+            own += [States.read(part).held for part in parts_of(self._before)]
         gathered = exchanged(self._ranks, [self._node, own])
         self._nodes = [node for node, _ in gathered]
         self._sends = len(set(self._nodes)) > 1
@@ -175,6 +180,8 @@ class Memory:
         for slot in self._held:
             if newest is None or slot.label > newest:
                 slot.clear()
+        for done in self._counts:
+            done[0] = min(done[0], newest.step if newest is not None else 0)
         return newest
 
     def read(self, label: Label) -> tuple[Arrays, list[tuple[Arrays, dict[str, Any]]]]:
@@ -196,13 +203,19 @@ class Memory:
         }
         lacks = any(node not in plan.whole for node in self._nodes)
         if absent or lacks:
-            mine = {name: _own_bytes(contents[name]) for name in absent if min(plan.owners[name]) == self._rank}
-            gives = lacks and self._rank == self._nodes.index(min(plan.gifts or plan.whole))
-            payload = _packed(mine, Kept({}, shared, notes).to_bytes(label) if gives else b"")
-            for others, given in map(_unpacked, self._ranks.all_gather_bytes(payload, label=LABEL)):
-                contents |= others
-                if given and not shared:
-                    shared, notes = Kept.read(given)[1:3]
+            mine = [name for name in absent if min(plan.owners[name]) == self._rank]
+            given: dict[str, Any] = {OWN + name: np.frombuffer(contents[name], np.uint8) for name in mine}
+            text = ""
+            if lacks and self._rank == self._nodes.index(min(plan.gifts or plan.whole)):
+                given |= {SHARED + key: array for key, array in shared.items()}
+                text = json.dumps(notes)
+            file = io.BytesIO()
+            write_arrays(file, given, MARK, text)
+            for payload in self._ranks.all_gather_bytes(file.getvalue(), label=LABEL):
+                views, metadata = arrays_in(payload, MARK, WRITER)
+                contents |= {name: view.data for name, view in under_prefix(OWN, views).items()}
+                if "notes" in metadata and not shared:
+                    shared, notes = copies(under_prefix(SHARED, views)), json.loads(metadata["notes"])
         owns = [_own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
         exchanged(self._ranks, None)  # no rank writes before all have read
         return shared, owns
@@ -210,10 +223,10 @@ class Memory:
     def _contents(self) -> Iterator[tuple[str, Any]]:
         """The own states that the agent has, by their names."""
         for part in parts_of(self._before):
-            yield held_of(described(part)[0], "part").name, part
+            yield States.read(part).held.name, part
         for slot in self._slots:
-            if slot.label:
-                yield slot.held().name, slot.content()
+            if slot.held:
+                yield slot.held[0].name, slot.content()
 
     def _read_shared(self, label: Label, plan: _Plan) -> tuple[Arrays, dict[str, Any]]:
         """Shared arrays, and notes of objects that have some, as far as the agent has all of them."""
@@ -223,16 +236,17 @@ class Memory:
         notes: dict[str, Any] = {}
         if self._node in plan.whole:
             for slot in self._slots:
-                if slot.label == label and slot.held().kind == "copy":
-                    kept = Kept.read(slot.content())
-                    shared.update(kept.shared)
-                    notes = kept.notes
+                if slot.label == label and len(slot.held) > 1:
+                    states = States.read(slot.content(1))
+                    shared |= copies(states.arrays)
+                    notes |= states.notes
         return shared, notes
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def start(self, adapters: Mapping[str, Adapter], step: int, epoch: int) -> None:
         """Local. Training begins after this step: begin to write records, and to wait for requests."""
         self._adapters, self._step = adapters, step
+        self._done[0] = step
         if step:
             self._record(step, epoch, is_end=True)
         self._live.start(adapters)
@@ -248,7 +262,7 @@ class Memory:
 
     def finish(self, step: int, epoch: int) -> None:
         """Local, on all ranks. A step is done, and the job could resume from its end."""
-        self._step = step
+        self._step = self._done[0] = step
         if not self._live.is_given:
             if self._records.is_on:
                 self._record(step, epoch, is_end=True)
@@ -270,8 +284,7 @@ class Memory:
             self._first_step = step
         elif not self._has_told:
             self._tell_step()
-        for slot in self._own:
-            slot.count(step)
+        self._done[0] = step
         self._steps += 1
         self._left -= 1
         return self._left <= 0
@@ -293,9 +306,13 @@ class Memory:
         post = TO_SEND if self._sends and self._may_send() else STAYS
         pinned = [self._safe, self._under_way] if self._is_large else [max(self._copies, key=lambda slot: slot.label)]
         slot = min((slot for slot in self._copies if slot not in pinned), key=lambda slot: slot.label)
-        every = {"every": self._every}
-        kept = Kept(states.own, share, states.notes, (self._rank, self._n_ranks), every)
-        slot.write(label, kept, post)
+        writer = self._rank, self._n_ranks
+        notes = {name: note for name, note in states.notes.items() if name in sharing and self._place == 0}
+        slot.write(
+            States(Held(label, writer, {}, "own"), states.own, states.notes),
+            States(Held(label, writer, {"every": self._every}, "share"), share, notes),
+            post=post,
+        )
         if post == TO_SEND:
             self._under_way = slot
             supervisor.send("kept")
@@ -324,7 +341,7 @@ class Memory:
         """Collective if own states are large. Whether this copy is to be sent: the last one that was has arrived."""
         if not self._is_large:
             return True
-        if not all(exchanged(self._ranks, self._under_way is None or self._under_way.is_sent)):
+        if not all(exchanged(self._ranks, self._under_way is None or self._under_way.post == SENT)):
             return False
         self._safe = self._under_way
         return True
@@ -346,27 +363,10 @@ class Memory:
 
 def _own_states(wanted: Wanted, contents: Mapping[str, Any], notes: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     """Own arrays and notes of a rank; `notes` are those of objects with shared arrays."""
-    first, other = (None if held is None else Kept.read(contents[held.name]) for held in wanted)
-    if first is not None and "end" not in first.record:
-        return first.own, first.notes
-    arrays, own_notes = assembled(first, other)
-    return arrays, {**notes, **own_notes}
-
-
-def _own_bytes(content: Any) -> bytes:
-    """States in a buffer without shared arrays."""
-    return bytes(content[: HEADER.unpack_from(content)[2]])
-
-
-def _packed(parts: Mapping[str, bytes], rest: bytes) -> bytes:
-    names = json.dumps([[name, len(part)] for name, part in parts.items()]).encode()
-    return b"".join([names, b"\n", *parts.values(), rest])
-
-
-def _unpacked(payload: bytes) -> tuple[dict[str, memoryview], memoryview]:
-    end = payload.index(b"\n")
-    at, parts = end + 1, {}
-    for name, length in json.loads(payload[:end]):
-        parts[name] = memoryview(payload)[at : at + length]
-        at += length
-    return parts, memoryview(payload)[at:]
+    first, other = (None if held is None else States.read(contents[held.name]) for held in wanted)
+    if first is not None and first.held.kind == "own":
+        arrays, own_notes = first.arrays, first.notes
+    else:
+        arrays, own_notes = assembled(first, other)
+        own_notes = {**notes, **own_notes}
+    return copies(arrays), own_notes

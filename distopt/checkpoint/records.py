@@ -9,31 +9,23 @@ that has done the step, if they were equal on all ranks before.
 
 from __future__ import annotations
 
+import json
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..launch.heal.state_slots import STAYS
-from .adapters import State, copy_of
-from .kept import Kept, Label, StateSlot, Text, text_of
+from .adapters import State, on_host
+from .state_files import Held, Label, States, StateSlot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ..files import Arrays
     from .adapters import Adapter
-    from .kept import Held
 
 MOST_BYTES = 1 << 20  # most bytes of own states that are written in each step
-
-
-class _Object(NamedTuple):
-    """The own state of an object: itself, its notes in JSON, and a checksum."""
-
-    state: State
-    text: Text
-    checksum: int
 
 
 class Records:
@@ -57,7 +49,7 @@ class Records:
         self._before: dict[str, int] = {}  # at the end of the last step
         self._moved: list[str] = []  # objects that a forward pass may change
         self._right: list[str] = []  # objects that had not changed between the two in the last step
-        self._last: dict[str, _Object] = {}
+        self._last: dict[str, tuple[dict[str, Any], int]] = {}  # notes of objects, and their checksums
 
     def write(self, label: Label, adapters: Mapping[str, Adapter], *, is_end: bool) -> None:
         """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
@@ -71,29 +63,26 @@ class Records:
         if sum(array.nbytes for state in own.values() for array in state.arrays.values()) > MOST_BYTES:
             self.is_on = False
             return
-        described = {name: self._described(name, state) for name, state in own.items()}
-        checksums = {name: each.checksum for name, each in described.items()}
-        record: dict[str, Any] = {"end": is_end, "checksums": checksums, "before": self._before, "right": self._right}
+        checksums = {name: self._checksum(name, state) for name, state in own.items()}
+        record = {"end": is_end, "checksums": checksums, "before": self._before, "right": self._right}
         arrays = {f"{name}/{key}": array for name, state in own.items() for key, array in state.arrays.items()}
-        notes = {name: each.text for name, each in described.items() if each.state.notes}
-        kept = Kept(arrays, {}, notes, (self._rank, 1), record)
-        self._slots[label.step % len(self._slots)].write(label, kept, self.post)
+        notes = {name: state.notes for name, state in own.items() if state.notes}
+        held = Held(label, (self._rank, 1), record, "record")
+        self._slots[label.step % len(self._slots)].write(States(held, arrays, notes), post=self.post)
         if is_end:
             self._right = [name for name in checksums if self._ahead.get(name) == checksums[name]]
             self._before, self._ahead = checksums, {}
         else:
             self._ahead = checksums
 
-    def _described(self, name: str, state: State) -> _Object:
+    def _checksum(self, name: str, state: State) -> int:
         last = self._last.get(name)
-        if last is not None and last.state is state:
-            return last
-        text, checksum = Text(text_of(state.notes)), 0
+        if last is None or last[0] != state.notes:
+            last = self._last[name] = state.notes, zlib.crc32(json.dumps(state.notes).encode())
+        checksum = last[1]
         for key, array in sorted(state.arrays.items()):
-            content = np.ascontiguousarray(array if isinstance(array, np.ndarray) else copy_of(array))
-            checksum = zlib.crc32(content.reshape(-1).view(np.uint8).data, zlib.crc32(key.encode(), checksum))
-        self._last[name] = _Object(state, text, zlib.crc32(text.encode(), checksum))
-        return self._last[name]
+            checksum = zlib.crc32(np.ascontiguousarray(on_host(array)).data, zlib.crc32(key.encode(), checksum))
+        return checksum
 
 
 class Wanted(NamedTuple):
@@ -161,16 +150,17 @@ def _right(record: Mapping[str, Any]) -> set[str]:
     return {name for name in right if name in record["checksums"]}
 
 
-def assembled(own: Kept | None, other: Kept | None) -> tuple[Arrays, dict[str, Any]]:
+def assembled(own: States | None, other: States | None) -> tuple[Arrays, dict[str, Any]]:
     """Local. The own arrays and notes of a rank, from the records of `Wanted`."""
     arrays: Arrays = {}
     notes: dict[str, Any] = {}
     taken: set[str] = set()
     if own is not None:
-        taken = set(own.record["checksums"]) if own.record["end"] else _right(own.record)
-    for kept in (own, other):
-        if kept is not None:
-            names = taken if kept is own else kept.record["checksums"].keys() - taken
-            arrays.update({key: array for key, array in kept.own.items() if key.partition("/")[0] in names})
-            notes.update({name: note for name, note in kept.notes.items() if name in names})
+        record = own.held.record
+        taken = set(record["checksums"]) if record["end"] else _right(record)
+    for states in (own, other):
+        if states is not None:
+            names = taken if states is own else states.held.record["checksums"].keys() - taken
+            arrays.update({key: array for key, array in states.arrays.items() if key.partition("/")[0] in names})
+            notes.update({name: note for name, note in states.notes.items() if name in names})
     return arrays, notes

@@ -24,7 +24,7 @@ from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.generators import global_generators
 from distopt.torch.checkpoint.gradients import Gradients
-from distopt.torch.checkpoint.states import parts_of
+from distopt.torch.checkpoint.states import ModelState, parts_of
 from distopt.torch.checkpoint.trees import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
 from tests.conformance.thread_ranks import on_ranks
@@ -545,3 +545,16 @@ def test_an_epoch_goes_on_with_other_ranks_and_repeats_no_sample(before, after):
             used += batch
     assert sorted(used) == sorted(set(used))
     assert len(used) >= 96 - 4 * after
+
+
+def test_buffers_of_a_module_that_is_replaced_are_recorded():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    state = ModelState(model, {id(parameter) for parameter in model.parameters()})
+    for mean in (1.0, 3.0):
+        model[1].running_mean += mean
+        own = state.own().arrays
+        assert own.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+        np.testing.assert_array_equal(own["1.running_mean"], np.full(3, mean))
+        model[1].running_mean += 1  # in place
+        np.testing.assert_array_equal(state.own().arrays["1.running_mean"], np.full(3, mean + 1))
+        model[1] = nn.BatchNorm1d(3)

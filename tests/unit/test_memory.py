@@ -1,5 +1,6 @@
 """States that ranks keep in memory of their agent: whole after any kill, and as they were."""
 
+import io
 import json
 import os
 import random
@@ -10,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from distopt.checkpoint import Checkpoint, load
 from distopt.checkpoint.adapters import InPlace, State
 from distopt.checkpoint.folder import list_checkpoints
-from distopt.checkpoint.kept import Kept, Label
 from distopt.checkpoint.memory import Memory
+from distopt.checkpoint.state_files import Held, Label, States
 from distopt.launch.end_together.report import supervisor
-from distopt.launch.heal.state_slots import HEADER, TO_SEND, VARIABLE, StateSlots
+from distopt.launch.heal.state_slots import POST, TO_SEND, VARIABLE, StateSlots
 from distopt.launch.job.topology import Topology
 from tests.conformance import thread_ranks
 from tests.conformance.thread_ranks import OracleCommunicator
@@ -70,15 +72,28 @@ def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, np.bool_])
 def test_what_is_kept_is_what_is_read(shape, dtype):
     numbers = np.random.default_rng(len(shape))
-    own, shared = ({f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype)} for name in "ab")
-    kept = Kept(own, shared, {"a": {"notes": [1, None, "x"]}}, (5, 3), {"end": True})
-    back = Kept.read(kept.to_bytes(Label(0, 3, 2, 1)))
-    assert back[2:] == kept[2:]
-    for before, after in zip(kept[:2], back[:2], strict=True):
-        assert before.keys() == after.keys()
-        for key, array in before.items():
-            assert (array.dtype, array.shape) == (after[key].dtype, after[key].shape)
-            np.testing.assert_array_equal(array, after[key])
+    arrays = {f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype) for name in "ab"}
+    held = Held(Label(0, 3, 2, 1), (5, 3), {"end": True}, "record")
+    kept = States(held, arrays, {"a": {"notes": [1, None, "x"]}})
+    file = io.BytesIO()
+    kept.write(file)
+    back = States.read(file.getvalue())
+    assert (back.held, back.notes) == (kept.held, kept.notes)
+    assert back.arrays.keys() == arrays.keys()
+    for key, array in arrays.items():
+        assert (array.dtype, array.shape) == (back.arrays[key].dtype, back.arrays[key].shape)
+        np.testing.assert_array_equal(array, back.arrays[key])
+
+
+def test_what_is_kept_are_files_of_safetensors(slots, monkeypatch):
+    arrays = {"w": np.arange(3.0), "v": np.ones((2, 2), np.float32)}
+    memory_of(slots, monkeypatch).keep(1, 0, {"own": InPlace(arrays), "all": Shared(arrays)})
+    for kind, name, fds in (("own", "own", slots.fds.own), ("shared", "all", slots.fds.shared)):
+        [path] = [f"/proc/self/fd/{fd}" for fd in fds[0] if os.fstat(fd).st_size]
+        found = safetensors.numpy.load_file(path)
+        assert found.keys() == {f"{kind}/{name}/w", f"{kind}/{name}/v"}
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(found[f"{kind}/{name}/{key}"], array)
 
 
 def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
@@ -88,6 +103,7 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
     for step in range(1, 4):
         arrays["w"] = np.full(3 * 10**step, float(step))
         arrays["v"][...] = -step
+        memory.due(step)
         memory.keep(step, step // 2, {"own": InPlace(arrays), "all": Shared(arrays)})
         assert slots.steps == [step]
     again = memory_of(slots, monkeypatch)
@@ -150,8 +166,7 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
         os.waitpid(pid, 0)
         os.close(ready)
         os.close(begun)
-        headers = (HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0")) for fd in slots.fds.copies[0])
-        torn += sum(header[2] > 0 == header[-1] for header in headers)
+        torn += sum(not slot.is_valid and os.fstat(slot.own).st_size > 0 for slot in slots.places[0].copies)
         memory = memory_of(slots, monkeypatch)
         label = memory.agree()
         if label is not None:
@@ -167,8 +182,8 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
 def kept(rank: int, *steps: int, attempt: int = 0, parts: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
     """Report of a rank, on a node of its own, which has own states of other ranks, too."""
     labels = [[attempt, step, 0, 3] for step in steps]
-    copies = [[label, [rank, n_shares], {"every": 1}, "copy"] for label in labels]
-    return [str(rank), [*copies, *([label, [other, 1], {"every": 1}, "part"] for label in labels for other in parts)]]
+    shares = [[label, [rank, n_shares], {"every": 1}, "share"] for label in labels]
+    return [str(rank), [*shares, *([label, [of, 1], {}, "own"] for label in labels for of in (rank, *parts))]]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +212,7 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
 
     first = memory({})
     for step in (4, 6):
+        first.due(step)
         first.keep(step, 0, {"x": InPlace({"w": np.array([step])})})
     payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
     label = memory(payloads).agree()
@@ -255,9 +271,9 @@ def train(steps: int) -> Callable[[int, Memory], object]:
 def carry(nodes: dict[str, StateSlots]) -> None:
     """What the agents do: the own states of each node go to the other one."""
     for node, other in (("0", "1"), ("1", "0")):
-        fds = [fd for each in (*nodes[node].fds.copies, *nodes[node].fds.steps) for fd in each]
-        headers = {fd: HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0")) for fd in fds}
-        sent = [os.pread(fd, header[2], 0) for fd, header in headers.items() if header[-1] and header[1] == TO_SEND]
+        files = [slot for place in nodes[node].places for slot in (*place.copies, *place.records)]
+        sending = [slot for slot in files if slot.is_valid and slot.words[POST] == TO_SEND]
+        sent = [os.pread(slot.own, os.fstat(slot.own).st_size, 0) for slot in sending]
         nodes[other].start(sent)
 
 

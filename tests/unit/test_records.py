@@ -1,6 +1,8 @@
 """Own states of lost ranks, put together from what ranks have written after a forward pass and at the end of a step."""
 
+import json
 import os
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distopt.checkpoint.adapters import Adapter, InPlace, Random
-from distopt.checkpoint.kept import Held, Kept, Label, StateSlot
+from distopt.checkpoint import live
+from distopt.checkpoint.adapters import Adapter, InPlace, Random, State, generator_of
 from distopt.checkpoint.live import Gifts
 from distopt.checkpoint.records import MOST_BYTES, Records, assembled, wanted_of
+from distopt.checkpoint.state_files import Held, Label, States, StateSlot
+from distopt.launch.heal.state_slots import StateSlots
 
 SIZE = 3
 
@@ -36,7 +40,8 @@ class Rank:
             "noise": Random(self.generator),
             "schedule": InPlace(self.schedule),
         }
-        self.slots = [StateSlot(os.memfd_create("test")) for _ in range(2)]
+        self.memory = StateSlots(1)
+        self.slots = [StateSlot(files) for files in self.memory.places[0].records]
         self.records = Records(self.slots, rank)
 
     def forward(self, step: int) -> None:
@@ -50,7 +55,7 @@ class Rank:
         self.records.write(Label(0, step, 2, SIZE), self.adapters, is_end=True)
 
     def held(self) -> list[Held]:
-        return [slot.held() for slot in self.slots if slot.label]
+        return [held for slot in self.slots for held in slot.held]
 
 
 def trained(last: int, draws: bool = False) -> list[Rank]:
@@ -64,9 +69,9 @@ def trained(last: int, draws: bool = False) -> list[Rank]:
     return ranks
 
 
-def kept_of(ranks: list[Rank], held: Held | None) -> Kept | None:
+def kept_of(ranks: list[Rank], held: Held | None) -> States | None:
     slots = [slot for rank in ranks for slot in rank.slots]
-    return None if held is None else Kept.read(next(slot.content() for slot in slots if slot.held() == held))
+    return None if held is None else States.read(next(slot.content() for slot in slots if slot.held == [held]))
 
 
 def test_a_rank_that_is_lost_after_its_forward_pass_has_done_the_step():
@@ -75,11 +80,11 @@ def test_a_rank_that_is_lost_after_its_forward_pass_has_done_the_step():
     assert wanted is not None
     arrays, notes = assembled(*(kept_of(ranks, held) for held in wanted[2]))
     ranks[2].finish(4)
-    expected = Kept.read(ranks[2].slots[0].content())
+    expected = States.read(ranks[2].slots[0].content())
     assert notes == expected.notes
-    assert arrays.keys() == expected.own.keys() == {"model/buffer", "schedule/rate"}
+    assert arrays.keys() == expected.arrays.keys() == {"model/buffer", "schedule/rate"}
     for key, array in arrays.items():
-        np.testing.assert_array_equal(array, expected.own[key])
+        np.testing.assert_array_equal(array, expected.arrays[key])
 
 
 @pytest.mark.parametrize("case", ["draws later", "first step", "no forward pass", "a schedule of its own"])
@@ -159,17 +164,38 @@ class KilledError(Exception):
 def test_a_file_that_its_writers_have_not_finished_does_not_count(files, monkeypatch):
     writes = []
 
-    def pwrite(fd: int, content: bytes, at: int) -> int:
-        writes.append(at)
-        if len(writes) == 20:
+    def fail(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        writes.append(array)
+        if len(writes) == 15:
             raise KilledError
-        return real(fd, content, at)
+        return array
 
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(live, "on_host", fail)
     with pytest.raises(KilledError):
         Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 0)
     monkeypatch.undo()
     assert Gifts(files).held(0) == []
     Gifts(files).write(Label(0, 7, 0, 2), states(7), {}, 5)  # another rank writes the rest
     assert [held.label.step for held in Gifts(files).held(0)] == [7]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "MT19937", "Philox", "SFC64", "PCG64"])
+def test_generators_go_on_from_arrays_and_from_lists_of_older_files(kind):
+    made = {"python": lambda: random.Random(3), "numpy": lambda: np.random.RandomState(3)}
+    make = made.get(kind, lambda: np.random.Generator(getattr(np.random, kind)(3)))
+    generator = make()
+    draw = generator.random
+    draw()
+    state = generator_of(generator).snapshot()
+    if kind == "python":
+        lists = list(generator.getstate())
+    else:
+        of_numpy = generator.get_state(legacy=False) if kind == "numpy" else generator.bit_generator.state
+        lists = json.loads(json.dumps(of_numpy, default=lambda array: array.tolist()))
+    expected = [draw() for _ in range(3)]
+    for given in (state, State({}, {"": lists})):
+        other = make()
+        adapter = generator_of(other)
+        adapter.check(given)
+        adapter.put(given)
+        assert [other.random() for _ in range(3)] == expected

@@ -14,7 +14,7 @@ from ...settings import Settings
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-_REQUIRED = ("numpy", "safetensors", "threadpoolctl")
+_REQUIRED = ("numpy", "threadpoolctl")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20

@@ -7,7 +7,6 @@ large ones. The connection begins as all connections of a job do (`distopt.launc
 
 from __future__ import annotations
 
-import mmap
 import os
 import selectors
 import socket
@@ -17,38 +16,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..gate import FOR_STATES, Calling, Gate, Link
-from ..heal.state_slots import HEADER, POST_AT, SENT, TO_SEND, SlotFds
+from ..heal.state_slots import POST, SENT, TO_SEND, VALID, Place
 
 # The slot, whether its states have changed meanwhile, the bytes of all, where the part begins, and the bytes of that.
 _FRAME = struct.Struct("<IIQQQ")
 _PART_BYTES = 1 << 17  # most bytes of a part
-_POST = struct.Struct("<Q")
 
 
 class _Sending(NamedTuple):
-    """States of a slot that are being sent: the slot's number, its header, and its memory."""
+    """States of a slot that are being sent: the slot's number, the word that names them, and how many bytes."""
 
     slot: int
-    header: tuple[int, ...]
-    content: mmap.mmap
-
-    @property
-    def n_bytes(self) -> int:
-        """How many bytes are to be sent."""
-        return self.header[2]
+    valid: int
+    n_bytes: int
 
 
 class Sender:
     """Sends the own states of the ranks of this agent.
 
     Args:
-        fds: of the agent.
+        places: of the agent's ranks.
         selector: waits until the connection takes more.
     """
 
-    def __init__(self, fds: SlotFds, selector: selectors.BaseSelector) -> None:
-        self._fds = [fd for steps in fds.steps for fd in steps] + [fd for copies in fds.copies for fd in copies]
-        self._n_small = sum(map(len, fds.steps))
+    def __init__(self, places: Sequence[Place], selector: selectors.BaseSelector) -> None:
+        small = [slot for place in places for slot in place.records]
+        self._slots = small + [slot for place in places for slot in place.copies]
+        self._n_small = len(small)
         self._selector = selector
         self._link: socket.socket | None = None
         self._calling: Calling | None = None
@@ -92,12 +86,7 @@ class Sender:
             self._send()
 
     def _look(self, posts: Sequence[int]) -> None:
-        self._pending.update(slot for slot in range(len(self._fds)) if self._header(slot)[1] in posts)
-
-    def _header(self, slot: int) -> tuple[int, ...]:
-        """The header of a slot; that of an empty slot, if its states are not valid."""
-        header = HEADER.unpack(os.pread(self._fds[slot], HEADER.size, 0).ljust(HEADER.size, b"\0"))
-        return header if header[-1] else (0,) * len(header)
+        self._pending.update(i for i, slot in enumerate(self._slots) if slot.is_valid and slot.words[POST] in posts)
 
     def _hear(self) -> None:
         """The next node has answered, ended, or takes more."""
@@ -146,16 +135,17 @@ class Sender:
         return True
 
     def _begin(self, slot: int) -> _Sending | None:
-        header = self._header(slot)
-        n_bytes = header[2]
-        return _Sending(slot, header, mmap.mmap(self._fds[slot], n_bytes, prot=mmap.PROT_READ)) if n_bytes else None
+        files = self._slots[slot]
+        valid = files.words[VALID]  # once: it may change
+        return _Sending(slot, valid, os.fstat(files.own).st_size) if valid else None
 
     def _frame(self, sending: _Sending, begin: int, end: int) -> None:
-        part = sending.content[begin:end]
-        has_changed = self._header(sending.slot)[2:] != sending.header[2:]
+        files = self._slots[sending.slot]
+        part = os.pread(files.own, end - begin, begin).ljust(end - begin, b"\0")  # the file may be shorter by now
+        has_changed = files.words[VALID] != sending.valid
         self._rest = memoryview(_FRAME.pack(sending.slot, has_changed, sending.n_bytes, begin, end - begin) + part)
         if end == sending.n_bytes and not has_changed:
-            os.pwrite(self._fds[sending.slot], _POST.pack(SENT), POST_AT)
+            files.words[POST] = SENT
 
 
 @dataclass

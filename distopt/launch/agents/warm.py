@@ -49,7 +49,7 @@ class WarmStart:
     ) -> None:
         self.state_slots = StateSlots(options.ranks, 3 if options.nodes > 1 else 2)
         self.receiver = None if listener is None else Receiver(key, selector, listener)
-        self._sender = Sender(self.state_slots.fds, selector)
+        self._sender = Sender(self.state_slots.places, selector)
         self._key = key
         self._has_asked = False  # the ranks for their live states
         self._kill_at = float("inf")  # when those are killed that have not given them, on the clock

@@ -1,34 +1,36 @@
 """Memory of an agent, where its ranks keep their states: memory files that outlive the ranks.
 
 Each rank has slots for copies of its states, which it writes in turns: two, on several nodes three, since the copy
-whose own states have gone to the next node stays. Two more take its own states after each step, also in turns. A slot's
-header says to which step the states belong, and is written after the rest: it makes the slot valid. If a rank is
-killed before, the other slot counts.
+whose own states have gone to the next node stays. Two more take its own states after each step, also in turns. A slot
+has a file for what is the rank's own; those for copies have another one, for a share of what all ranks have. Two words
+of each slot say whether its own states are to travel, and to which step the states belong: the latter is written last,
+and makes the slot valid. If a rank is killed before, the other slot counts.
 
 Three files of the agent take what its ranks share, when they give their live states before they end: never the one from
 which they have resumed, and else by the step. Another file holds the own states that the agent of the node before has
 sent. An eventfd, when it can be read, asks the ranks for their live states.
 
-`distopt.checkpoint.memory` writes and reads the slots, `distopt.checkpoint.live` the files of the agent.
+The files have the format of checkpoints, which the agent does not know: `distopt.checkpoint.memory` writes and reads
+the slots, `distopt.checkpoint.live` the files for live states.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-VARIABLE = "DISTOPT_STATE_SLOTS"  # in the ranks: the descriptors of all slots of their agent
-# The newest step done; whether the own states go to the next node, see below; where these end; the length of the JSON
-# that follows the header, in bytes; a number that is another for each of two successive states, or 0 for none. It comes
-# last, since it validates the rest.
-HEADER = struct.Struct("<QQQQQ")
-POST_AT = 8  # where the second stands
-STAYS, TO_SEND, SENT = range(3)  # what it says
-LENGTH = struct.Struct("<Q")  # in the file of the node before: precedes each part
-_N_STEP_SLOTS, _N_GIFTS = 2, 3
+VARIABLE = "DISTOPT_STATE_SLOTS"  # in the ranks: the descriptors of all files of their agent
+# The words of a slot: whether the own states go to the next node, see below; a number that is another for each of two
+# successive states, or 0 for none.
+POST, VALID = range(2)
+STAYS, TO_SEND, SENT = range(3)  # what the first one says
+_WORD_BYTES = 8
+_LENGTH = struct.Struct("<Q")  # in the file of the node before: precedes each part
+_N_RECORDS, _N_GIFTS = 2, 3
 
 
 def seconds_to_give(n_bytes: int) -> float:
@@ -36,48 +38,93 @@ def seconds_to_give(n_bytes: int) -> float:
     return max(2.0, n_bytes / 250e6)
 
 
-class SlotFds(NamedTuple):
+class SlotFiles(NamedTuple):
+    """A slot, as agent and ranks see it.
+
+    Attributes:
+        own: descriptor of the file for the rank's own states.
+        shared: of that for a share of the others; -1 in slots without.
+        words: see above; they can be written.
+    """
+
+    own: int
+    shared: int
+    words: memoryview[int]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there are states in it."""
+        return self.words[VALID] != 0
+
+
+class StateFds(NamedTuple):
     """The descriptors of an agent's files.
 
     Attributes:
-        copies: of each rank, its slots for copies.
-        steps: of each rank, those for its own states after a step.
-        gifts: the files for live states.
+        words: the file with the words of all slots, and with the newest step that each rank has done.
         before: the file with own states of the node before.
         asks: the eventfd.
+        gifts: the files for live states.
+        shared: of each rank, the files of its slots for copies, for a share of what all ranks have.
+        own: of each rank, the files for its own states: of the same slots, then of those for each step.
     """
 
-    copies: list[list[int]]
-    steps: list[list[int]]
-    gifts: list[int]
+    words: int
     before: int
     asks: int
+    gifts: list[int]
+    shared: list[list[int]]
+    own: list[list[int]]
 
     @classmethod
-    def of_env(cls, env: Mapping[str, str]) -> SlotFds | None:
+    def of_env(cls, env: Mapping[str, str]) -> StateFds | None:
         """The descriptors that the variable names; None if it is not set."""
         numbers = [list(map(int, part.split())) for part in env.get(VARIABLE, "").split(",") if part.strip()]
         if not numbers:
             return None
-        (before, asks), gifts, *ranks = numbers
-        return cls(
-            [each[:-_N_STEP_SLOTS] for each in ranks], [each[-_N_STEP_SLOTS:] for each in ranks], gifts, before, asks
-        )
+        (words, before, asks), gifts, *ranks = numbers
+        return cls(words, before, asks, gifts, ranks[::2], ranks[1::2])
 
     def __str__(self) -> str:
         """The value of the variable."""
-        ranks = [copies + steps for copies, steps in zip(self.copies, self.steps, strict=True)]
-        return ",".join(" ".join(map(str, part)) for part in ([self.before, self.asks], self.gifts, *ranks))
+        ranks = [part for of_rank in zip(self.shared, self.own, strict=True) for part in of_rank]
+        return ",".join(" ".join(map(str, part)) for part in (self[:3], self.gifts, *ranks))
 
     @property
     def all(self) -> list[int]:
         """All of them."""
-        return [self.before, self.asks, *self.gifts, *(fd for each in (*self.copies, *self.steps) for fd in each)]
+        return [*self[:3], *self.gifts, *(fd for each in (*self.shared, *self.own) for fd in each)]
+
+    def places(self) -> list[Place]:
+        """The place of each rank."""
+        words = memoryview(mmap.mmap(self.words, 0)).cast("Q")
+        places = []
+        for shared, own in zip(self.shared, self.own, strict=True):
+            slots = []
+            for i, fd in enumerate(own):
+                slots.append(SlotFiles(fd, shared[i] if i < len(shared) else -1, words[2 * i + 1 : 2 * i + 3]))
+            places.append(Place(words[:1], slots[: len(shared)], slots[len(shared) :]))
+            words = words[1 + 2 * len(own) :]
+        return places
+
+
+class Place(NamedTuple):
+    """Where a rank of an agent keeps its states.
+
+    Attributes:
+        done: one word: the newest step that it has done, its states kept or not; 0: none.
+        copies: its slots for copies.
+        records: those for its own states after a step.
+    """
+
+    done: memoryview[int]
+    copies: list[SlotFiles]
+    records: list[SlotFiles]
 
 
 def state_slots_in(env: Mapping[str, str]) -> list[int]:
     """The descriptors that the variable names; none if it is not set."""
-    fds = SlotFds.of_env(env)
+    fds = StateFds.of_env(env)
     return [] if fds is None else fds.all
 
 
@@ -90,30 +137,35 @@ class StateSlots:
 
     Attributes:
         fds: their descriptors.
+        places: of the ranks.
     """
 
     def __init__(self, n_ranks: int, n_copies: int = 2) -> None:
         def files(count: int) -> list[int]:
             return [os.memfd_create("distopt states") for _ in range(count)]
 
-        self.fds = SlotFds(
-            [files(n_copies) for _ in range(n_ranks)],
-            [files(_N_STEP_SLOTS) for _ in range(n_ranks)],
-            files(_N_GIFTS),
-            files(1)[0],
+        words, before = files(2)
+        os.ftruncate(words, n_ranks * (1 + 2 * (n_copies + _N_RECORDS)) * _WORD_BYTES)
+        self.fds = StateFds(
+            words,
+            before,
             os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),
+            files(_N_GIFTS),
+            [files(n_copies) for _ in range(n_ranks)],
+            [files(n_copies + _N_RECORDS) for _ in range(n_ranks)],
         )
+        self.places = self.fds.places()
         self._is_closed = False
 
     @property
     def variable(self) -> dict[str, str]:
-        """The environment variable that names the slots to the ranks."""
+        """The environment variable that names the files to the ranks."""
         return {VARIABLE: str(self.fds)}
 
     @property
     def steps(self) -> list[int]:
-        """The newest step that each rank has done, its states kept or not; 0: none."""
-        return [max(_step_done(fd) for fd in (*copies, *steps)) for copies, steps in zip(*self.fds[:2], strict=True)]
+        """The newest step that each rank has done; 0: none."""
+        return [place.done[0] for place in self.places]
 
     def ask(self) -> None:
         """Ask all ranks for their live states, until `start`."""
@@ -124,10 +176,11 @@ class StateSlots:
         with suppress(BlockingIOError):  # nothing has been asked for
             os.eventfd_read(self.fds.asks)
         os.ftruncate(self.fds.before, 0)
-        at = 0
-        for part in parts:
-            for content in (LENGTH.pack(len(part)), part):
-                at += write_all(self.fds.before, content, at)
+        os.lseek(self.fds.before, 0, os.SEEK_SET)
+        with open(self.fds.before, "wb", closefd=False) as file:
+            for part in parts:
+                file.write(_LENGTH.pack(len(part)))
+                file.write(part)
 
     def close(self) -> None:
         """Give the memory back when the last rank has ended; idempotent."""
@@ -136,39 +189,15 @@ class StateSlots:
         self._is_closed = True
 
 
-def _step_done(fd: int) -> int:
-    return int(HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0])
-
-
-def parts_of(fd: int) -> Iterator[bytearray]:
+def parts_of(fd: int) -> Iterator[memoryview]:
     """The parts in the file of the node before."""
-    at = 0
-    while header := os.pread(fd, LENGTH.size, at):
-        (length,) = LENGTH.unpack(header)
-        yield read_all(fd, length, at + LENGTH.size)
-        at += LENGTH.size + length
+    content, at = content_of(fd), 0
+    while at < len(content):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(content, at)[0]
+        yield content[begin:at]
 
 
-def write_all(fd: int, content: bytes | memoryview, at: int) -> int:
-    """Write all of it at this place in a file; its length. The kernel takes 2 GiB at a time."""
-    rest = memoryview(content).cast("B")
-    while rest:
-        done = os.pwrite(fd, rest, at)
-        rest, at = rest[done:], at + done
-    return memoryview(content).nbytes
-
-
-def read_all(fd: int, length: int, at: int) -> bytearray:
-    """So many bytes from this place in a file.
-
-    Raises:
-        EOFError: the file is shorter.
-    """
-    found = bytearray(length)
-    rest = memoryview(found)
-    while rest:
-        done = os.preadv(fd, [rest], at)
-        if not done:
-            raise EOFError(f"a memory file ends at byte {at}")
-        rest, at = rest[done:], at + done
-    return found
+def content_of(fd: int) -> memoryview:
+    """The content of a memory file, which can be written; it must not become shorter meanwhile."""
+    return memoryview(mmap.mmap(fd, 0) if os.fstat(fd).st_size else b"")

@@ -12,7 +12,6 @@ import torch
 
 from ...checkpoint.adapters import Adapter, LegacyRandom, PythonRandom, State
 from ...errors import StateError
-from ..tensors import array_of
 from .trees import tensor_from
 
 
@@ -27,7 +26,7 @@ class TorchGenerator(Adapter):
 
     def snapshot(self) -> State:
         """Local. The generator's state, uint8 [n], and the type of its device."""
-        return State({"": array_of(self._generator.get_state())}, {"device": self._generator.device.type})
+        return State({"": self._generator.get_state().numpy()}, {"device": self._generator.device.type})
 
     def check(self, state: State) -> None:
         """Local. See `Adapter.check`: the state is of a generator on the same type of device."""
@@ -53,7 +52,7 @@ class CudaGenerator(Adapter):
 
     def snapshot(self) -> State:
         """Local. The generator's state, uint8 [n]."""
-        return State({"": array_of(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {}, {})
+        return State({"": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_initialized() else {}, {})
 
     def check(self, state: State) -> None:
         """Local. Nothing; a job may resume on another device."""

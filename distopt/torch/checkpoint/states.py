@@ -126,6 +126,8 @@ class ModelState(StateDict):
         self._noted: dict[str, Any] = {}  # the last order, which is not that of new ones
         self._own_names: set[str] | None = None  # of arrays that are not shared
         self._views: dict[str, tuple[torch.Tensor, int, Any]] = {}  # of buffers, whose arrays share their memory
+        self._tree: list[tuple[Any, Any]] = []  # dictionaries of the modules in each, and copies from the last walk
+        self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}  # where buffers are in the modules
         self._is_plain = False  # whether these are buffers, and others are shared
 
     def snapshot(self) -> State:
@@ -147,9 +149,20 @@ class ModelState(StateDict):
             self._own_names = own
         if not self._is_plain:
             return super().own()
+        if not self._own_names:
+            return State({}, {})
+        if not self._tree or any(now != then for now, then in self._tree):
+            modules = list(self._thing.named_modules(remove_duplicate=False))
+            self._tree = [(module._modules, dict(module._modules)) for _, module in modules]
+            self._places = {
+                name: (module._buffers, key)
+                for path, module in modules
+                for key in module._buffers
+                if (name := f"{path}.{key}" if path else key) in self._own_names
+            }
         arrays = {}
-        for name, buffer in self._thing.named_buffers(remove_duplicate=False):
-            if name in self._own_names:
+        for name, (buffers, key) in self._places.items():
+            if (buffer := buffers.get(key)) is not None:
                 known = self._views.get(name)
                 if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
                     found: dict[str, Any] = {}
