@@ -181,12 +181,7 @@ class DiLoCo:
     @property
     def members(self) -> list[int]:
         """Local. The workers whose changes the last average is made of, on the first rank of a worker; else empty."""
-        return [] if self._workers is None else self._workers.counting
-
-    @property
-    def waited_seconds(self) -> float:
-        """Local. With `min_workers`: the time that this worker has waited outside of averages that counted."""
-        return 0.0 if self._workers is None else self._workers.waited_seconds
+        return [] if self._workers is None else [*self._workers.stats().members]
 
     @property
     def worker_of_checkpoint(self) -> int | None:
@@ -210,12 +205,16 @@ class DiLoCo:
             self.steps = self._workers.join(self.steps)
 
     def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between.
+
+        With `min_workers`, `stats().workers` tells of the workers.
+        """
         first, *others = (fragment.stats() for fragment in self._fragments)
         for other in others:
             first.steps += other.steps
             first.skipped += other.skipped
             first.buckets |= other.buckets
+        first.workers = None if self._workers is None else self._workers.stats()
         return first
 
     @on_current_stream
@@ -279,7 +278,7 @@ class DiLoCo:
         if self._workers is not None:
             if self.steps % self._distance == 0:
                 self._held.check()
-            self._workers.count(self.steps)
+            self.steps = self._workers.count(self.steps)
             return
         for fragment in self._fragments:
             fragment.send_again()

@@ -16,6 +16,7 @@ import torch
 from ...comm import Communicator
 from ...errors import DistoptError, UsageError
 from ...launch.workers.variables import Place, place_in
+from ...recorder.statistics import WorkersStatistics
 from .fragment import Fragment
 from .members import Members
 from .parameters import TrainedParameter, send_first
@@ -80,23 +81,36 @@ class Workers:
         (steps,) = self._numbers(steps + self._since)
         return steps
 
-    def count(self, steps: int) -> bool:
-        """Collective in this worker, after a step. Send or apply what is due; whether something was applied."""
+    def count(self, steps: int) -> int:
+        """Collective in this worker, after a step. Send or apply what is due; return the number of steps.
+
+        A worker that was left out trains on, and takes part in an average as soon as the members are ready for one. Its
+        steps are theirs from then on.
+        """
         self._since += 1
-        if self._members is not None:
+        is_due = self._since == self._distance + self._delay
+        has_moved = restarts = False
+        if (members := self._members) is not None:
+            moves = members.moves
             if self._since == self._distance:
-                self._members.send(steps)
-            self._members.poll()
-        if self._since < self._distance + self._delay:
-            return False
-        if self._members is not None:
-            begin, before = time.monotonic(), self._members.averaging_seconds
-            self._members.wait()
-            averaging = self._members.averaging_seconds - before
-            self.waited_seconds += max(0.0, time.monotonic() - begin - averaging)
-        self._receive()
-        self._since = self._delay
-        return True
+                members.send(steps)
+            members.poll()
+            if is_due or members.after_late == "waits":
+                self._wait(members)
+            has_moved, restarts, members.restarts = members.moves != moves, members.restarts, False
+            steps = max(steps, members.steps)
+        if self._communicator.topology.world_size > 1:
+            has_moved, restarts, steps = self._numbers(has_moved, restarts, steps)
+        if has_moved:
+            self._receive()
+        if is_due or restarts:
+            self._since = 0 if restarts else self._delay
+        return steps
+
+    def _wait(self, members: Members) -> None:
+        begin, before = time.perf_counter(), members.averaging_seconds
+        members.wait()
+        self.waited_seconds += max(0.0, time.perf_counter() - begin - (members.averaging_seconds - before))
 
     @property
     def finished(self) -> bool:
@@ -108,10 +122,10 @@ class Workers:
         self._has_left = True
         return True
 
-    @property
-    def counting(self) -> list[int]:
-        """Local. The numbers of the workers whose changes the last average is made of; empty but on the first rank."""
-        return [] if self._members is None else self._members.counting
+    def stats(self) -> WorkersStatistics:
+        """Local. The members are known on the first rank of a worker alone."""
+        members, gone = ([], 0) if self._members is None else (self._members.counting, self._members.gone)
+        return WorkersStatistics(self.average, tuple(members), gone, self.waited_seconds)
 
     def resume(self, average: int) -> None:
         """Local. The states of the fragments, which were loaded, are of this average."""
