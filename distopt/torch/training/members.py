@@ -6,6 +6,7 @@ over a communicator of their own, made anew when they change. A result is applie
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import logging
@@ -65,10 +66,12 @@ class Members:
         fragments: of the model.
         outer: the optimizer of all fragments.
         others: tensors of the model that are not averaged, which newcomers copy, too.
+        inner: the inner optimizer, if newcomers copy its states, too.
         least: how many workers must take part in an average.
         goal: the last average of the training, if it is known.
 
     Attributes:
+        moments: the states of a member's inner optimizer after the last average, if newcomers copy them.
         average: the number of the last average that this worker holds, from 1; 0: the first states.
         steps: that the members had done when they sent the changes of that average.
         counting: the numbers of the workers whose changes it is made of.
@@ -87,6 +90,7 @@ class Members:
         fragments: Sequence[Fragment],
         outer: torch.optim.Optimizer,
         others: Sequence[torch.Tensor],
+        inner: torch.optim.Optimizer | None,
         *,
         least: int,
         goal: int | None,
@@ -97,6 +101,8 @@ class Members:
         self.averaging_seconds = 0.0
         self.moves, self.restarts = 0, False
         self.after_late: Literal["", "trains", "waits"] = ""
+        self._inner = inner
+        self.moments: dict[int, Any] | None = None
         self._goal = goal  # the last average of the training
         self._trial = 0  # by which that average has counted
         self._due, self._sent_at = 0, 0  # the average that changes were sent for, and the steps done then
@@ -113,7 +119,7 @@ class Members:
         self._heard: list[_Mean] = []  # since the states that are being copied
         self._kept: dict[Fragment, dict[str, Any]] = {}  # states of the codec, while others are used to listen
         self._counts = [fragment.counts for fragment in fragments]  # at the last average
-        hello = {"model": dict(facts), "least": least}
+        hello = {"model": dict(facts), "least": least, "fragments": len(fragments)}
         self._client = WorkersClient(place, hello, self._provide, self._settings.timeout)
         self._client.on_abort = self._abort
 
@@ -257,6 +263,8 @@ class Members:
                 self.after_late, self.restarts = "", True
             self._counts = [fragment.counts for fragment in self._fragments]
             self._fragment_of(result.average).take(result.means, result.verdict)
+            if self._inner is not None and not self._joins:
+                self.moments = copy.deepcopy(self._inner.state_dict()["state"])
 
     def _note_members(self, counting: list[int]) -> None:
         self.gone += len({*self.counting} - {*counting})
@@ -321,12 +329,11 @@ class Members:
 
     def _catch_up(self) -> None:
         """Apply what has come of the states and of later averages."""
-        copy = self._copy
-        if copy is None or not copy.states:
+        if (came := self._copy) is None or not came.states:
             return
         with self._lock:
             if not self._is_caught:
-                self._take_states(copy.header, copy.states)
+                self._take_states(came.header, came.states)
             for result in self._heard:
                 if result.average > self.average:
                     self._apply_to_average(result)
@@ -343,6 +350,7 @@ class Members:
         if not self._is_late:
             for tensor, value in zip(self._others, states["others"], strict=True):
                 tensor.detach().copy_(value)
+            self.moments = states["moments"]
         for fragment, averages in zip(self._fragments, states["averages"], strict=True):
             fragment.move(averages, keep=self._is_late)
         self._outer.load_state_dict(states["outer"])
@@ -405,7 +413,8 @@ class Members:
             }
             averages = [fragment.averages for fragment in self._fragments]
             others = [tensor.detach() for tensor in self._others]
-            torch.save({"averages": averages, "outer": self._outer.state_dict(), "others": others}, content)
+            states = {"averages": averages, "outer": self._outer.state_dict(), "others": others}
+            torch.save({**states, "moments": self.moments}, content)
         return header, content.getvalue()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ class Workers:
         fragments: of the model.
         outer: the optimizer of all of them.
         others: tensors of the model that are not averaged, by name.
+        inner: the inner optimizer, if newcomers copy its states, too.
         facts: see `Members`.
         communicator: of the ranks of this worker.
         place: where the service is.
@@ -48,6 +50,7 @@ class Workers:
         fragments: Sequence[Fragment],
         outer: torch.optim.Optimizer,
         others: Sequence[tuple[str, torch.Tensor]],
+        inner: torch.optim.Optimizer | None,
         facts: Mapping[str, Any],
         communicator: Communicator,
         place: Place,
@@ -60,13 +63,14 @@ class Workers:
         """Collective among the ranks of this worker."""
         self._fragments, self._communicator, self._goal = fragments, communicator, goal
         self._others, self._distance, self._delay = others, distance, delay
+        self._inner = inner
         self._members: Members | None = None
         self._has_joined = self._has_left = False
         self._since = 0  # steps since the last average
         self.average, self.waited_seconds = 0, 0.0
         if communicator.topology.rank == 0:
             tensors = [tensor for _, tensor in others]
-            self._members = Members(place, facts, fragments, outer, tensors, least=least, goal=goal)
+            self._members = Members(place, facts, fragments, outer, tensors, inner, least=least, goal=goal)
             atexit.register(self.close)
         (self.number,) = self._numbers(self._members.number if self._members is not None else 0)
 
@@ -77,6 +81,8 @@ class Workers:
         if self._members is not None:
             self._members.join(steps, self.average)
             steps = self._members.steps
+        if self._inner is not None:
+            self._take_moments(self._inner)
         self._has_joined, self._since = True, self._delay if self._receive() else 0
         (steps,) = self._numbers(steps + self._since)
         return steps
@@ -138,6 +144,20 @@ class Workers:
         if self._members is not None:
             with contextlib.suppress(DistoptError):
                 self._members.close()
+
+    def _take_moments(self, inner: torch.optim.Optimizer) -> None:
+        """Collective in this worker. Use the states of a member's inner optimizer, if this worker has copied them."""
+        content = io.BytesIO()
+        if self._members is not None and self._members.moments is not None:
+            torch.save(self._members.moments, content)
+        row = np.frombuffer(content.getvalue(), np.uint8).copy()
+        if self._communicator.topology.world_size > 1:
+            (size,) = self._numbers(len(row))
+            row = row if self._members is not None else np.empty(size, np.uint8)
+            self._communicator.broadcast(row, label="moments of a member").wait()
+        if len(row):
+            moments = torch.load(io.BytesIO(row.tobytes()), weights_only=True)
+            inner.load_state_dict({**inner.state_dict(), "state": moments})
 
     def _receive(self) -> int:
         """Collective in this worker. Give all of its ranks what the first one holds; the number of the average."""
