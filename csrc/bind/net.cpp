@@ -87,7 +87,8 @@ class NetChannel {
   ~NetChannel() {
     if (moving_.empty()) return;
     const auto transport = transport_;
-    transport->keep(std::make_shared<std::pair<decltype(moving_), decltype(transport_)>>(std::move(moving_), transport));
+    transport->keep(
+        std::make_shared<std::pair<decltype(moving_), decltype(transport_)>>(std::move(moving_), transport));
   }
   NetChannel(const NetChannel&) = delete;
   NetChannel& operator=(const NetChannel&) = delete;

@@ -95,7 +95,8 @@ class Workers:
         """
         self._since += 1
         is_due = self._since == self._distance + self._delay
-        has_moved = restarts = False
+        has_moved: int = False
+        restarts: int = False
         if (members := self._members) is not None:
             moves = members.moves
             if self._since == self._distance:
