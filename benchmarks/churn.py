@@ -9,16 +9,22 @@ A step is lost if it is done again, or if its host is lost before the steps sinc
 samples count once. A pause is the longest time without a new step after a fault, at the survivor that waits longest. The
 loss is the last one, less that of the undisturbed job after as many samples.
 
+For distopt's DiLoCo, lines below its row say what must hold: that no worker's steps go back, and how long the others
+stand still; that all workers have the same bits after each average, also those that join with it; goodput, which is the
+share of the time of all workers that are not lost in which they compute or are inside an average that counts; and the
+loss after as many averaged samples, of all seeds.
+
 Needs root. torchft runs in an environment of its own, which is made once.
 
     sudo .venv/bin/python -m benchmarks churn
     sudo .venv/bin/python -m benchmarks churn --far --delay 40 --rate 20 --only diloco,torchft-diloco
+    sudo .venv/bin/python -m benchmarks churn --far --delay 40 --rate 20 --only diloco,diloco-top-k --any-host \
+        --seconds 310 --seeds 1,2,3
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import os
 import random
 import signal
@@ -29,14 +35,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from distopt.cli.values import at_least, positive
 from distopt.errors import DistoptError
 
+from .churn_log import Fault, Log, Outcome, verdicts
 from .networks.emulation import LINK, Host, near_hosts
 from .networks.far import add_link, far_hosts, link_of, number_of_hosts
 from .networks.quota import share_of_cores
@@ -45,39 +51,19 @@ from .output import ROOT, heading, machine, put, table
 from .peers.environments import ENVIRONMENTS
 
 SCRIPT = str(Path(__file__).parent / "peers" / "ranks" / "churn.py")
-MARK = "churn:"
 BATCH = 8  # samples of a process in a step
-TOGETHER = "all"  # the name of a step that all processes make together
 PORT = 29_531
 _START_SECONDS = 120.0
+_LOSS = 0.01  # how much the loss may differ
 FAULTS = ("kill", "freeze", "cut")
 WAYS = {
     "ddp": "DDP, distopt run --heal",
     "gloo": "DDP over Gloo, torchrun --max-restarts, a file every 50 steps",
     "torchft-ddp": "DDP, torchft over Gloo",
     "diloco": "DiLoCo, distopt run --workers node",
+    "diloco-top-k": "DiLoCo, distopt run --workers node, top-K 5 %",
     "torchft-diloco": "DiLoCo, torchft over Gloo",
 }
-
-
-class Log:
-    """The output of the processes of a job.
-
-    Attributes:
-        lines: the time of each line with the mark, and its words after it.
-        other: the last lines of other output.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[float, list[str]]] = []
-        self.other: list[str] = []
-
-    def take(self, line: str) -> None:
-        """A line of output."""
-        if words := line.partition(MARK)[2].split():
-            self.lines.append((time.monotonic(), words))
-        else:
-            self.other[:] = [*self.other[-40:], line.rstrip()]
 
 
 class Job:
@@ -88,10 +74,13 @@ class Job:
         hosts: the hosts.
         tasks: the file of each host that puts a process under its limits.
         folder: for the files of those ways that need some.
+        options: variables of the script.
     """
 
-    def __init__(self, way: str, hosts: Sequence[Host], tasks: Sequence[Path], folder: Path) -> None:
-        self.way, self.hosts, self.log = way, hosts, Log()
+    def __init__(
+        self, way: str, hosts: Sequence[Host], tasks: Sequence[Path], folder: Path, options: dict[str, str]
+    ) -> None:
+        self.way, self.hosts, self.log, self._options = way, hosts, Log(), options
         self._tasks, self._folder, self._started = tasks, folder, list[subprocess.Popen[str]]()
         if way.startswith("torchft"):
             ENVIRONMENTS["torchft"].prepare()
@@ -107,7 +96,7 @@ class Job:
         """Start the processes of a host."""
         host, last = self.hosts[number], len(self.hosts)
         env = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        env["CHURN_HOST"] = str(number)
+        env |= {"CHURN_HOST": str(number), **self._options}
         meet = ["--nnodes", f"1:{last}", "--nproc-per-node", "1"]
         meet += ["--rdzv-endpoint", f"{self.hosts[0].address}:{PORT}"]
         if self.way.startswith("torchft"):
@@ -119,7 +108,7 @@ class Job:
             words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", *meet, *own]
             words += ["--rdzv-backend", "c10d", SCRIPT, self.way, str(self._folder)]
         else:
-            workers = ["--workers", "node"] if self.way == "diloco" else []
+            workers = ["--workers", "node"] if self.way.startswith("diloco") else []
             words = [sys.executable, "-m", "distopt", "run", "--heal", *workers, *meet, SCRIPT, self.way, "-"]
         self._run(number, ["env", *(f"{name}={value}" for name, value in env.items()), *words])
 
@@ -153,85 +142,9 @@ class Job:
             process.wait()
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A host that was lost at `begin`."""
-
-    kind: str
-    host: int
-    begin: float
-
-
-class Outcome:
-    """Of a run, from `begin` to `end`.
-
-    Attributes:
-        samples: that have been trained, and not lost.
-        lost: samples.
-        pauses: seconds, for each fault; of an undisturbed run the longest one.
-        losses: samples and loss, in the order of the samples.
-        curve: seconds and samples so far.
-    """
-
-    def __init__(self, log: Log, faults: Sequence[Fault], begin: float, end: float) -> None:
-        self.samples = self.lost = 0
-        self.losses: list[tuple[int, float]] = []
-        self.curve: list[tuple[float, int]] = []
-        pending: dict[str, int] = {}  # samples since the last average, by process
-        reached: dict[str, int] = {}
-        new: dict[str, list[float]] = {}  # times of new steps
-        for at, (what, *words) in [line for line in log.lines if line[0] <= end]:
-            self.curve.append((at - begin, self.samples + sum(pending.values())))
-            name = words[0]
-            if what == "loss":
-                self.losses.append((self.samples + sum(pending.values()), float(name)))
-            elif what == "average":
-                self.samples += pending.pop(name, 0)
-            elif what in ("began", "lost"):
-                self.lost += pending.pop(name, 0)
-            else:
-                step, samples = int(words[1]), int(words[2])
-                if name == TOGETHER and step <= reached.get(name, 0):
-                    self.lost += samples
-                    continue
-                reached[name] = step
-                new.setdefault(name, []).append(at)
-                if name == TOGETHER:
-                    self.samples += samples
-                else:
-                    pending[name] = pending.get(name, 0) + samples
-        self.samples += sum(pending.values())
-        if faults:
-            ends = [*(fault.begin for fault in faults[1:]), end]
-            lost = zip(faults, ends, strict=True)
-            self.pauses = [_pause(new, fault.begin, until, str(fault.host)) for fault, until in lost]
-        else:
-            self.pauses = [_pause(new, begin, end, "")]
-
-    def loss_at(self, samples: int) -> float:
-        """Between two known ones, by a line; none without two."""
-        known = self.losses
-        if len(known) < 2:
-            return float("nan")
-        i = min(max(bisect.bisect([at for at, _ in known], samples), 1), len(known) - 1)
-        (x, first), (y, second) = known[i - 1], known[i]
-        return first + (second - first) * (samples - x) / max(1, y - x)
-
-
-def _pause(new: dict[str, list[float]], begin: float, end: float, victim: str) -> float:
-    """The longest time without a new step that ends after `begin`, of those that are not the victim."""
-    longest = 0.0
-    for name, times in new.items():
-        if name != victim:
-            seen = [at for at in times if at < end]
-            seen = [*(at for at in seen if at <= begin)][-1:] + [at for at in seen if at > begin] + [end]
-            longest = max([longest, *(later - at for at, later in pairwise(seen))])
-    return longest
-
-
-def disturb(job: Job, args: argparse.Namespace) -> Iterator[Fault]:
+def disturb(job: Job, args: argparse.Namespace, seed: int) -> Iterator[Fault]:
     """Bring faults until the time is over, and wait in between."""
-    numbers = random.Random(args.seed)
+    numbers = random.Random(seed)
     end = time.monotonic() + args.seconds
     while (begin := time.monotonic() + args.every) + args.away < end:
         time.sleep(args.every)
@@ -250,7 +163,7 @@ def disturb(job: Job, args: argparse.Namespace) -> Iterator[Fault]:
             job.start(host)
         else:
             job.signal(host, signal.SIGCONT)
-        yield Fault(kind, host, begin)
+        yield Fault(kind, host, begin, time.monotonic())
     time.sleep(max(0.0, end - time.monotonic()))
 
 
@@ -268,7 +181,7 @@ def _hosts(args: argparse.Namespace) -> Iterator[Sequence[Host]]:
         yield hosts
 
 
-def run_way(way: str, args: argparse.Namespace, *, disturbed: bool) -> Outcome:
+def run_way(way: str, args: argparse.Namespace, seed: int, *, disturbed: bool) -> Outcome:
     """Train for some time.
 
     Raises:
@@ -279,7 +192,8 @@ def run_way(way: str, args: argparse.Namespace, *, disturbed: bool) -> Outcome:
         hosts = stack.enter_context(_hosts(args))
         cores = args.cores or len(os.sched_getaffinity(0)) * 0.9 / args.hosts
         tasks = [stack.enter_context(share_of_cores(host.namespace, cores)) for host in hosts]
-        job = Job(way, hosts, tasks, folder)
+        options = {"CHURN_SEED": str(seed), "CHURN_SYNC_EVERY": str(args.sync_every)}
+        job = Job(way, hosts, tasks, folder, options)
         stack.callback(job.close)
         limit = time.monotonic() + _START_SECONDS
         while not any(words[0] == "step" for _, words in job.log.lines):
@@ -289,7 +203,7 @@ def run_way(way: str, args: argparse.Namespace, *, disturbed: bool) -> Outcome:
                 )
             time.sleep(0.1)
         begin = time.monotonic()
-        faults = list(disturb(job, args)) if disturbed else []
+        faults = list(disturb(job, args, seed)) if disturbed else []
         time.sleep(max(0.0, begin + args.seconds - time.monotonic()))
         outcome = Outcome(job.log, faults, begin, time.monotonic())
         if args.verbose:
@@ -312,6 +226,10 @@ def plot(path: Path, outcomes: dict[str, tuple[Outcome, Outcome]], unit: int) ->
     figure.savefig(path, dpi=120)
 
 
+def _seeds(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=names_of(WAYS), default=list(WAYS), help=f"({','.join(WAYS)})")
     parser.add_argument("--hosts", type=number_of_hosts, default=4, metavar="H", help="(4)")
@@ -319,8 +237,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=positive, default=20.0, metavar="S", help="until the next fault (20)")
     parser.add_argument("--away", type=positive, default=10.0, metavar="S", help="until a host is back (10)")
     parser.add_argument("--kinds", type=names_of(FAULTS), default=list(FAULTS), help=f"({','.join(FAULTS)})")
+    parser.add_argument("--sync-every", type=at_least(1), default=100, metavar="N", help="steps of DiLoCo (100)")
     parser.add_argument("--any-host", action="store_true", help="lose the one where all meet, too")
-    parser.add_argument("--seed", type=at_least(0), default=1, help="of the faults (1)")
+    parser.add_argument(
+        "--seeds", type=_seeds, default=[1], help="of faults, parameters and samples; a run for each (1)"
+    )
     parser.add_argument("--cores", type=positive, help="of each host (nine tenths of this machine's, shared)")
     parser.add_argument("--far", action="store_true", help="hosts far apart, see the next three")
     add_link(parser)
@@ -354,19 +275,30 @@ def run(args: argparse.Namespace) -> int:
     rows: list[list[str]] = []
     outcomes: dict[str, tuple[Outcome, Outcome]] = {}
     unit, failed = BATCH * args.hosts, 0
-    for way in args.only:
+    relative: dict[str, list[float]] = {}
+    for way, seed in product(args.only, args.seeds):
         try:
-            plain, found = (run_way(way, args, disturbed=disturbed) for disturbed in (False, True))
+            plain, found = (run_way(way, args, seed, disturbed=disturbed) for disturbed in (False, True))
         except DistoptError as error:
             print(f"# {WAYS[way]}: {error}", flush=True)
             failed = 1
             continue
         outcomes[way] = plain, found
-        more = found.losses[-1][1] - plain.loss_at(found.losses[-1][0]) if found.losses else float("nan")
+        same = plain.loss_at(found.losses[-1][0]) if found.losses else float("nan")
+        more = found.losses[-1][1] - same if found.losses else float("nan")
         cells = [f"{plain.samples / unit:.0f}", f"{found.samples / unit:.0f}", f"{found.samples / plain.samples:.0%}"]
         cells += [f"{found.lost / unit:.1f}", f"{plain.pauses[0]:.1f} s", f"{median(found.pauses):.1f} s"]
         rows.append([WAYS[way], *cells, f"{max(found.pauses):.1f} s", f"{more:+.3f}"])
         print(f"| {' | '.join(rows[-1])} |", flush=True)
+        if way.startswith("diloco"):
+            for line in verdicts(plain, found):
+                print(f"# {line}", flush=True)
+            differences = relative.setdefault(way, [])
+            differences.append(more / same)
+            text = (
+                f"{mean(differences):+.2%} is the loss more at equal averaged samples, mean of {len(differences)} seeds"
+            )
+            print(f"# {'' if mean(differences) <= _LOSS else 'NOT '}{text}", flush=True)
     if args.output and not failed:
         text = f"{facts['cores']} cores of {facts['processor']}, Linux {facts['kernel']}. {conditions}."
         put(args.output, "churn", f"{text}\n\n{table(head, rows)}")

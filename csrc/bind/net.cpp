@@ -85,8 +85,10 @@ class NetChannel {
  public:
   explicit NetChannel(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
   ~NetChannel() {
-    static auto& kept = *new std::vector<std::pair<std::vector<std::shared_ptr<Transfer>>, std::shared_ptr<Transport>>>;
-    if (!moving_.empty()) kept.emplace_back(std::move(moving_), std::move(transport_));
+    if (moving_.empty()) return;
+    const auto transport = transport_;
+    transport->keep(
+        std::make_shared<std::pair<decltype(moving_), decltype(transport_)>>(std::move(moving_), transport));
   }
   NetChannel(const NetChannel&) = delete;
   NetChannel& operator=(const NetChannel&) = delete;
@@ -118,7 +120,7 @@ class NetChannel {
     return transfer;
   }
 
-  std::vector<std::shared_ptr<Transfer>> moving_;  // kept for good if they do not end: the network may write to them
+  std::vector<std::shared_ptr<Transfer>> moving_;  // kept if they do not end: the network may write to them
   std::shared_ptr<Transport> transport_;
 };
 

@@ -263,8 +263,7 @@ bool NetCommunicator::close() {
   closed_ = true;
   if (!fork_guard_.forked()) transport_->flush();
   const bool idle = !oldest() && !failure_;
-  static auto& kept = *new std::vector<std::shared_ptr<NetCommunicator>>;  // the network may write there
-  if (!idle) kept.push_back(shared_from_this());
+  if (!idle) transport_->keep(shared_from_this());  // the network may write there
   return idle;
 }
 

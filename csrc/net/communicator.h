@@ -59,7 +59,7 @@ class NetCommunicator : public std::enable_shared_from_this<NetCommunicator> {
   // Records the failure of this rank. All later calls throw it.
   void fail(ErrorFields failure);
   // Local. Later calls fail. Returns whether this was the first call, nothing is outstanding and nothing has failed;
-  // otherwise the communicator lives as long as the process.
+  // otherwise the communicator lives as long as the network may write to it.
   bool close();
 
   std::size_t inline_bytes() const { return context_.inline_bytes; }

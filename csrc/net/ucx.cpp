@@ -120,12 +120,19 @@ class UcxPeer {
   ~UcxPeer() {
     if (worker_.fork_guard_.forked()) return;
     const std::lock_guard<std::mutex> lock(worker_.mutex_);
+    close(failure_ != ucx::ok);
+  }
+
+  // With the lock held; idempotent.
+  void close(bool by_force) {
+    if (endpoint_ == nullptr) return;
     ucx::RequestParams params;
-    if (failure_ != ucx::ok || worker_.cuts_) {
+    if (by_force) {
       params.fields = ucx::RequestParams::with_flags;
       params.flags = ucx::close_by_force;
+      failure_ = failure_ == ucx::ok ? ucx::not_connected : failure_;
     }
-    worker_.finish({worker_.api_.ep_close(endpoint_, &params)});
+    worker_.finish({worker_.api_.ep_close(std::exchange(endpoint_, nullptr), &params)});
   }
 
   // Begins to hand over what was sent.
@@ -160,15 +167,15 @@ class UcxTransport final : public Transport {
     if (worker_->fork_guard_.forked()) return;
     const std::lock_guard<std::mutex> lock(worker_->mutex_);
     // UCX may read and write their memory until then. What cannot be cancelled is on its way, and short.
-    for (const auto& one : under_way_)
-      if (!one->ended) worker_->api_.request_cancel(worker_->worker_, one->request);
+    if (!worker_->is_cut_)
+      for (const auto& one : under_way_)
+        if (!one->ended) worker_->api_.request_cancel(worker_->worker_, one->request);
     const std::int64_t end = now_ns() + static_cast<std::int64_t>(flush_seconds * 1e9);
-    while (!under_way_.empty() && now_ns() < end) {
+    while (!worker_->is_cut_ && !under_way_.empty() && now_ns() < end) {
       worker_->progress();
       while (!under_way_.empty() && under_way_.front()->ended) under_way_.pop_front();
     }
-    static auto& kept = *new std::deque<std::unique_ptr<UnderWay>>;
-    for (auto& one : under_way_) kept.push_back(std::move(one));
+    for (auto& one : under_way_) worker_->kept_.push_back(std::move(one));
   }
 
   int streams() const override { return streams_; }
@@ -233,6 +240,12 @@ class UcxTransport final : public Transport {
     for (const auto& streams : peers_)
       for (const auto& peer : streams) requests.push_back(peer->flush());
     worker_->finish(requests);
+  }
+
+  void keep(std::shared_ptr<void> memory) override {
+    if (worker_->fork_guard_.forked()) return Transport::keep(std::move(memory));
+    const std::lock_guard<std::mutex> lock(worker_->mutex_);
+    if (!worker_->is_cut_) worker_->kept_.push_back(std::move(memory));
   }
 
   std::vector<int> lost() const override {
@@ -331,13 +344,18 @@ UcxWorker::~UcxWorker() {
 
 void UcxWorker::stop(bool cuts) {
   if (fork_guard_.forked()) return;
+  std::vector<std::shared_ptr<void>> kept;  // destroyed without the lock, which channels take
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<void*> requests;
     for (const auto& [key, peer] : peers_) requests.push_back(peer->flush());
     finish(requests);
     stops_ = true;
-    cuts_ = cuts_ || cuts;
+    if (cuts) {
+      for (const auto& [key, peer] : peers_) peer->close(true);
+      is_cut_ = true;
+      kept.swap(kept_);
+    }
     wanted_.notify_all();
   }
   if (thread_.joinable()) thread_.join();

@@ -42,7 +42,8 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   // measured none. It counts no time in which a process waits for a core.
   double longest_round_trip();
   // Hands all that was sent to the operating system, and ends the thread. To be called before the process ends.
-  // `cuts`: connections end later without a wait for the other processes, which may be gone.
+  // `cuts`: all connections end without a wait for the other processes, which may be gone, and for good: nothing writes
+  // to memory of its channels any more.
   void stop(bool cuts = false);
 
  private:
@@ -75,7 +76,8 @@ class UcxWorker : public std::enable_shared_from_this<UcxWorker> {
   std::thread thread_;
   std::condition_variable wanted_;            // by the thread, which sleeps while nothing moves
   bool sleeps_ = false, stops_ = false;       // the thread
-  bool cuts_ = false;                         // connections end without a wait for the other process
+  bool is_cut_ = false;                       // all connections have ended
+  std::vector<std::shared_ptr<void>> kept_;   // the network may write to it until then, and UCX's requests may
   std::atomic<std::int64_t> attended_ns_{0};  // when a rank called UCX last
   std::size_t n_under_way_ = 0;               // requests of all channels
   bool has_ended_ = false;                    // one of them, in the last progress

@@ -46,6 +46,28 @@ class Statistics:
 
 
 @dataclass
+class WorkersStatistics:
+    """Workers that come and go, as one of them has met them.
+
+    Attributes:
+        average: the number of the last average that this worker holds.
+        members: the numbers of the workers whose changes that average is made of.
+        gone: how often a worker of one average was missing in the next one: it was lost, left out, or has left.
+        waited_seconds: time in which this worker waited for others, outside of averages that counted.
+    """
+
+    average: int = 0
+    members: tuple[int, ...] = ()
+    gone: int = 0
+    waited_seconds: float = 0.0
+
+    def __sub__(self, earlier: WorkersStatistics) -> WorkersStatistics:
+        """The difference since `earlier`, but the members as they are now."""
+        waited = self.waited_seconds - earlier.waited_seconds
+        return WorkersStatistics(self.average - earlier.average, self.members, self.gone - earlier.gone, waited)
+
+
+@dataclass
 class CommunicationStatistics:
     """The data that this rank has sent, and the time taken. `later - earlier` is the difference between two of them.
 
@@ -53,11 +75,13 @@ class CommunicationStatistics:
         steps: training steps that have begun.
         skipped: steps among them without an update, after a gradient that was NaN or infinite, or an exception.
         buckets: the cost, by label of the bucket and kind of reduction.
+        workers: that come and go, for a DiLoCo that has some.
     """
 
     steps: int = 0
     skipped: int = 0
     buckets: dict[tuple[str, str], Statistics] = field(default_factory=lambda: defaultdict(Statistics))
+    workers: WorkersStatistics | None = None
 
     @property
     def total(self) -> Statistics:
@@ -73,6 +97,7 @@ class CommunicationStatistics:
             self.steps - earlier.steps,
             self.skipped - earlier.skipped,
             {key: cost for key, cost in new.items() if cost != Statistics()},
+            None if self.workers is None else self.workers - (earlier.workers or WorkersStatistics()),
         )
 
     def summary(self) -> str:

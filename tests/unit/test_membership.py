@@ -13,13 +13,13 @@ MODEL = {"a model of": "1 parameter", "grace": 1.0}
 class Worker:
     """A worker whose states are the history of the averages that it has applied."""
 
-    def __init__(self, net: "Net", *, least: int = 1, model: dict[str, Any] = MODEL) -> None:
+    def __init__(self, net: "Net", *, least: int = 1, fragments: int = 1, model: dict[str, Any] = MODEL) -> None:
         self.net, self.history, self.reached = net, (), True
         self.inbox: list[dict[str, Any]] = []
         self.phase, self.is_late, self.result, self.copied, self.heard = "joins", False, None, None, []
         self.computes_until, self.refused, self.left = net.now, "", False
         self.listened, self.joined_at, self.must_return = 0, None, False
-        hello = {"model": model, "number": None, "least": least, "port": 1}
+        hello = {"model": model, "number": None, "least": least, "fragments": fragments, "port": 1}
         self.worker = net.membership.hello(hello, f"host {len(net.workers)}", "host", self.inbox.append, net.now)
         net.workers.append(self)
         if self.worker is not None:
@@ -60,7 +60,7 @@ class Worker:
         """To another service."""
         self.must_return, self.result = False, None
         self.inbox.clear()
-        hello = {"model": MODEL, "number": self.worker.number, "least": 1, "port": 1}
+        hello = {"model": MODEL, "number": self.worker.number, "least": 1, "fragments": 1, "port": 1}
         self.worker = self.net.membership.hello(hello, "host", "host", self.inbox.append, self.net.now)
         if self.phase in {"joins", "again"}:
             self.join(self.is_late)
@@ -183,14 +183,17 @@ def test_the_first_wait_for_others_a_moment() -> None:
     assert worker.average > 0
 
 
-def test_a_newcomer_listens_to_one_average_and_counts_in_the_next() -> None:
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_newcomer_listens_and_counts_from_the_first_fragment_on(fragments: int) -> None:
     net = Net(goal=100)
     for _ in range(2):
-        Worker(net)
+        Worker(net, fragments=fragments)
     net.run(6)
-    newcomer = Worker(net)
-    net.run(3)
-    assert newcomer.listened == 1
+    newcomer = Worker(net, fragments=fragments)
+    net.run(3 * fragments)
+    assert newcomer.joined_at is not None
+    assert newcomer.joined_at % fragments == 0
+    assert 1 <= newcomer.listened <= fragments
     counting = [entry[2] for entry in newcomer.history]
     assert counting[newcomer.joined_at - 1] == (0, 1)
     assert counting[newcomer.joined_at] == (0, 1, 2)

@@ -1,18 +1,21 @@
 """One process of a job whose hosts come and go, for `python -m benchmarks churn`: `tiny` of the language example.
 
     distopt run --heal ... churn.py ddp -                             states in memory
-    distopt run --heal --workers node ... churn.py diloco -
+    distopt run --heal --workers node ... churn.py diloco -           or diloco-top-k
     torchrun --max-restarts ... churn.py gloo FOLDER                  saves every 50 steps, as torchrun's guide has it
     TORCHFT_LIGHTHOUSE=... python churn.py torchft-ddp -              as torchft's own example has it
     TORCHFT_LIGHTHOUSE=... python churn.py torchft-diloco -
 
 Prints, with a mark: "began NAME"; "step NAME NUMBER SAMPLES" after a step, with the samples of all that took part in it;
 "average NAME" when the steps since the last one have been averaged, "lost NAME" if they are given up; "loss NUMBER" of
-validation samples. A step that all make together has the name "all", others that of their host.
+validation samples. A step that all make together has the name "all", others that of their host. distopt's workers say
+more: at the end of "began" and "average" the number of the average that they hold and a digest of their parameters, at
+the end of "step" the seconds that they have waited for others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -31,7 +34,8 @@ from text import Text
 
 MARK = "churn:"
 NAME = os.environ["CHURN_HOST"]
-BATCH, SYNC_EVERY, SAVE_EVERY, TEST_EVERY = 8, 100, 50, 50
+BATCH, SAVE_EVERY, TEST_EVERY = 8, 50, 50
+SYNC_EVERY = int(os.environ["CHURN_SYNC_EVERY"])
 TEST_SAMPLES = 32
 SILENT = timedelta(seconds=5)  # then Gloo gives up a peer, and torchft a replica
 
@@ -41,8 +45,9 @@ class Job:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(1)
-        self.model, self.text = LanguageModel(TINY), Text(1)
+        seed = int(os.environ["CHURN_SEED"])
+        torch.manual_seed(seed)
+        self.model, self.text = LanguageModel(TINY), Text(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95))
         self._validation = self.text.validation(TEST_SAMPLES)
 
@@ -57,12 +62,16 @@ class Job:
         loss_of(net, self.text.batch(worker, step, BATCH)).backward()
         optimizer.step()
 
-    def report(self, name: object, step: int, ranks: int, *, tests: bool = True) -> None:
+    def report(self, name: object, step: int, ranks: int, *more: object, tests: bool = True) -> None:
         """Print a step that has been done."""
-        print(MARK, "step", name, step, ranks * BATCH, flush=True)
+        print(MARK, "step", name, step, ranks * BATCH, *more, flush=True)
         if tests and step % TEST_EVERY == 0:
-            with torch.no_grad():
-                print(MARK, "loss", loss_of(self.model, self._validation).item(), flush=True)
+            self.test()
+
+    def test(self) -> None:
+        """Print the loss of validation samples."""
+        with torch.no_grad():
+            print(MARK, "loss", loss_of(self.model, self._validation).item(), flush=True)
 
 
 def ddp(job: Job, _: str) -> None:
@@ -79,19 +88,33 @@ def ddp(job: Job, _: str) -> None:
             job.report("all", checkpoint.steps, dist.get_world_size())
 
 
-def diloco(job: Job, _: str) -> None:
+def diloco(job: Job, _: str, codec: Any = "fp32") -> None:
     from distopt.torch import DiLoCo
 
+    def say(what: str) -> int:
+        found = local.stats().workers
+        values = b"".join(value.numpy().tobytes() for value in job.model.state_dict().values())
+        digest = hashlib.sha256(values).hexdigest()[:16]
+        print(MARK, what, NAME, found.average, digest, flush=True)
+        return found.average
+
     dist.init_process_group("distopt")
-    options = {"sync_every": SYNC_EVERY, "min_workers": 1}
-    local = DiLoCo(job.model, job.optimizer, job.outer(), **options)
-    print(MARK, "began", NAME, flush=True)
+    local = DiLoCo(job.model, job.optimizer, job.outer(), sync_every=SYNC_EVERY, codec=codec, min_workers=1)
+    local.finished  # noqa: B018 - joins
+    average = say("began")
     while True:
         job.train(job.model, local.worker, local.steps)
-        averaged = local.steps % SYNC_EVERY == 0
-        job.report(NAME, local.steps, 1, tests=averaged)
-        if averaged:
-            print(MARK, "average", NAME, flush=True)
+        found = local.stats().workers
+        job.report(NAME, local.steps, 1, found.waited_seconds, tests=False)
+        if found.average > average and local.worker in found.members:
+            average = say("average")
+            job.test()
+
+
+def diloco_top_k(job: Job, _: str) -> None:
+    from distopt import codecs
+
+    diloco(job, _, codecs.create("top-k", ratio=0.05, error_feedback=True))
 
 
 def gloo(job: Job, folder: str) -> None:
@@ -182,6 +205,7 @@ def torchft_diloco(job: Job, _: str) -> None:
 WAYS: dict[str, Callable[[Job, str], None]] = {
     "ddp": ddp,
     "diloco": diloco,
+    "diloco-top-k": diloco_top_k,
     "gloo": gloo,
     "torchft-ddp": torchft_ddp,
     "torchft-diloco": torchft_diloco,

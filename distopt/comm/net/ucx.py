@@ -140,7 +140,7 @@ class UcxNetwork:
 
     def close(self, read_last: Callable[[], object], *, idle: bool) -> None:
         """Local. See `Network.close`."""
-        if idle:
+        if idle or self._alone:
             _live.discard(self._number)
         if self._alone and self._worker in _workers:
             _workers.remove(self._worker)

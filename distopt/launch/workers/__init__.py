@@ -6,7 +6,7 @@ service (`service`); `membership` decides. It is part of one supervisor, which t
 rank of a worker talks to it (`client`), in lines of JSON. Messages of a worker have the key "say":
 
 - `hello`: it has come, or come back ("number"); the model that it trains ("model"), how many workers it asks for
-  ("least"), and the port where others copy its states;
+  ("least"), its "fragments", and the port where others copy its states;
 - `join`: it wants to hold what the others hold; its states now ("average": the number of the last average; -1: nothing,
   "digest", "steps"); "late" if it is a member that was left out;
 - `listen`: it has begun to copy the states after an average ("average"); `caught`: it has them, and what came since;

@@ -30,6 +30,7 @@ class Worker:
         port: where others copy its states.
         heard: when it gave the last sign of life.
         least: how many workers must take part in an average.
+        fragments: of its model, which are averaged in turn.
         holds: the number of the average that its states belong to, or `NOTHING`.
         trial: the trial that this average has counted by.
         digest: of these states, when it came.
@@ -51,6 +52,7 @@ class Worker:
     port: int = 0
     heard: float = 0.0
     least: int = 1
+    fragments: int = 1
     holds: int = NOTHING
     trial: int = 0
     digest: str = ""
@@ -145,7 +147,7 @@ class Membership:
             self._lose(before, now, "")
         self.numbers = max(self.numbers, number + 1)
         worker = Worker(number, f"worker {number}, {name}", send, host, message["port"], now)
-        worker.least = message["least"]
+        worker.least, worker.fragments = message["least"], message["fragments"]
         self.workers[number] = worker
         self._came_at = now
         send({"do": "welcome", "number": number})
@@ -321,9 +323,14 @@ class Membership:
             self._say(f"{worker.name} {verb} with average {self.counted}")
 
     def _may_count(self, worker: Worker) -> bool:
-        """Whether a worker that has all states is a member: it has listened, or there is nothing to listen to."""
+        """Whether a worker that has all states is a member: it has listened, or there is nothing to listen to.
+
+        Its first average is one of the first fragment, so that it counts in all fragments of a round, or in none.
+        """
+        assert self.counted is not None
         members = sum(one.phase == "member" for one in self._living())
-        return worker.has_listened or worker.is_late or self.finished or members < worker.least
+        has_listened = worker.has_listened and self.counted % worker.fragments == 0
+        return has_listened or worker.is_late or self.finished or members < worker.least
 
     def _name(self, now: float) -> None:
         """Name the members of the next trial, if it is time to."""

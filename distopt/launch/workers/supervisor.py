@@ -58,6 +58,12 @@ def _say(text: str) -> None:
     print_last(f"distopt run: {text}")
 
 
+def _timeline(place: int) -> dict[str, str]:
+    """The environment by which a worker has timelines of its own: ranks of several workers have equal numbers."""
+    folder = Settings.from_env().timeline
+    return {} if folder is None else {"DISTOPT_TIMELINE": f"{folder}/worker-{socket.gethostname()}-{place}"}
+
+
 class _Worker:
     """The process that supervises the ranks of one worker."""
 
@@ -155,7 +161,7 @@ class _Supervisor:
         count = options.ranks if options.workers == "rank" else 1
         if count > 1:  # each would take all cores of the node for its one rank
             env = {**env, **thread_variables(count, env)}
-        self._workers = [_Worker(options, place, env) for place in range(count)]
+        self._workers = [_Worker(options, place, {**env, **_timeline(place)}) for place in range(count)]
 
     @property
     def _ending(self) -> list[int]:

@@ -10,7 +10,7 @@ not sent decay; none of these is here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,8 @@ class DiLoCo:
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
             or "skip" it: all ranks go back to the last average.
         min_workers: how many workers must take part in an average; with fewer, they wait.
+        moments: with `min_workers`, how the inner optimizer of a worker that joins begins: "empty", or with a "copy" of
+            a member's states, as of an average; learning rates and other options stay its own.
         averages: after so many averages of a fragment, training is `finished`.
         grace: with `min_workers`, seconds that an average waits for late workers, once half of them are ready.
 
@@ -100,6 +102,7 @@ class DiLoCo:
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         non_finite: NonFinite = "raise",
         min_workers: int | None = None,
+        moments: Literal["empty", "copy"] = "empty",
         averages: int | None = None,
         grace: float = 2.0,
     ) -> None:
@@ -120,6 +123,8 @@ class DiLoCo:
         Engine.check_options(non_finite)
         check_integer("min_workers", 1 if min_workers is None else min_workers, 1)
         check_integer("averages", 1 if averages is None else averages, 1)
+        if moments not in ("empty", "copy"):
+            raise UsageError(f'moments={moments!r} is not known; give "empty" or "copy"')
         place = place_of_workers(min_workers)
         self.steps = 0
         self._goal = None if averages is None else averages * fragments
@@ -148,11 +153,13 @@ class DiLoCo:
                 "codec": repr(codec),
                 "averages": averages,
                 "grace": grace,
+                "moments": f"{moments} of {type(inner_optimizer).__name__}",
             }
             self._workers = Workers(
                 self._fragments,
                 outer_optimizer,
                 [*others, *plain.named_buffers()],
+                inner_optimizer if moments == "copy" else None,
                 facts,
                 communicator,
                 place,
@@ -181,12 +188,7 @@ class DiLoCo:
     @property
     def members(self) -> list[int]:
         """Local. The workers whose changes the last average is made of, on the first rank of a worker; else empty."""
-        return [] if self._workers is None else self._workers.counting
-
-    @property
-    def waited_seconds(self) -> float:
-        """Local. With `min_workers`: the time that this worker has waited outside of averages that counted."""
-        return 0.0 if self._workers is None else self._workers.waited_seconds
+        return [] if self._workers is None else [*self._workers.stats().members]
 
     @property
     def worker_of_checkpoint(self) -> int | None:
@@ -210,12 +212,16 @@ class DiLoCo:
             self.steps = self._workers.join(self.steps)
 
     def stats(self) -> CommunicationStatistics:
-        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between.
+
+        With `min_workers`, `stats().workers` tells of the workers.
+        """
         first, *others = (fragment.stats() for fragment in self._fragments)
         for other in others:
             first.steps += other.steps
             first.skipped += other.skipped
             first.buckets |= other.buckets
+        first.workers = None if self._workers is None else self._workers.stats()
         return first
 
     @on_current_stream
@@ -279,7 +285,7 @@ class DiLoCo:
         if self._workers is not None:
             if self.steps % self._distance == 0:
                 self._held.check()
-            self._workers.count(self.steps)
+            self.steps = self._workers.count(self.steps)
             return
         for fragment in self._fragments:
             fragment.send_again()

@@ -6,13 +6,14 @@ over a communicator of their own, made anew when they change. A result is applie
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from ...launch.workers.client import Copy, WorkersClient
 from ...launch.workers.job import MembersJob
 from ...launch.workers.membership import NOTHING
 from ...launch.workers.variables import Place
+from ...recorder.timeline import timeline
 from ...settings import Settings
 from .fragment import Fragment
 
@@ -64,14 +66,21 @@ class Members:
         fragments: of the model.
         outer: the optimizer of all fragments.
         others: tensors of the model that are not averaged, which newcomers copy, too.
+        inner: the inner optimizer, if newcomers copy its states, too.
         least: how many workers must take part in an average.
         goal: the last average of the training, if it is known.
 
     Attributes:
+        moments: the states of a member's inner optimizer after the last average, if newcomers copy them.
         average: the number of the last average that this worker holds, from 1; 0: the first states.
         steps: that the members had done when they sent the changes of that average.
         counting: the numbers of the workers whose changes it is made of.
+        gone: how often a worker of one average was missing in the next.
         averaging_seconds: inside trials that counted.
+        moves: how often its states have become others': by averages, and by copies.
+        after_late: of a worker that was left out: it "trains" on, until the members are ready for an average that it
+            takes part in; then it "waits" for that one. Otherwise empty.
+        restarts: whether the steps to the next average are to be counted anew, as after such a change.
     """
 
     def __init__(
@@ -81,13 +90,19 @@ class Members:
         fragments: Sequence[Fragment],
         outer: torch.optim.Optimizer,
         others: Sequence[torch.Tensor],
+        inner: torch.optim.Optimizer | None,
         *,
         least: int,
         goal: int | None,
     ) -> None:
         self.average, self.steps = NOTHING, 0
         self.counting: list[int] = []
+        self.gone = 0
         self.averaging_seconds = 0.0
+        self.moves, self.restarts = 0, False
+        self.after_late: Literal["", "trains", "waits"] = ""
+        self._inner = inner
+        self.moments: dict[int, Any] | None = None
         self._goal = goal  # the last average of the training
         self._trial = 0  # by which that average has counted
         self._due, self._sent_at = 0, 0  # the average that changes were sent for, and the steps done then
@@ -104,7 +119,7 @@ class Members:
         self._heard: list[_Mean] = []  # since the states that are being copied
         self._kept: dict[Fragment, dict[str, Any]] = {}  # states of the codec, while others are used to listen
         self._counts = [fragment.counts for fragment in fragments]  # at the last average
-        hello = {"model": dict(facts), "least": least}
+        hello = {"model": dict(facts), "least": least, "fragments": len(fragments)}
         self._client = WorkersClient(place, hello, self._provide, self._settings.timeout)
         self._client.on_abort = self._abort
 
@@ -126,6 +141,9 @@ class Members:
 
     def send(self, steps: int) -> None:
         """Note what has changed, and say that it can be averaged."""
+        self.after_late = ""
+        if self._joins:  # it sends when it has joined
+            return
         self._due, self._sent_at = self.average + 1, steps
         self._fragment_of(self._due).note_changes()
         self._client.say("ready", average=self._due, steps=steps)
@@ -136,12 +154,14 @@ class Members:
             self._handle(message)
 
     def wait(self) -> None:
-        """Wait until the changes that were sent count; or, for one that was left out, until the next average does."""
-        while self.average < self._due or self._joins:
+        """Wait until the changes that were sent count; or, if this worker was left out, until it may train on."""
+        while self.after_late != "trains" and (self._joins or self.average < self._due):
             self._handle_next()
 
     def leave(self) -> None:
         """Say that this worker holds the last average, and stay until all others hold it."""
+        while self._joins:
+            self._handle_next()
         self._client.say("done", average=self.average, of=self._trial)
         while not self._may_leave:
             self._handle_next()
@@ -193,12 +213,16 @@ class Members:
     # -- averages ----------------------------------------------------------------------------------------------------
     def _take_part(self, order: dict[str, Any]) -> None:
         """Begin a trial and get its result, unless it fails or is aborted."""
-        self._result, begin = None, time.monotonic()
+        self._result, begin = None, time.perf_counter()
         average, counts = order["average"], self._client.number in order["counting"]
         fragment = self._fragment_of(average)
         try:
             self._client.take_part(order["trial"])
             communicator = self._communicator_of(order)
+            if counts and self.after_late == "trains":
+                self.after_late = "waits"
+                fragment.withdraw()
+                fragment.note_changes()
             states = fragment.own_states() if counts else self._states_to_listen(fragment)
             fragment.send_through(communicator, states, zero=not counts)
             means, verdict = fragment.finish()
@@ -207,6 +231,7 @@ class Members:
         except (CommunicatorError, LaunchError) as error:
             _log.info("worker %d: a trial of average %d has failed: %s", self.number, average, error)
             self._retire()
+            timeline.add("failed average", begin, time.perf_counter(), "workers", average=average, why=str(error))
             self._client.say("failed", average=average, trial=order["trial"])
             return
         if (share := len(order["members"]) / len(order["counting"])) != 1:
@@ -218,10 +243,9 @@ class Members:
     def _count(self, result: _Mean) -> None:
         """A result counts: apply it, or keep it until the states that it belongs to have come."""
         self._result, self._client.trial = None, None
-        self.averaging_seconds += time.monotonic() - result.begin
-        if result.counting != self.counting:
-            _log.info("average %d is of the workers %s", result.average, ", ".join(map(str, result.counting)))
-            self.counting = result.counting
+        now = time.perf_counter()
+        self.averaging_seconds += now - result.begin
+        timeline.add("average", result.begin, now, "workers", average=result.average, members=result.counting)
         if not self._joins:
             self._apply(result)
             self._client.say("member", average=self.average, of=self._trial)
@@ -233,8 +257,20 @@ class Members:
     def _apply(self, result: _Mean) -> None:
         with self._lock:
             self.average, self.steps, self._trial = result.average, result.steps, result.trial
+            self._note_members(result.counting)
+            self.moves += 1
+            if self.after_late == "waits":
+                self.after_late, self.restarts = "", True
             self._counts = [fragment.counts for fragment in self._fragments]
             self._fragment_of(result.average).take(result.means, result.verdict)
+            if self._inner is not None and not self._joins:
+                self.moments = copy.deepcopy(self._inner.state_dict()["state"])
+
+    def _note_members(self, counting: list[int]) -> None:
+        self.gone += len({*self.counting} - {*counting})
+        if counting != self.counting:
+            _log.info("average %d is of the workers %s", self.average, ", ".join(map(str, counting)))
+            self.counting = counting
 
     # -- the communicator --------------------------------------------------------------------------------------------
     def _communicator_of(self, order: dict[str, Any]) -> Communicator:
@@ -270,6 +306,7 @@ class Members:
     def _begin_to_join(self, *, late: bool) -> None:
         self._stop_copy()
         self._joins, self._is_late, self._is_caught = True, late, False
+        self.after_late, self.restarts = ("trains", True) if late else ("", False)
         self._heard.clear()
         for fragment in self._fragments:
             fragment.withdraw()
@@ -292,12 +329,11 @@ class Members:
 
     def _catch_up(self) -> None:
         """Apply what has come of the states and of later averages."""
-        copy = self._copy
-        if copy is None or not copy.states:
+        if (came := self._copy) is None or not came.states:
             return
         with self._lock:
             if not self._is_caught:
-                self._take_states(copy.header, copy.states)
+                self._take_states(came.header, came.states)
             for result in self._heard:
                 if result.average > self.average:
                     self._apply_to_average(result)
@@ -308,10 +344,13 @@ class Members:
 
     def _take_states(self, header: Mapping[str, Any], content: bytes) -> None:
         states = torch.load(io.BytesIO(content), weights_only=True)
+        self.moves += 1
         self.average, self.steps, self._counts = header["average"], header["steps"], header["counts"]
+        self._note_members(header["counting"])
         if not self._is_late:
             for tensor, value in zip(self._others, states["others"], strict=True):
                 tensor.detach().copy_(value)
+            self.moments = states["moments"]
         for fragment, averages in zip(self._fragments, states["averages"], strict=True):
             fragment.move(averages, keep=self._is_late)
         self._outer.load_state_dict(states["outer"])
@@ -339,6 +378,7 @@ class Members:
             self._is_late, self._due = False, self.average
             if self._goal is None or self.average < self._goal:
                 self.send(self._sent_at)
+                self.after_late, self.restarts = "trains", True
 
     def _states_to_listen(self, fragment: Fragment) -> dict[str, Any]:
         """States of the codec that send nothing. What this worker has not sent stays until it counts again."""
@@ -367,12 +407,14 @@ class Members:
             header = {
                 "average": self.average,
                 "steps": self.steps,
+                "counting": self.counting,
                 "counts": self._counts,
                 "groups": options,
             }
             averages = [fragment.averages for fragment in self._fragments]
             others = [tensor.detach() for tensor in self._others]
-            torch.save({"averages": averages, "outer": self._outer.state_dict(), "others": others}, content)
+            states = {"averages": averages, "outer": self._outer.state_dict(), "others": others}
+            torch.save({**states, "moments": self.moments}, content)
         return header, content.getvalue()
 
 

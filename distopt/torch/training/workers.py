@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from ...comm import Communicator
 from ...errors import DistoptError, UsageError
 from ...launch.workers.variables import Place, place_in
+from ...recorder.statistics import WorkersStatistics
 from .fragment import Fragment
 from .members import Members
 from .parameters import TrainedParameter, send_first
@@ -28,6 +30,7 @@ class Workers:
         fragments: of the model.
         outer: the optimizer of all of them.
         others: tensors of the model that are not averaged, by name.
+        inner: the inner optimizer, if newcomers copy its states, too.
         facts: see `Members`.
         communicator: of the ranks of this worker.
         place: where the service is.
@@ -47,6 +50,7 @@ class Workers:
         fragments: Sequence[Fragment],
         outer: torch.optim.Optimizer,
         others: Sequence[tuple[str, torch.Tensor]],
+        inner: torch.optim.Optimizer | None,
         facts: Mapping[str, Any],
         communicator: Communicator,
         place: Place,
@@ -59,13 +63,14 @@ class Workers:
         """Collective among the ranks of this worker."""
         self._fragments, self._communicator, self._goal = fragments, communicator, goal
         self._others, self._distance, self._delay = others, distance, delay
+        self._inner = inner
         self._members: Members | None = None
         self._has_joined = self._has_left = False
         self._since = 0  # steps since the last average
         self.average, self.waited_seconds = 0, 0.0
         if communicator.topology.rank == 0:
             tensors = [tensor for _, tensor in others]
-            self._members = Members(place, facts, fragments, outer, tensors, least=least, goal=goal)
+            self._members = Members(place, facts, fragments, outer, tensors, inner, least=least, goal=goal)
             atexit.register(self.close)
         (self.number,) = self._numbers(self._members.number if self._members is not None else 0)
 
@@ -76,27 +81,43 @@ class Workers:
         if self._members is not None:
             self._members.join(steps, self.average)
             steps = self._members.steps
+        if self._inner is not None:
+            self._take_moments(self._inner)
         self._has_joined, self._since = True, self._delay if self._receive() else 0
         (steps,) = self._numbers(steps + self._since)
         return steps
 
-    def count(self, steps: int) -> bool:
-        """Collective in this worker, after a step. Send or apply what is due; whether something was applied."""
+    def count(self, steps: int) -> int:
+        """Collective in this worker, after a step. Send or apply what is due; return the number of steps.
+
+        A worker that was left out trains on, and takes part in an average as soon as the members are ready for one. Its
+        steps are theirs from then on.
+        """
         self._since += 1
-        if self._members is not None:
+        is_due = self._since == self._distance + self._delay
+        has_moved: int = False
+        restarts: int = False
+        if (members := self._members) is not None:
+            moves = members.moves
             if self._since == self._distance:
-                self._members.send(steps)
-            self._members.poll()
-        if self._since < self._distance + self._delay:
-            return False
-        if self._members is not None:
-            begin, before = time.monotonic(), self._members.averaging_seconds
-            self._members.wait()
-            averaging = self._members.averaging_seconds - before
-            self.waited_seconds += max(0.0, time.monotonic() - begin - averaging)
-        self._receive()
-        self._since = self._delay
-        return True
+                members.send(steps)
+            members.poll()
+            if is_due or members.after_late == "waits":
+                self._wait(members)
+            has_moved, restarts, members.restarts = members.moves != moves, members.restarts, False
+            steps = max(steps, members.steps)
+        if self._communicator.topology.world_size > 1:
+            has_moved, restarts, steps = self._numbers(has_moved, restarts, steps)
+        if has_moved:
+            self._receive()
+        if is_due or restarts:
+            self._since = 0 if restarts else self._delay
+        return steps
+
+    def _wait(self, members: Members) -> None:
+        begin, before = time.perf_counter(), members.averaging_seconds
+        members.wait()
+        self.waited_seconds += max(0.0, time.perf_counter() - begin - (members.averaging_seconds - before))
 
     @property
     def finished(self) -> bool:
@@ -108,10 +129,10 @@ class Workers:
         self._has_left = True
         return True
 
-    @property
-    def counting(self) -> list[int]:
-        """Local. The numbers of the workers whose changes the last average is made of; empty but on the first rank."""
-        return [] if self._members is None else self._members.counting
+    def stats(self) -> WorkersStatistics:
+        """Local. The members are known on the first rank of a worker alone."""
+        members, gone = ([], 0) if self._members is None else (self._members.counting, self._members.gone)
+        return WorkersStatistics(self.average, tuple(members), gone, self.waited_seconds)
 
     def resume(self, average: int) -> None:
         """Local. The states of the fragments, which were loaded, are of this average."""
@@ -124,6 +145,20 @@ class Workers:
         if self._members is not None:
             with contextlib.suppress(DistoptError):
                 self._members.close()
+
+    def _take_moments(self, inner: torch.optim.Optimizer) -> None:
+        """Collective in this worker. Use the states of a member's inner optimizer, if this worker has copied them."""
+        content = io.BytesIO()
+        if self._members is not None and self._members.moments is not None:
+            torch.save(self._members.moments, content)
+        row = np.frombuffer(content.getvalue(), np.uint8).copy()
+        if self._communicator.topology.world_size > 1:
+            (size,) = self._numbers(len(row))
+            row = row if self._members is not None else np.empty(size, np.uint8)
+            self._communicator.broadcast(row, label="moments of a member").wait()
+        if len(row):
+            moments = torch.load(io.BytesIO(row.tobytes()), weights_only=True)
+            inner.load_state_dict({**inner.state_dict(), "state": moments})
 
     def _receive(self) -> int:
         """Collective in this worker. Give all of its ranks what the first one holds; the number of the average."""
