@@ -2,9 +2,9 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1.
 The model in fragments, which are sent in turn and arrive later: Douillard et al., "Streaming DiLoCo with overlapping
-communication", arXiv 2501.18512, section 2. A sparse codec with error feedback sends the largest changes, an idea of
-SparseLoCo (Sarfi et al., arXiv 2508.15706), which besides quantizes the values, selects in chunks, and lets what was
-not sent decay; none of these is here.
+communication", arXiv 2501.18512, section 2; with the codec `Quantized(4)`, changes take 4 bits, which there are floats.
+SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1) is DiLoCo with the codec `ErrorFeedback(ChunkedTopK(64),
+decay=0.95)` and the outer optimizer `SGD(model.parameters(), lr=1.0)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ... import codecs
-from ...checks import check_integer
+from ...checks import check_integer, check_number
 from ...codecs import Codec, CommunicationStatistics
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...errors import StateError, UsageError
@@ -68,7 +68,9 @@ class DiLoCo:
         codec: how changes are encoded: a codec, or the name of one (see `distopt.codecs`).
         fragments: parts of the model, in the order of its parameters, which are averaged in turn, at equal distances.
         fragment_sync_delay: steps between sending a fragment and applying its average; what a rank has learned of the
-            fragment in these steps is lost.
+            fragment in these steps is lost, but for the share `fragment_update_alpha`.
+        fragment_update_alpha: the share of a rank's own parameters in those with which it goes on from an average, 0 to
+            1 (alpha in section 2.2 of Streaming DiLoCo, which takes 0.5). The averages are the same.
         group: the ranks, over any backend (default: all).
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
@@ -98,6 +100,7 @@ class DiLoCo:
         codec: Codec | str = "fp32",
         fragments: int = 1,
         fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
         group: dist.ProcessGroup | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         non_finite: NonFinite = "raise",
@@ -120,6 +123,7 @@ class DiLoCo:
             )
         self._distance = sync_every // fragments
         check_integer("fragment_sync_delay", fragment_sync_delay, 0, self._distance)
+        check_number("fragment_update_alpha", fragment_update_alpha, "[0, 1]")
         Engine.check_options(non_finite)
         check_integer("min_workers", 1 if min_workers is None else min_workers, 1)
         check_integer("averages", 1 if averages is None else averages, 1)
@@ -140,7 +144,9 @@ class DiLoCo:
             others = [pair for pair in named if id(pair[1]) not in self._averaged]
             send_first(communicator, [*others, *plain.named_buffers()])
         self._fragments = [
-            Fragment(part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements))
+            Fragment(
+                part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements), fragment_update_alpha
+            )
             for part in parts_of(params, fragments)
         ]
         self._workers: Workers | None = None
@@ -149,7 +155,7 @@ class DiLoCo:
             facts = {
                 "a model of": summary_of(params),
                 "sync_every": sync_every,
-                "fragments": f"{fragments} with a delay of {fragment_sync_delay}",
+                "fragments": f"{fragments} with a delay of {fragment_sync_delay} and alpha {fragment_update_alpha:g}",
                 "codec": repr(codec),
                 "averages": averages,
                 "grace": grace,

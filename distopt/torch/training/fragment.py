@@ -21,9 +21,15 @@ class Fragment(Averaging):
     """Some parameters of the model. The engine compares their last averages, which are equal on all ranks."""
 
     def __init__(
-        self, params: list[TrainedParameter], outer: torch.optim.Optimizer, engine: Engine, sent_by: tuple[Codec, int]
+        self,
+        params: list[TrainedParameter],
+        outer: torch.optim.Optimizer,
+        engine: Engine,
+        sent_by: tuple[Codec, int],
+        update_alpha: float = 0.0,
     ) -> None:
-        """Local. `sent_by`: a codec, and the elements of a bucket."""
+        """Local. `sent_by`: a codec, and the elements of a bucket; `update_alpha`: see `DiLoCo`."""
+        self._alpha = update_alpha
         # Each parameter with its last average.
         self._pairs = [
             (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
@@ -86,6 +92,7 @@ class Fragment(Averaging):
         if verdict is not None:
             self._engine.refuse(verdict)
         with torch.no_grad():
+            own = [tensor.clone() for tensor, _ in self._pairs] if self._alpha and verdict is None else []
             for tensor, average in self._pairs:
                 tensor.copy_(average.tensor)
             if verdict is not None:
@@ -101,6 +108,8 @@ class Fragment(Averaging):
                 tensor.grad = grad
             for tensor, average in self._pairs:
                 average.tensor.copy_(tensor)
+            for (tensor, _), before in zip(self._pairs, own, strict=False):
+                tensor.lerp_(before, self._alpha)
 
     # -- members that change, see `distopt.torch.training.members` ---------------------------------------------------
     @property

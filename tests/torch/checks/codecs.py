@@ -605,20 +605,25 @@ def residuals(states: Any) -> dict[str, torch.Tensor]:
 
 def check_diloco(r: Ranks) -> None:
     """Against one process that trains a copy of the model for each rank."""
-    for fragments, delay in ((1, 0), (2, 0), (2, 1)):
+    for fragments, delay, alpha in ((1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5)):
         own = network()
         inner, outer = sgd(own), torch.optim.SGD(own.parameters(), 0.7, momentum=0.9, nesterov=True)
         local = distopt.torch.DiLoCo(
-            own, inner, outer, sync_every=4, fragments=fragments, fragment_sync_delay=delay, bucket_elements=SMALL
+            *(own, inner, outer),
+            sync_every=4,
+            fragments=fragments,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=alpha,
+            bucket_elements=SMALL,
         )
         train(own, inner, r.rank, 9)
         local.close()
-        for one, other in zip(params_of(own), _diloco(r, fragments, delay), strict=True):
+        for one, other in zip(params_of(own), _diloco(r, fragments, delay, alpha), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         assert local.steps == 9
 
 
-def _diloco(r: Ranks, fragments: int, delay: int) -> list[torch.Tensor]:
+def _diloco(r: Ranks, fragments: int, delay: int, alpha: float) -> list[torch.Tensor]:
     models = [network() for _ in r.all]
     inners = [sgd(model) for model in models]
     average = params_of(models[0])
@@ -644,7 +649,8 @@ def _diloco(r: Ranks, fragments: int, delay: int) -> list[torch.Tensor]:
             for model in models:
                 with torch.no_grad():
                     for k in parts[number]:
-                        list(model.parameters())[k].copy_(average[k])
+                        own = list(model.parameters())[k]
+                        own.copy_(alpha * own + (1 - alpha) * average[k])
     return params_of(models[r.rank])
 
 
