@@ -65,11 +65,12 @@ _LOSSES = ("node", "frozen", "cut")
 class Job:
     """Agents of a job, one for each command, and all that they print; the others start `after` the first is ready."""
 
-    def __init__(self, *commands: list[str], after: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, *commands: list[str], after: Callable[[], bool] = lambda: True, log: Path | None = None) -> None:
         self.commands = commands
+        self._log = log.open("w", buffering=1) if log is not None else None
         self.lines: list[str] = []
         self._folder = tempfile.mkdtemp(prefix="distopt-job-")  # no agent finds what one of another job has remembered
-        self._begun = 0.0
+        self._created, self._begun = time.monotonic(), 0.0
         self._readers: list[threading.Thread] = []
         self.agents = [self._start(commands[0])]
         while not after():
@@ -103,6 +104,8 @@ class Job:
         with agent.stdout:
             for line in agent.stdout:
                 self.lines.append(line.rstrip("\n"))
+                if self._log is not None:
+                    self._log.write(f"{time.monotonic() - self._created:.3f} {line}")
                 if not self._begun and line.startswith("step "):
                     self._begun = time.monotonic()
                 if "ends with" in line:
@@ -345,6 +348,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="with --faults (40 for each)")
     parser.add_argument("--most-lost", type=int, default=sys.maxsize, help="steps that a healing may lose")
     parser.add_argument("--no-digests", dest="digests", action="store_false", help="run no undisturbed job")
+    parser.add_argument("--log", type=Path, help="a file for all that the job prints")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--every", type=float, help="seconds between two faults (15; with --faults 1)")
     parser.add_argument("--rate", type=float, default=100.0, help="steps a second, about (100)")
@@ -375,7 +379,8 @@ class Site:
 
     def start(self, script: list[str], *, heals: bool) -> Job:
         hosts, nodes = (self.hosts, self._args.nnodes) if heals else (self._others, "")
-        job = Job(*commands(hosts, script, nodes or "", n_ranks=self._args.ranks, heals=heals))
+        log = self._args.log if heals else None
+        job = Job(*commands(hosts, script, nodes or "", n_ranks=self._args.ranks, heals=heals), log=log)
         self._stack.callback(job.kill)
         return job
 
@@ -454,6 +459,7 @@ def count_time(args: argparse.Namespace) -> int:
 
 def main() -> int:
     args = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that agents and hosts end, too
     return count_lost_steps(args) if args.faults else count_time(args)
 
 

@@ -6,16 +6,16 @@ import contextlib
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..heal.state_slots import StateSlots, seconds_to_give
 from ..stopwatch import Stopwatch
+from ..supervise.ranks import LocalRanks
 from .courier import Receiver, Sender
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
-    from ..supervise.ranks import LocalRanks
     from .options import RunOptions
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
@@ -78,6 +78,17 @@ class WarmStart:
                 server = self.server = ForkServer(options.program, options.ranks, env, self._selector, self._warn)
         if said is not None and server is not None and server.modules is None:
             server.complete(said["names"])
+
+    def prepare_ahead(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Start the process that forks ranks before there are any, with these modules."""
+        self.prepare(LocalRanks(self._selector), {**env, **self.state_slots.variable})
+        if self.server is not None and self.server.modules is None:
+            self.server.complete(modules)
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """The modules that a rank has named; none yet."""
+        return (self.server.modules if self.server is not None else None) or []
 
     def start(self, order: Mapping[str, Any]) -> None:
         """Prepare the start of ranks, as ordered."""
