@@ -32,7 +32,6 @@ _OPEN_MPI = (
     "OMPI_MCA_mpi_yield_when_idle=1",
     f"OMPI_MCA_btl_tcp_if_include={LINK}",
 )
-_NAMES = Path("/etc/netns")  # for each namespace, the files that its processes see in /etc; see ip-netns(8)
 _NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
 
 
@@ -182,21 +181,10 @@ def namespaces(count: int, mark: str = "") -> Iterator[tuple[Host, ...]]:
     try:
         for host in hosts:
             _ip("netns", "add", host.namespace)
-            _name(host, hosts)
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
-            shutil.rmtree(_NAMES / host.namespace, ignore_errors=True)
-
-
-def _name(host: Host, hosts: Sequence[Host]) -> None:
-    """Let the host resolve the names of all, as hosts do: a name server that it cannot reach would cost 10 s."""
-    folder = _NAMES / host.namespace
-    folder.mkdir(parents=True)
-    known = [Host("localhost", "127.0.0.1", ""), *hosts]
-    (folder / "hosts").write_text("".join(f"{each.address} {each.name}\n" for each in known))
-    (folder / "resolv.conf").write_text("")
 
 
 def _join(host: Host, namespace: str, device: str) -> None:
