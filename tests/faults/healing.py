@@ -23,8 +23,8 @@ The kinds of faults are names of signals to a random rank, and
 - server: SIGKILL to the process that forks ranks, and to a rank,
 - link: the link of the last host is cut for 1 to 5 s, which do not count,
 - agent, owner: SIGKILL to the agent of the last host, or to that which owns the endpoint; it is started again,
-- node, frozen, cut: SIGKILL to the agent of a host, SIGSTOP to it and its ranks, or its link is cut. When the job has
-  gone on without it (--nnodes 1:N, the default with these kinds), the agent is started again, gets SIGCONT, or the link
+- node, frozen, cut: SIGKILL to all processes of a host, SIGSTOP to them, or its link is cut. When the job has gone on
+  without it (--nnodes 1:N, the default with these kinds), the agent is started again, gets SIGCONT, or the link
   is mended; the node's return is a second healing. With `--nnodes N`, that happens when the job waits for the node. It
   is any of three or more nodes with --nnodes 1:N, else any but the first.
 
@@ -211,13 +211,19 @@ def cut(hosts: Sequence[Host], number: int) -> Callable[[], None]:
     return mend
 
 
+def signal_all(job: Job, number: int, signum: signal.Signals) -> list[int]:
+    """Send a signal to an agent and all its processes at once, as a machine is lost; their pids."""
+    agent = job.agents[number].pid
+    pids = [agent, *map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # the agent has killed it
+            os.kill(pid, signum)
+    return pids
+
+
 def freeze(job: Job, number: int) -> Callable[[], None]:
     """Stop an agent and all its processes; the function that has them go on."""
-    agent = job.agents[number].pid
-    os.kill(agent, signal.SIGSTOP)
-    pids = [agent, *map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())]
-    for pid in pids[1:]:
-        os.kill(pid, signal.SIGSTOP)
+    pids = signal_all(job, number, signal.SIGSTOP)
 
     def go_on() -> None:
         for pid in pids:
@@ -240,6 +246,7 @@ def lose(job: Job, hosts: Sequence[Host], kind: str, number: int) -> None:
     elif kind == "cut":
         give_back = cut(hosts, number)
     else:
+        signal_all(job, number, signal.SIGKILL)
         job.kill_agent(number)
         give_back = partial(job.start_agent, number)
     job.wait_for(ends, before + 1)

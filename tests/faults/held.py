@@ -29,7 +29,7 @@ class Held(NamedTuple):
         return Held(*map(max, self, other))
 
     def __str__(self) -> str:
-        files, agent, server, ranks = (f"{each / 1e6:.1f} MB" for each in self)
+        files, agent, server, ranks = (f"{each / 1e6:.2f} MB" for each in self)
         return f"{files} in files, {agent} itself, {server} in the process that forks ranks (ranks: {ranks})"
 
 
