@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
+_WRITING_SECONDS = 0.5  # in which files of live states grow, as long as ranks write them
+_SLOWER = 8  # times as long as expected, at most: other processes need memory and cores, too
 _IMPORT_SECONDS = 60.0  # then ranks start cold, whatever keeps the process from being ready
 
 
@@ -52,7 +55,8 @@ class WarmStart:
         self._sender = Sender(self.state_slots.fds, selector)
         self._key = key
         self._has_asked = False  # the ranks for their live states
-        self._kill_at = float("inf")  # when those are killed that have not given them, on the clock
+        self._kill_at = self._kill_by = float("inf")  # when those are killed that have not given them, on the clock
+        self._given = 0  # bytes of the files of live states at the last look
         self.server: ForkServer | None = None
         self._options = options
         self._selector, self._warn = selector, warn
@@ -103,10 +107,15 @@ class WarmStart:
         n_bytes = max((rank.said["gives"]["bytes"] for rank in ranks.running if "gives" in rank.said), default=0)
         seconds = seconds_to_give(n_bytes)
         if not self._has_asked:
-            self._has_asked, self._kill_at = True, self._clock.seconds() + seconds
+            now, self._has_asked, self._given = self._clock.seconds(), True, self._given_bytes()
+            self._kill_at, self._kill_by = now + seconds, now + _SLOWER * seconds
             self.state_slots.ask()
         self.look(ranks)
-        return seconds
+        return _SLOWER * seconds
+
+    def _given_bytes(self) -> int:
+        """The memory that live states take."""
+        return sum(512 * os.fstat(fd).st_blocks for fd in self.state_slots.fds.gifts)
 
     def look(self, ranks: LocalRanks) -> None:
         """Send own states that ranks have kept on; end ranks that have been asked for their states and gave them."""
@@ -116,7 +125,10 @@ class WarmStart:
         if [rank for rank in ranks.ranks if rank.said.pop("kept", None)]:
             self._sender.look()
         if self._has_asked:
-            stopped, is_over = ranks.stopped, self._clock.seconds() >= self._kill_at
+            now = self._clock.seconds()
+            if now >= self._kill_at and self._given != (given := self._given_bytes()):
+                self._given, self._kill_at = given, min(now + _WRITING_SECONDS, self._kill_by)
+            stopped, is_over = ranks.stopped, now >= self._kill_at
             for rank in ranks.running:
                 if is_over or rank in stopped or "gives" not in rank.said or "gave" in rank.said:
                     rank.kill()
