@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda benchmarks/networks -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -69,8 +69,22 @@ TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults --trials $(TRIALS)
 	$(BIN)/python -m tests.faults.soak
-	$(BIN)/python -m tests.faults.healing --kinds SIGKILL,SIGSTOP,all,twice,server
-	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
+	$(BIN)/python -m tests.faults.healing --minutes 1.3 --kinds SIGKILL,SIGSTOP,all,twice,server
+	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --minutes 1.3 --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
+	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 4 $(LOST) --faults 9 --most-lost 0 -- -m tests.ranks.healed $(LONG)
+
+# Nodes killed, frozen and cut off, one after another: steps lost by jobs of both fronts. An hour and a half; needs root.
+LOST = --ranks 1 --kinds node,frozen,cut
+LONG = --pause 0.3 --samples 20000
+lost-nodes: $(VENV)/.with-$(TEST_EXTRAS)
+	for hosts in 2 4; do \
+	  for job in "ranks.healed --no-shards" "torch.elastic plain" "torch.elastic plain --backend gloo"; do \
+	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 1 --no-digests -- -m tests.$$job $(LONG) || exit 1; \
+	  done; \
+	  for job in ranks.healed "torch.elastic ddp" "torch.elastic ddp --backend gloo"; do \
+	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 0 -- -m tests.$$job $(LONG) || exit 1; \
+	  done; \
+	done
 
 # Training in shards on every layout of ranks, and its hash; see docs/guide/one_hash.md. Ten minutes on two cores.
 NETS ?= cnn,norm,resnet18

@@ -31,7 +31,7 @@ def killed_at_random(script: list[str], every: float, numbers: random.Random) ->
         stack.callback(job.kill)
         job.fork_server()
         while not job.finished(every):
-            disturb(job, None, "SIGKILL", numbers)
+            disturb(job, (), "SIGKILL", numbers)
             count += 1
         return count, job.end()
 

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=40)
     parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
     parser.add_argument("--no-shards", action="store_true", help="for as many ranks at the end as at the start")
+    parser.add_argument("--samples", type=int, default=200, help="of an epoch")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
     args = parser.parse_args()
     if args.lost and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -76,7 +77,8 @@ def main() -> None:
     shards = None if args.no_shards else SHARDS
     network.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), shards=shards, seed=5))
     numbers = np.random.default_rng(17)
-    x, y = numbers.standard_normal((200, 1, 8, 8), np.float32), numbers.integers(0, 4, 200).astype(np.int32)
+    count = args.samples
+    x, y = numbers.standard_normal((count, 1, 8, 8), np.float32), numbers.integers(0, 4, count).astype(np.int32)
     sampler = ShardedSampler(len(x), world.world_size, world.rank, 2, shards=shards)
     network.compile([tensor.from_numpy(x[:2])], is_train=True)
     parts = {"model": network, "optimizer": network.optimizer, "sampler": sampler}

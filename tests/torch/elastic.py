@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
     parser.add_argument("--until", type=Path, default="", help="a file: when it exists, there are no pauses any more")
+    parser.add_argument("--samples", type=int, default=200, help="of an epoch")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--every", type=int, default=40)
     args = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
             sgd, net.named_parameters(), shards=SHARDS, seed=5, model=net
         )
     torch.manual_seed(100 + rank)
-    images = torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    images = torch.randn(args.samples, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     labels = images.flatten(1)[:, :4].argmax(1)
     sampler = distopt.torch.ResumableSampler(len(images), 2, seed=2, shards=shards)
     checkpoint = distopt.torch.Checkpoint(args.folder, every=args.every, sampler=sampler, **parts)

@@ -111,7 +111,7 @@ def test_a_job_with_codecs_heals_with_the_undisturbed_bits(tmp_path, backend, by
     try:
         for _ in range(2):
             job.more_steps()
-            kill(job, None, "SIGKILL", random.Random(SEED))
+            kill(job, (), "SIGKILL", random.Random(SEED))
         (tmp_path / "end").touch()
         assert job.end() == want
     finally:

@@ -214,13 +214,13 @@ class Nodes:
         said = {"say": say, "port": 1, "steps": [0, 0], "failures": failures, "signals": [], **content}
         self.owner.hear(self.nodes[host], said)
 
-    def come(self, host, steps=(0, 0), attempt=-1):
+    def come(self, host, steps=(0, 0), attempt=-1, **content):
         link = Connection(host, len(self.told))
         assert self.owner._refusal(link, 3) == ""
         self.owner._admitted(link)
         self.nodes[host] = self.owner._by_link[link]
         self.nodes[host].send = self.told.setdefault(host, []).append
-        self.say(host, "hello", ranks=2, spare=0, attempt=attempt, steps=list(steps))
+        self.say(host, "hello", ranks=2, spare=0, attempt=attempt, steps=list(steps), **content)
 
     def go(self, host):
         self.owner._lost(next(link for link, node in self.owner._by_link.items() if node is self.nodes[host]))
@@ -281,6 +281,21 @@ def test_nodes_are_lost_and_come_again():
     assert job.orders() == {"h0": (0, 0, 3, 6), "h1": (1, 2, 3, 6), "h2": (2, 4, 3, 6)}
     job.say("h0", "stepped", step=9)
     assert re.match(r"h1 \(pid \d\) has come; healed: step 9 was done after", job.lines[-1])
+
+
+def test_the_job_goes_on_until_a_node_that_comes_has_imported_what_ranks_import():
+    job = Nodes()
+    job.wait()
+    job.owner.modules = lambda: ("torch",)
+    job.say("h0", "stepped", step=1)
+    job.come("h1", ready=False)
+    assert job.last("h1") == {"do": "prepare", "modules": ["torch"]}
+    job.say("h0", "stepped", step=2)
+    assert job.last("h0")["do"] == "start"
+    job.say("h1", "ready")
+    assert job.last("h0")["do"] == "end"
+    job.say("h0", "ended", [Failure(0, 137, "", is_consequence=True)], steps=[2, 2])
+    assert job.orders() == {"h0": (0, 0, 2, 4), "h1": (1, 2, 2, 4)}
 
 
 def test_fewer_nodes_than_the_least_wait():

@@ -6,7 +6,9 @@ An agent and the owner of the endpoint, which is one of the agents, exchange lin
 Messages of an agent have the key "say":
 
 - `hello`: it has come, or come back, with how many ranks it starts ("ranks"), how many of these the job can do without
-  ("spare"), and the last attempt that it was part of ("attempt");
+  ("spare"), the last attempt that it was part of ("attempt"), and, under --heal, whether they would start warm
+  ("ready");
+- `ready`: now they would, after `prepare`;
 - `failed`: ranks have failed ("failures"), or signals have arrived ("signals");
 - `ended`: all its ranks have ended, with the same content;
 - `kill`: a second Ctrl-C has killed its ranks, with the same content;
@@ -21,6 +23,7 @@ see `courier`), and the newest step of each rank ("steps"). Messages of the
 owner have the key "do", and some have a line to print ("text"):
 
 - `start`: start the ranks; it has the values for their environment, and where the next node takes states ("next");
+- `prepare`: import these modules ("modules"), for a job that goes on meanwhile;
 - `end`: end the ranks by SIGTERM and, after "patience" seconds, by SIGKILL; with 0, by SIGKILL at once, or, under
   --heal ("gives"), when they have given their live states;
 - `finish`: leave with this exit code ("code");

@@ -31,7 +31,7 @@ from ..supervise.screen import Streams
 from .node import NO_RANK, Node
 from .owner import Owner
 from .remote import Caller, RemoteOwner
-from .variables import variables
+from .variables import common_variables, variables
 from .warm import WarmStart
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class _Agent:
         self._common: dict[str, str] = {}  # environment of the ranks
         self._pending: dict[str, Any] | None = None  # the order to start, while the process that forks ranks imports
         self._attempt = -1  # the last one that this agent was part of
+        self._prepares = False  # for a job that goes on meanwhile
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()
@@ -128,6 +129,7 @@ class _Agent:
             if self._code is None:
                 self._follow()
                 self._start_pending()
+                self._say_ready()
             self._look_at_ranks()
             self._show_ranks()
         return self._code
@@ -164,6 +166,8 @@ class _Agent:
         """Decide for all nodes from now on."""
         self._owner = owner = Owner(self._me, self._options, self._key, self._selector, self._print)
         owner.monitor, owner.membership = self._monitor, self._membership
+        if self._warm is not None:
+            owner.modules = partial(getattr, self._warm, "modules")
         if listener is not None:
             owner.listen(listener)
         self._me.number = -1
@@ -224,6 +228,8 @@ class _Agent:
     def _hello(self) -> None:
         own = self._membership.hello() if self._membership is not None else {}
         options = self._options
+        if self._warm is not None:
+            own["ready"] = self._warm.server is not None and not self._warm.server.is_importing
         self._say("hello", ranks=options.ranks, spare=options.spare_ranks, attempt=self._attempt, **own)
 
     def _say(self, say: str, **content: Any) -> None:
@@ -261,8 +267,11 @@ class _Agent:
             self._show_ranks(at_the_end=True)
         if text := message.get("text"):
             self._print(text)
-        if do == "start":
-            self._pending = message
+        if do == "prepare" and self._warm is not None:
+            self._prepares = True
+            self._warm.prepare_ahead(common_variables(self._options), message["modules"])
+        elif do == "start":
+            self._pending, self._prepares = message, False
             self._start_pending()
         elif do == "end" and self._pending is not None:
             self._pending = None
@@ -298,6 +307,13 @@ class _Agent:
         if self._pending is not None and (is_ending or self._warm is None or not self._warm.is_worth_waiting_for()):
             order, self._pending = self._pending, None
             self._start(order)
+
+    def _say_ready(self) -> None:
+        """Tell the owner that ranks would start warm, or that there is nothing to wait for."""
+        if self._prepares and (self._warm is None or not self._warm.is_worth_waiting_for()):
+            self._prepares = False
+            if self._owner is not None:
+                self._owner.say({"say": "ready"})
 
     def _start(self, order: dict[str, Any]) -> None:
         self._ranks = ranks = self._ranks or LocalRanks(self._selector)

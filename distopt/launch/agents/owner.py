@@ -16,7 +16,7 @@ import json
 import os
 import selectors
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,10 +68,12 @@ class Owner(KeyGate):
     Attributes:
         monitor: shows the rows of other nodes, under --watch.
         membership: of this agent, in a job that heals on several nodes.
+        modules: the modules that ranks of this agent have imported.
     """
 
     monitor: Monitor | None = None
     membership: Membership | None = None
+    modules: Callable[[], Sequence[str]] = list
 
     def __init__(
         self,
@@ -122,6 +124,9 @@ class Owner(KeyGate):
                 self.monitor.take(message["row"])
         elif say == "stepped":
             self._stepped(int(message["step"]), message.get("every", 0))
+        elif say == "ready":
+            node.ready = True
+            self._take_in()
         elif say == "gives":
             self._end_by = max(self._end_by, self._clock.seconds() + message["seconds"] + _ANSWER_SECONDS)
         else:
@@ -142,6 +147,7 @@ class Owner(KeyGate):
     def _hello(self, node: Node, message: dict[str, Any]) -> None:
         before, node.most, node.away = node.most, int(message["ranks"]), False
         node.ranks, node.spare, node.attempt = node.most, message["spare"], message["attempt"]
+        node.ready = message.get("ready", True)
         if before and before != node.most and not self._nodes.is_elastic:
             self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
             return
@@ -154,6 +160,8 @@ class Owner(KeyGate):
             self._begin(self._nodes.most)
         elif node.number < 0:
             self._warn(f"{node.name} has come, and takes part after the next step that a Checkpoint counts")
+            if not node.ready:
+                node.send({"do": "prepare", "modules": list(self.modules())})
             self._take_in()
 
     def _report(self, node: Node, message: dict[str, Any]) -> None:
@@ -179,7 +187,7 @@ class Owner(KeyGate):
 
     def _take_in(self) -> None:
         """End all ranks, to start them again with the nodes that have come, unless no step of theirs would remain."""
-        new = [node for node in self._nodes if node.number < 0 and node.ranks]
+        new = [node for node in self._nodes if node.number < 0 and node.ranks and node.ready]
         if new and self._has_stepped and not self._failures and not any(node.ended for node in self._nodes.members):
             self._newcomers = f"{', '.join(node.name for node in new)} has come"
             self._end()

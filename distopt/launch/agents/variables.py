@@ -20,11 +20,8 @@ _FOREIGN_PREFIXES = (STATE_SLOTS, *(prefix for one in LAUNCHERS for prefix in on
 
 def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
     """The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
     return {
-        "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
-        **env,
-        **thread_variables(options.ranks, env),  # as many with fewer ranks: bits may depend on that
+        **common_variables(options),
         **DISTOPT_RUN.variables(
             job=order["job"],
             size=order["size"],
@@ -38,6 +35,16 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             endpoint=order.get("endpoint", options.endpoint),
         ),
         "DISTOPT_JOB_SECRET": secret_of_ranks(key, order["salt"]).hex(),
+    }
+
+
+def common_variables(options: RunOptions) -> dict[str, str]:
+    """The part of the environment of the ranks that is known before the job."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
+    return {
+        "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
+        **env,
+        **thread_variables(options.ranks, env),  # as many with fewer ranks: bits may depend on that
     }
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..heal.state_slots import StateSlots, seconds_to_give
 from ..stopwatch import Stopwatch
+from ..supervise.ranks import LocalRanks
 from .courier import Receiver, Sender
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
-    from ..supervise.ranks import LocalRanks
     from .options import RunOptions
 
 # Then a stopped rank counts as failed, unless all are stopped, by scontrol suspend, for example.
 _STOPPED_SECONDS = 0.05
+_WRITING_SECONDS = 0.5  # in which files of live states grow, as long as ranks write them
+_SLOWER = 8  # times as long as expected, at most: other processes need memory and cores, too
 _IMPORT_SECONDS = 60.0  # then ranks start cold, whatever keeps the process from being ready
 
 
@@ -52,7 +55,8 @@ class WarmStart:
         self._sender = Sender(self.state_slots.places, selector)
         self._key = key
         self._has_asked = False  # the ranks for their live states
-        self._kill_at = float("inf")  # when those are killed that have not given them, on the clock
+        self._kill_at = self._kill_by = float("inf")  # when those are killed that have not given them, on the clock
+        self._given = 0  # bytes of the files of live states at the last look
         self.server: ForkServer | None = None
         self._options = options
         self._selector, self._warn = selector, warn
@@ -79,6 +83,17 @@ class WarmStart:
         if said is not None and server is not None and server.modules is None:
             server.complete(said["names"])
 
+    def prepare_ahead(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Start the process that forks ranks before there are any, with these modules."""
+        self.prepare(LocalRanks(self._selector), {**env, **self.state_slots.variable})
+        if self.server is not None and self.server.modules is None:
+            self.server.complete(modules)
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """The modules that a rank has named; none yet."""
+        return (self.server.modules if self.server is not None else None) or []
+
     def start(self, order: Mapping[str, Any]) -> None:
         """Prepare the start of ranks, as ordered."""
         self._has_asked, self._kill_at = False, float("inf")
@@ -92,10 +107,15 @@ class WarmStart:
         n_bytes = max((rank.said["gives"]["bytes"] for rank in ranks.running if "gives" in rank.said), default=0)
         seconds = seconds_to_give(n_bytes)
         if not self._has_asked:
-            self._has_asked, self._kill_at = True, self._clock.seconds() + seconds
+            now, self._has_asked, self._given = self._clock.seconds(), True, self._given_bytes()
+            self._kill_at, self._kill_by = now + seconds, now + _SLOWER * seconds
             self.state_slots.ask()
         self.look(ranks)
-        return seconds
+        return _SLOWER * seconds
+
+    def _given_bytes(self) -> int:
+        """The memory that live states take."""
+        return sum(512 * os.fstat(fd).st_blocks for fd in self.state_slots.fds.gifts)
 
     def look(self, ranks: LocalRanks) -> None:
         """Send own states that ranks have kept on; end ranks that have been asked for their states and gave them."""
@@ -105,7 +125,10 @@ class WarmStart:
         if [rank for rank in ranks.ranks if rank.said.pop("kept", None)]:
             self._sender.look()
         if self._has_asked:
-            stopped, is_over = ranks.stopped, self._clock.seconds() >= self._kill_at
+            now = self._clock.seconds()
+            if now >= self._kill_at and self._given != (given := self._given_bytes()):
+                self._given, self._kill_at = given, min(now + _WRITING_SECONDS, self._kill_by)
+            stopped, is_over = ranks.stopped, now >= self._kill_at
             for rank in ranks.running:
                 if is_over or rank in stopped or "gives" not in rank.said or "gave" in rank.said:
                     rank.kill()
