@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _COST = 0.008  # the share of training time that copies may take
 _RECORD_COST = 0.01  # and records, without which copies count
 _RECORDS_SEEN = 32
+_TRIALS = 3  # records that are written where none are, to learn what they would cost
 _MOST_STEPS = 1000  # most steps between two copies
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 
@@ -137,11 +138,13 @@ class Memory:
         self._resumed_every = 0  # the interval of copies, if the job has resumed from one
         self._first_step, self._has_told = 0, False  # that this process has done, and whether the agent knows
         self._step = 0
+        self._writes_records = True
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
         self._record_seconds: deque[float] = deque(maxlen=_RECORDS_SEEN)  # that each of the last records has taken
         self._since, self._steps = time.perf_counter(), 0  # the last agreement on:
         self._every = self._left = 1  # steps to the next copy
+        self._own_bytes = 0  # of the last one
 
     @classmethod
     def of_agent(cls, ranks: Ranks, *, in_shards: bool = False) -> Memory | None:
@@ -257,14 +260,14 @@ class Memory:
 
     def after_forward(self) -> None:
         """Local. A forward pass has ended, perhaps the last one of this step."""
-        if self._records.is_on and not self._in_shards and not self._live.is_given:
+        if self._writes_records and not self._in_shards and not self._live.is_given:
             self._record(self._step + 1, -1, is_end=False)
 
     def finish(self, step: int, epoch: int) -> None:
         """Local, on all ranks. A step is done, and the job could resume from its end."""
         self._step = self._done[0] = step
         if not self._live.is_given:
-            if self._records.is_on:
+            if self._writes_records:
                 self._record(step, epoch, is_end=True)
             self._live.reopen(self._label(step, epoch))
 
@@ -294,6 +297,10 @@ class Memory:
         label = self._label(step, epoch)
         if any(slot.label == label for slot in self._copies):
             return
+        if self._n_copies & (self._n_copies - 1) == 0:
+            if self._n_copies >= _FIRST_PACE:
+                self._pace(step, epoch)
+            self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
         begin = time.perf_counter()
         states = snapshot_of(adapters)
         sharing = {key.partition("/")[0] for key in states.shared}
@@ -302,7 +309,7 @@ class Memory:
                 states.own[key] = states.shared.pop(key)
         self._live.note(sharing, sum(array.nbytes for array in states.shared.values()))
         share = share_of(self._place, self._n_ranks, states.shared)
-        n_bytes = sum(array.nbytes for array in states.own.values())
+        self._own_bytes = sum(array.nbytes for array in states.own.values())
         post = TO_SEND if self._sends and self._may_send() else STAYS
         pinned = [self._safe, self._under_way] if self._is_large else [max(self._copies, key=lambda slot: slot.label)]
         slot = min((slot for slot in self._copies if slot not in pinned), key=lambda slot: slot.label)
@@ -326,10 +333,6 @@ class Memory:
             mpi4py: Any = sys.modules.get("mpi4py")
             hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
             supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])
-        if self._n_copies & (self._n_copies - 1) == 0:
-            if self._n_copies >= _FIRST_PACE:
-                self._pace(n_bytes)
-            self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     def _tell_step(self) -> None:
         """Tell that a step is done and kept: from now on, nodes that have come may end the ranks."""
@@ -346,14 +349,18 @@ class Memory:
         self._safe = self._under_way
         return True
 
-    def _pace(self, n_bytes: int) -> None:
+    def _pace(self, step: int, epoch: int) -> None:
         """Collective. Agree on the interval of copies from the cost of the last half of them, and whether to record."""
-        step = (time.perf_counter() - self._since) / max(1, self._steps)
+        seconds = (time.perf_counter() - self._since) / max(1, self._steps)
+        if not self._writes_records and not self._live.is_given:  # perhaps the last ones met a busy moment
+            self._record_seconds.clear()
+            for _ in range(_TRIALS):
+                self._record(step, epoch, is_end=True)
         record = 2 * median(self._record_seconds or [0.0])  # there are two in each step; the first ones import modules
-        own = [self._seconds / (self._n_copies // 2), step, record, n_bytes]
+        own = [self._seconds / (self._n_copies // 2), seconds, record, self._own_bytes]
         copies, steps, records, sizes = zip(*exchanged(self._ranks, own), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
-        self._records.is_on = self._records.is_on and max(records) <= _RECORD_COST * min(steps)
+        self._writes_records = max(records) <= _RECORD_COST * min(steps)
         self._is_large = self._sends and max(sizes) > MOST_BYTES
 
     def close(self) -> None:

@@ -36,12 +36,12 @@ class Records:
         rank: its number.
 
     Attributes:
-        is_on: whether states are written; not where they are large.
+        fits: whether the states are small enough to be written.
         post: whether they go to the next node; see `distopt.launch.heal.state_slots`.
     """
 
     def __init__(self, slots: Sequence[StateSlot], rank: int) -> None:
-        self.is_on = True
+        self.fits = True
         self._slots = slots
         self._rank = rank
         self.post = STAYS
@@ -53,7 +53,7 @@ class Records:
 
     def write(self, label: Label, adapters: Mapping[str, Adapter], *, is_end: bool) -> None:
         """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
-        if not self.is_on:
+        if not self.fits:
             return
         if is_end:
             own = {name: adapter.own() for name, adapter in adapters.items()}
@@ -61,7 +61,7 @@ class Records:
         else:
             own = {name: adapters[name].own() for name in self._moved}
         if sum(array.nbytes for state in own.values() for array in state.arrays.values()) > MOST_BYTES:
-            self.is_on = False
+            self.fits = False
             return
         checksums = {name: self._checksum(name, state) for name, state in own.items()}
         record = {"end": is_end, "checksums": checksums, "before": self._before, "right": self._right}

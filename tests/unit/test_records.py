@@ -108,7 +108,7 @@ def test_large_states_are_not_written_in_each_step():
     rank.arrays["buffer"] = np.zeros(MOST_BYTES)
     rank.adapters["model"] = Shared(rank.arrays)
     rank.finish(1)
-    assert not rank.records.is_on
+    assert not rank.records.fits
     assert rank.held() == []
 
 
