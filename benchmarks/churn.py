@@ -36,6 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from statistics import mean, median
 
@@ -288,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
         more = found.losses[-1][1] - same if found.losses else float("nan")
         cells = [f"{plain.samples / unit:.0f}", f"{found.samples / unit:.0f}", f"{found.samples / plain.samples:.0%}"]
         cells += [f"{found.lost / unit:.1f}", f"{plain.pauses[0]:.1f} s", f"{median(found.pauses):.1f} s"]
-        rows.append([WAYS[way], *cells, f"{max(found.pauses):.1f} s", f"{more:+.3f}"])
+        rows.append([WAYS[way], *cells, f"{max(found.pauses):.1f} s", f"{more:+.3f}" if isfinite(more) else "-"])
         print(f"| {' | '.join(rows[-1])} |", flush=True)
         if way.startswith("diloco"):
             for line in verdicts(plain, found):
