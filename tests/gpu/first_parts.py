@@ -103,6 +103,7 @@ def every_kernel() -> int:
 
 
 def _codec_kernels(cupy: Any, n: int) -> None:
+    from distopt import _core
     from distopt.kernels import FINDINGS, Accumulation, gpu
 
     x, residual, momentum = (cupy.asarray(np.sin(np.arange(n) + i).astype(np.float32)) for i in range(3))
@@ -111,6 +112,14 @@ def _codec_kernels(cupy: Any, n: int) -> None:
         for kept in (None, residual):
             gpu.encode16(x, (kept, kept), wire, kind, 1.0, 1e4, findings)
         gpu.decode16(wire, x, kind, 1.0)
+    for kept in (None, residual):
+        blocks = cupy.empty(_core.blocks_bytes(n, 4), cupy.uint8)
+        gpu.encode_blocks(x, (kept, kept), blocks, 4, 7, findings)
+        gpu.decode_blocks(blocks, x, 4, 0.5, True)
+        chunks = cupy.empty((2, _core.chunks_bytes(n, 64, 2)), cupy.uint8)
+        for row in chunks:
+            gpu.encode_chunks(x, (kept, kept), row, 64, 2, findings)
+        gpu.decode_chunks(chunks, x, 64, 2, 0.5)
     k, lists = max(n // 100, 1), gpu.new_lists(n)
     for accumulation in (Accumulation(), Accumulation(residual, momentum, 0.7, 0.9)):
         gpu.top_k(x, k, accumulation, lists, findings)
