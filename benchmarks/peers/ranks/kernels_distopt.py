@@ -19,6 +19,7 @@ def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
     room = _core.top_k_capacity(x.size, k)
     indices, values = np.zeros(room, np.int32), np.zeros(room, np.float32)
     residual, copy = np.zeros_like(x), np.zeros_like(x)
+    chunks, blocks = (np.zeros(n, np.uint8) for n in (_core.chunks_bytes(x.size, 64, 2), _core.blocks_bytes(x.size, 4)))
     wire, half = np.zeros(x.size, np.uint16), np.zeros(x.size, np.float16)
     # The quantile above which a share of k / count lies, estimated from the start of the array.
     head = np.abs(x[: min(x.size, 100_000)])
@@ -39,6 +40,9 @@ def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
             "NumPy argpartition": lambda: np.argpartition(negated, k - 1),
         },
         "top-K with error feedback": {"distopt": corrected_top_k},
+        "64 of 4096 in 2 bits": {"distopt": lambda: _core.encode_chunks(x, chunks, 64, 2)},
+        "64 of 4096 with error feedback": {"distopt": lambda: _core.encode_chunks(x, chunks, 64, 2, residual, copy)},
+        "their sum over two ranks": {"distopt": lambda: _core.decode_chunks(np.stack([chunks, chunks]), copy, 64, 2)},
         "threshold": {
             "distopt": lambda: _core.threshold(x, bound, indices, values),
             "NumPy": lambda: x[np.flatnonzero(np.abs(x) >= bound)],
@@ -51,6 +55,9 @@ def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
             "distopt": lambda: _core.encode16(x, wire, "float16", 0.5, 32752.0, residual)
         },
         "to bfloat16": {"distopt": lambda: _core.encode16(x, wire, "bfloat16", 0.5, 1e38)},
+        "to 4 bits": {"distopt": lambda: _core.encode_blocks(x, blocks, 4)},
+        "to 4 bits with error feedback": {"distopt": lambda: _core.encode_blocks(x, blocks, 4, residual, copy)},
+        "from 4 bits": {"distopt": lambda: _core.decode_blocks(blocks, copy, 4)},
         "from float16": {
             "distopt": lambda: _core.decode16(wire, copy, "float16", 0.5),
             "NumPy": lambda: np.copyto(copy, half),
