@@ -30,6 +30,7 @@ _AUTOGRAD = "to tell whether, and in which backward pass, a collective is called
 _COMPILER = "to keep torch.compile from tracing the group"
 _MOVES = "to move DDP's buckets into shared memory"
 _ORDER = "to save and restore the order of DDP's buckets"
+_WALK = "to notice that buffers or modules of a model are others, without a walk through it"
 _COMPILED = "to let compiled code wait for operations that were called outside of it"
 _GROUP = "to answer torch.distributed, which asks every process group for it"
 _BACKEND = "to let C++ call a process group of Python"
@@ -61,6 +62,8 @@ USES = {
     "ddp.reducer._rebuild_buckets": _ORDER,
     "ddp.reducer._get_zeros_like_grad_buckets": _ORDER,
     "ddp._has_rebuilt_buckets": _ORDER,
+    "ddp._buffers": _WALK,
+    "ddp._modules": _WALK,
     "torch.distributed.Reducer._set_forward_pass_work_handle": "to keep the works of DDP's join",
     "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks who has sent a message",
     "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
@@ -214,6 +217,16 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     """Local. Whether the layout of the buckets is final."""
     return bool(ddp._has_rebuilt_buckets)
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Local. The buffers of a module alone, by name: the module's dictionary itself, so that changes show."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Local. The modules in a module, by name: the dictionary itself."""
+    return module._modules
 
 
 def parameters_by_bucket(ddp: DistributedDataParallel) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import free_port, patience
 
-from .healing import JOB, RUN, Job
+from .healing import JOB, RUN, Job, signal_all
 
 COST = (
     r"; healed: step (\d+) was done after [\d.]+ s "
@@ -75,6 +75,7 @@ def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
         most = 0 if shards else 1
         assert lost_steps(job, count + 1) <= most
         run_to(job, 45)
+        signal_all(job, 1, signal.SIGKILL)
         job.kill_agent(1)
         assert lost_steps(job, count + 2) <= most
         job.start_agent(1)

@@ -12,7 +12,7 @@ from ...checkpoint.adapters import Adapter, State, check_some, generator_of
 from ...errors import StateError, UsageError
 from ..ddp.bucket_order import bucket_order, lay_out
 from ..ddp.plain_model import plain_model
-from ..private import has_rebuilt_buckets
+from ..private import has_rebuilt_buckets, own_buffers, own_modules
 from ..tensors import is_of
 from .generators import TorchGenerator
 from .trees import decode, encode, items_of, narrowed, tensor_nodes, widened
@@ -153,11 +153,11 @@ class ModelState(StateDict):
             return State({}, {})
         if not self._tree or any(now != then for now, then in self._tree):
             modules = list(self._thing.named_modules(remove_duplicate=False))
-            self._tree = [(module._modules, dict(module._modules)) for _, module in modules]
+            self._tree = [(own_modules(module), dict(own_modules(module))) for _, module in modules]
             self._places = {
-                name: (module._buffers, key)
+                name: (own_buffers(module), key)
                 for path, module in modules
-                for key in module._buffers
+                for key in own_buffers(module)
                 if (name := f"{path}.{key}" if path else key) in self._own_names
             }
         arrays = {}
