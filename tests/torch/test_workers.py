@@ -140,15 +140,14 @@ def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path,
         job.kill()
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 def test_the_node_that_names_the_members_is_killed_and_no_worker_stops(digits: Path, port: int) -> None:
     meet = ["--workers", "node", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
-    command += ["--sync-every", "5", "--averages", "60"]
+    command += ["--sync-every", "5", "--averages", "120"]
     job = Job(command, command, command, after=lambda: listens_at(port))  # the first has the endpoint
     try:
-        job.wait_for("training begins with average 0 .* worker 0, .* worker 1, .* worker 2, ")
-        for worker in range(3):
+        for worker in range(3):  # those that come late have joined
             job.wait_for(STEP.format(worker), 2)
         job.kill_agent(0)  # and its worker with it
         job.wait_for("names the members from now on")
@@ -160,4 +159,5 @@ def test_the_node_that_names_the_members_is_killed_and_no_worker_stops(digits: P
     assert len({found and found[2] for found in ends}) == 1
     for found in ends:
         assert found is not None
-        assert steps_of(job, int(found[1])) == [*range(5, 301, 5)]  # not one repeated, none left out
+        steps = steps_of(job, int(found[1]))
+        assert steps == [*range(steps[0], 601, 5)]  # not one repeated, none left out
