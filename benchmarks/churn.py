@@ -43,12 +43,12 @@ from statistics import mean, median
 from distopt.cli.values import at_least, positive
 from distopt.errors import DistoptError
 
-from .churn_log import Fault, Log, Outcome, verdicts
 from .networks.emulation import LINK, Host, near_hosts
 from .networks.far import add_link, far_hosts, link_of, number_of_hosts
 from .networks.quota import share_of_cores
 from .options import names_of
 from .output import ROOT, heading, machine, put, table
+from .peers.churn_log import Fault, Log, Outcome, verdicts
 from .peers.environments import ENVIRONMENTS
 
 SCRIPT = str(Path(__file__).parent / "peers" / "ranks" / "churn.py")
