@@ -221,12 +221,14 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Local. The buffers of a module alone, by name: the module's dictionary itself, so that changes show."""
-    return module._buffers
+    buffers: dict[str, torch.Tensor | None] = module._buffers
+    return buffers
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """Local. The modules in a module, by name: the dictionary itself."""
-    return module._modules
+    modules: dict[str, torch.nn.Module | None] = module._modules
+    return modules
 
 
 def parameters_by_bucket(ddp: DistributedDataParallel) -> list[torch.Tensor]:
