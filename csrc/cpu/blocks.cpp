@@ -76,7 +76,8 @@ std::size_t encode_as(const float* in, const float* residual, float* new_residua
       const Floats value = load_as<Floats>(x + i);
       Floats scaled = value * inverse;
       if (rounding.is_stochastic) {
-        const Words index = lane_numbers(LaneNumbers<float>{}) + static_cast<std::uint32_t>(begin + static_cast<std::size_t>(i));
+        const Words index =
+            lane_numbers(LaneNumbers<float>{}) + static_cast<std::uint32_t>(begin + static_cast<std::size_t>(i));
         scaled += random(index, rounding.seed) - 0.5f;
       }
       Floats q = (scaled + rounds_to_integer) - rounds_to_integer;
@@ -93,7 +94,7 @@ std::size_t encode_as(const float* in, const float* residual, float* new_residua
 }
 
 std::size_t encode_blocks(const float* in, const float* residual, float* new_residual, std::uint8_t* out, std::size_t n,
-                   int bits, Rounding rounding) {
+                          int bits, Rounding rounding) {
   if (bits == 8) return encode_as<8>(in, residual, new_residual, out, n, rounding);
   if (bits == 4) return encode_as<4>(in, residual, new_residual, out, n, rounding);
   return encode_as<2>(in, residual, new_residual, out, n, rounding);
