@@ -136,22 +136,27 @@ __device__ void range_of(const float* x, const unsigned short* chosen, unsigned 
   }
   if (bits == 2 && low != high) {
     const float middle = __fadd_rn(low, __fdiv_rn(__fsub_rn(high, low), 2.0f));
-    double sums[2] = {};
-    unsigned counts[2] = {};
+    double lower = 0, upper = 0;
+    unsigned n_upper = 0;
     for (unsigned j = 0; j < count; ++j) {
       const float magnitude = fabsf(x[chosen[j]]);
-      sums[magnitude > middle] += magnitude;
-      ++counts[magnitude > middle];
+      if (magnitude > middle) {
+        upper += magnitude;
+        ++n_upper;
+      } else {
+        lower += magnitude;
+      }
     }
-    low = static_cast<float>(sums[0] / counts[0]);
-    if (counts[1]) high = static_cast<float>(sums[1] / counts[1]);
+    low = static_cast<float>(lower / (count - n_upper));
+    if (n_upper) high = static_cast<float>(upper / n_upper);
   }
   range[0] = to_bfloat16(low);
   range[1] = to_bfloat16(high);
 }
 
-// csrc/cpu/chunks.h: encode_chunks. One block for each chunk.
-__global__ void __launch_bounds__(block_threads)
+// csrc/cpu/chunks.h: encode_chunks. One block for each chunk; ptxas spills registers unless it is told how many blocks
+// are to share a multiprocessor.
+__global__ void __launch_bounds__(block_threads, 4)
     encode_chunks(const float* in, const float* residual, float* new_residual, unsigned char* out, size_t n, unsigned k,
                   unsigned bits, Findings* findings) {
   __shared__ float x[top_chunk];
