@@ -44,10 +44,17 @@ float cast_limit(const std::string& type, int ranks) {
   return std::ldexp(std::floor(fraction * digits) / digits, exponent);
 }
 
+using Residual = std::optional<Flat<float>>;
+
+void require_residuals(const Flat<const float>& x, const Residual& residual, const Residual& new_residual) {
+  const auto fits = [&](const Residual& array) { return !array || array->size() == x.size(); };
+  require(fits(residual) && fits(new_residual), "residuals and array differ in length");
+}
+
 Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string& type, float scale, float limit,
                 std::optional<Flat<float>> residual, std::optional<Flat<float>> new_residual) {
-  const auto fits = [&](const auto& array) { return !array || array->size() == in.size(); };
-  require(out.size() == in.size() && fits(residual) && fits(new_residual), "the arrays differ in length");
+  require(out.size() == in.size(), "the arrays differ in length");
+  require_residuals(in, residual, new_residual);
   const DType dtype = type_16(type);
   const WithoutGil unlocked;
   const CastCounts counts =
@@ -150,19 +157,12 @@ void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32
 }
 
 using Bytes = Flat<std::uint8_t>;
-using Residual = std::optional<Flat<float>>;
-
-void require_residuals(const Flat<const float>& x, const Residual& residual, const Residual& new_residual) {
-  const auto fits = [&](const auto& array) { return !array || array->size() == x.size(); };
-  require(fits(residual) && fits(new_residual) && !residual == !new_residual, "residuals and array differ in length");
-}
 
 void require_block_bits(int bits) { require(bits == 8 || bits == 4 || bits == 2, "bits are not 8, 4 or 2"); }
 
-void require_chunks(std::size_t n, std::size_t k, int bits) {
+void require_chunks(std::size_t k, int bits) {
   require(1 <= k && k <= top_chunk, "k is not in 1 ... 4096");
   require(bits == 2 || bits == 4 || bits == 8 || bits == 16, "bits are not 2, 4, 8 or 16");
-  require(n <= std::numeric_limits<std::size_t>::max() / top_chunk, "the array is too long");
 }
 
 std::size_t bind_blocks_bytes(std::size_t n, int bits) {
@@ -171,7 +171,7 @@ std::size_t bind_blocks_bytes(std::size_t n, int bits) {
 }
 
 std::size_t bind_chunks_bytes(std::size_t n, std::size_t k, int bits) {
-  require_chunks(n, k, bits);
+  require_chunks(k, bits);
   return chunks_bytes(n, k, bits);
 }
 
@@ -180,8 +180,8 @@ std::size_t encode_blocks(Flat<const float> x, Bytes out, int bits, Residual res
   require_residuals(x, residual, new_residual);
   require(out.size() == bind_blocks_bytes(x.size(), bits), "the output has not blocks_bytes bytes");
   const WithoutGil unlocked;
-  return block_kernels().encode(x.data(), data_of(residual), data_of(new_residual), out.data(), x.size(), bits,
-                                {seed.has_value(), seed.value_or(0)});
+  return block_kernels().encode(x.data(), data_of(residual), data_of(new_residual ? new_residual : residual),
+                                out.data(), x.size(), bits, {seed.has_value(), seed.value_or(0)});
 }
 
 void decode_blocks(Flat<const std::uint8_t> in, Flat<float> x, int bits, float factor, bool adds) {
@@ -195,7 +195,8 @@ std::size_t bind_encode_chunks(Flat<const float> x, Bytes out, std::size_t k, in
   require_residuals(x, residual, new_residual);
   require(out.size() == bind_chunks_bytes(x.size(), k, bits), "the output has not chunks_bytes bytes");
   const WithoutGil unlocked;
-  return encode_chunks(x.data(), data_of(residual), data_of(new_residual), out.data(), x.size(), k, bits);
+  return encode_chunks(x.data(), data_of(residual), data_of(new_residual ? new_residual : residual), out.data(),
+                       x.size(), k, bits);
 }
 
 void bind_decode_chunks(Array<const std::uint8_t, 2> in, Flat<float> x, std::size_t k, int bits, float factor) {

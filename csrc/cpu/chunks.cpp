@@ -108,7 +108,7 @@ struct Chosen {
   float values[top_chunk + gather_slack];
 };
 
-// Selects the `count` largest of the m elements of `from`, of which the first kernel makes the sums. `floor` is a key
+// Selects the `count` largest of the m elements of `from`, whose sums the first kernel makes. `floor` is a key
 // that some more elements of the chunk before exceeded; it becomes that of this one.
 void select(const Source& from, std::size_t m, std::size_t count, std::int32_t& floor, Chosen& chosen) {
   const SelectKernels& kernels = select_kernels();

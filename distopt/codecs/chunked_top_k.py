@@ -21,7 +21,7 @@ class ChunkedTopK(Codec):
 
     The chunks are those of DeMo (Peng et al., arXiv 2411.19870), without its cosine transform, and few bits a value
     those of SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1): with 64 elements in 2 bits, a chunk of 16 KiB
-    takes 116 bytes. SparseLoCo is `DiLoCo` with `ErrorFeedback(ChunkedTopK(64), decay=0.95)` and an outer optimizer
+    takes 116 bytes. SparseLoCo is `DiLoCo` with `ErrorFeedback(ChunkedTopK(64), decay=beta)` and an outer optimizer
     without momentum. A value has a sign, and one of 2^(bits - 1) magnitudes at equal distances between two that are
     sent for each chunk; csrc/cpu/chunks.h has the format.
 

@@ -22,7 +22,7 @@ class ErrorFeedback(Codec):
     Args:
         codec: the codec that loses something.
         decay: factor on the residual from step to step, in (0, 1]. Below 1, old parts fade, and the residual acts as
-            momentum (SparseLoCo, arXiv 2508.15706, section 3).
+            momentum (SparseLoCo, arXiv 2508.15706, algorithm 1).
     """
 
     codec: Codec

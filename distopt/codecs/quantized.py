@@ -6,11 +6,9 @@ import zlib
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-import numpy as np
-
 from .. import _core
 from ..checks import check_integer
-from ..comm.base import Array, Work
+from ..comm.base import Array, RaggedWork, Work
 from ..errors import UsageError
 from ..kernels import array_module
 from .base import Codec
@@ -76,17 +74,18 @@ class Quantized(Codec):
         bounds = [(self._n_bytes(part.start), self._n_bytes(part.stop)) for part in parts]
         with state.comm.together():
             sent = state.send_header()
+            work: Work
             if len(parts) > 1:
-                ragged = state.all_to_all_ragged([wire[begin:end] for begin, end in bounds])
+                work = state.all_to_all_ragged([wire[begin:end] for begin, end in bounds])
             else:
                 work = state.all_gather(wire, gathered.reshape(-1))
         yield sent
-        yield ragged if len(parts) > 1 else work
+        yield work
         header = None if state.may_doubt else state.read_header(sent)
         if header is not None and header.verdict is not None:
             return header.verdict
         mine = parts[rank % len(parts)]
-        for i, encoded in enumerate(ragged.parts if len(parts) > 1 else gathered):
+        for i, encoded in enumerate(work.parts if isinstance(work, RaggedWork) else gathered):
             kernels.decode_blocks(encoded, bucket[mine], self.bits, 1 / world_size, i > 0)
         if len(parts) > 1:
             yield self._send_mean(state, mine, residuals[1], self._seed(state, step, "mean"))
@@ -112,12 +111,7 @@ class Quantized(Codec):
         return n_bytes
 
     def _step(self, state: CodecState) -> int:
-        """Number of the reduction, which stochastic rounding needs; counts it."""
-        if not self.stochastic:
-            return 0
-        step, following = state.renew("step", np.zeros(1, np.int64))
-        following[...] = step + 1
-        return int(step[0])
+        return state.count_reduction() if self.stochastic else 0
 
     def _seed(self, state: CodecState, step: int, use: str) -> int | None:
         if not self.stochastic:

@@ -91,6 +91,12 @@ class KeptArrays:
         self.renewed.add(name)
         return old, self._new[name]
 
+    def count_reduction(self) -> int:
+        """Local. The number of this reduction, from 0; the next one gets the following, if this one is accepted."""
+        step, following = self.renew("step", np.zeros(1, np.int64))
+        following[...] = step + 1
+        return int(step[0])
+
     def renew_residual(self) -> tuple[Array, Array] | tuple[None, None]:
         """Local. `renew` of the residual, if there is error feedback."""
         return (None, None) if self.residual is None else self.renew("residual")

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..checks import check_integer, check_number
 from ..errors import UsageError
 from ..kernels import Accumulation
@@ -69,12 +67,7 @@ class TopK(SparseCodec):
         self._step(state)
 
     def _step(self, state: CodecState) -> int:
-        """Number of the reduction, which warm-up needs; counts it."""
-        if not self.warm_up_steps:
-            return 0
-        step, following = state.renew("step", np.zeros(1, np.int64))
-        following[...] = step + 1
-        return int(step[0])
+        return state.count_reduction() if self.warm_up_steps else 0
 
     def _known_count(self, state: CodecState) -> int:
         return self.count(state.size, self._step(state))

@@ -19,7 +19,7 @@ from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import Memory
 from distopt.checkpoint.state_files import Held, Label, States
 from distopt.launch.end_together.report import supervisor
-from distopt.launch.heal.state_slots import POST, TO_SEND, VARIABLE, StateSlots
+from distopt.launch.heal.state_slots import POST, TO_SEND, VALID, VARIABLE, StateSlots
 from distopt.launch.job.topology import Topology
 from tests.conformance import thread_ranks
 from tests.conformance.thread_ranks import OracleCommunicator
@@ -146,6 +146,52 @@ def test_states_from_memory_that_were_never_saved_are_saved_at_the_end(slots, mo
 
 
 @pytest.mark.slow
+class Clock:
+    """In place of the module `time`: each look at the seconds takes one, each at those of the thread `cost`."""
+
+    def __init__(self, cost: float) -> None:
+        self.cost, self._seconds, self._cpu = cost, 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        self._seconds += 1
+        return self._seconds
+
+    def thread_time(self) -> float:
+        self._cpu += self.cost
+        return self._cpu
+
+
+def test_records_end_where_they_cost_too_much_and_return_where_they_do_not(slots, monkeypatch):
+    clock = Clock(cost=10.0)
+    monkeypatch.setattr("distopt.checkpoint.memory.time", clock)
+    memory, adapters = memory_of(slots, monkeypatch), {"own": InPlace({"x": np.ones(3)})}
+    memory.start(adapters, 0, 0)
+    copies = 0
+
+    def records_after(more: int) -> bool:
+        """Train until there are so many copies; whether the step after that leaves a record."""
+        nonlocal copies
+        before = step = memory._step
+        while copies < more:
+            step += 1
+            memory.finish(step, 0)
+            if memory.due(step):
+                memory.keep(step, 0, adapters)
+                copies += 1
+        memory.finish(step + 1, 0)
+        assert step > before
+        return 2 * (step + 1) + 2 in [slot.words[VALID] for slot in slots.places[0].records]
+
+    assert records_after(2)
+    assert not records_after(10)  # the cost is first looked at when there are eight
+    clock.cost = 0.0
+    assert not records_after(12)
+    assert records_after(20)
+    clock.cost = 10.0
+    assert not records_after(70)  # at 64, when those without cost are no longer among the last ones
+    memory.close()
+
+
 def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
     """A rank that is killed and started again each time; some kills come in the middle of a copy."""
     numbers = random.Random(200)

@@ -98,7 +98,7 @@ __device__ inline size_t chunk_bytes(unsigned count, unsigned bits) {
   return values_begin(count) + (count * bits + 7) / 8;
 }
 
-// Byte number `at` of numbers of so many bits, one behind the other.
+// Byte number `at` of numbers of `bits` bits, one behind the other.
 template <class F>
 __device__ unsigned char packed_byte(unsigned at, unsigned count, unsigned bits, F number) {
   unsigned byte = 0;
@@ -154,8 +154,8 @@ __device__ void range_of(const float* x, const unsigned short* chosen, unsigned 
   range[1] = to_bfloat16(high);
 }
 
-// csrc/cpu/chunks.h: encode_chunks. One block for each chunk; ptxas spills registers unless it is told how many blocks
-// are to share a multiprocessor.
+// csrc/cpu/chunks.h: encode_chunks. One block for each chunk. Without a number of blocks for a multiprocessor, ptxas
+// spills registers.
 __global__ void __launch_bounds__(block_threads, 4)
     encode_chunks(const float* in, const float* residual, float* new_residual, unsigned char* out, size_t n, unsigned k,
                   unsigned bits, Findings* findings) {

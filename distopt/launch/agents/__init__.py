@@ -23,7 +23,7 @@ see `courier`), and the newest step of each rank ("steps"). Messages of the
 owner have the key "do", and some have a line to print ("text"):
 
 - `start`: start the ranks; it has the values for their environment, and where the next node takes states ("next");
-- `prepare`: import these modules ("modules"), for a job that goes on meanwhile;
+- `prepare`: import these modules ("modules"), while the job continues;
 - `end`: end the ranks by SIGTERM and, after "patience" seconds, by SIGKILL; with 0, by SIGKILL at once, or, under
   --heal ("gives"), when they have given their live states;
 - `finish`: leave with this exit code ("code");

@@ -106,7 +106,7 @@ class _Agent:
         self._common: dict[str, str] = {}  # environment of the ranks
         self._pending: dict[str, Any] | None = None  # the order to start, while the process that forks ranks imports
         self._attempt = -1  # the last one that this agent was part of
-        self._prepares = False  # for a job that goes on meanwhile
+        self._prepares = False  # while the job continues
         self._reported = 0  # failures that the owner knows
         self._ended = False  # the owner knows that all ranks have ended
         self._clock = Stopwatch()

@@ -31,7 +31,7 @@ class Node:
         send: sends it a message.
         address: how the other nodes reach it.
         number: its number among the nodes; -1: it takes part in the next attempt.
-        ready: whether it starts ranks without long imports; the job goes on until then.
+        ready: whether it starts ranks without long imports; the job continues until then.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
         steps: the newest that each of its ranks has done; 0: none, for example if the agent has replaced another.

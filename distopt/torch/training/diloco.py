@@ -4,7 +4,7 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 The model in fragments, which are sent in turn and arrive later: Douillard et al., "Streaming DiLoCo with overlapping
 communication", arXiv 2501.18512, section 2; with the codec `Quantized(4)`, changes take 4 bits, which there are floats.
 SparseLoCo (Sarfi et al., arXiv 2508.15706, algorithm 1) is DiLoCo with the codec `ErrorFeedback(ChunkedTopK(64),
-decay=0.95)` and the outer optimizer `SGD(model.parameters(), lr=1.0)`.
+decay=beta)` and the outer optimizer `SGD(model.parameters(), lr=alpha)`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DiLoCo:
         fragment_sync_delay: steps between sending a fragment and applying its average; what a rank has learned of the
             fragment in these steps is lost, but for the share `fragment_update_alpha`.
         fragment_update_alpha: the share of a rank's own parameters in those with which it goes on from an average, 0 to
-            1 (alpha in section 2.2 of Streaming DiLoCo, which takes 0.5). The averages are the same.
+            1: the alpha of Streaming DiLoCo. The averages are the same.
         group: the ranks, over any backend (default: all).
         bucket_elements: bucket size in elements, see `distopt.engine.layout.plan`.
         non_finite: what to do about a change that is NaN or infinite on any rank: "raise" a GradientError on all ranks,
