@@ -63,8 +63,10 @@ WAYS = {
     "torchft-ddp": "DDP, torchft over Gloo",
     "diloco": "DiLoCo, distopt run --workers node",
     "diloco-top-k": "DiLoCo, distopt run --workers node, top-K 5 %",
+    "sparse-loco": "SparseLoCo, distopt run --workers node",
     "torchft-diloco": "DiLoCo, torchft over Gloo",
 }
+_WITH_WORKERS = ("diloco", "diloco-top-k", "sparse-loco")
 
 
 class Job:
@@ -109,7 +111,7 @@ class Job:
             words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", *meet, *own]
             words += ["--rdzv-backend", "c10d", SCRIPT, self.way, str(self._folder)]
         else:
-            workers = ["--workers", "node"] if self.way.startswith("diloco") else []
+            workers = ["--workers", "node"] if self.way in _WITH_WORKERS else []
             words = [sys.executable, "-m", "distopt", "run", "--heal", *workers, *meet, SCRIPT, self.way, "-"]
         self._run(number, ["env", *(f"{name}={value}" for name, value in env.items()), *words])
 
@@ -291,7 +293,7 @@ def run(args: argparse.Namespace) -> int:
         cells += [f"{found.lost / unit:.1f}", f"{plain.pauses[0]:.1f} s", f"{median(found.pauses):.1f} s"]
         rows.append([WAYS[way], *cells, f"{max(found.pauses):.1f} s", f"{more:+.3f}" if isfinite(more) else "-"])
         print(f"| {' | '.join(rows[-1])} |", flush=True)
-        if way.startswith("diloco"):
+        if way in _WITH_WORKERS:
             for line in verdicts(plain, found):
                 print(f"# {line}", flush=True)
             differences = relative.setdefault(way, [])

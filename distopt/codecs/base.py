@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from ..comm import Communicator
 from ..comm.base import Array
-from ..errors import UsageError
+from ..errors import MismatchError, UsageError
 from ..recorder.statistics import Statistics
 from .reduction import CodecState, Steps
 from .state import Part
@@ -34,11 +34,13 @@ class Codec(ABC):
             ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
         needs: by name, options of which one must be given, each with an example.
         dtypes: types of bucket that it can reduce.
+        wire_format: version of the bytes that it sends, where these are a format of its own, else 0. Ranks compare it.
     """
 
     lossy: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, float]] = {}
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    wire_format: int = 0
 
     @cached_property
     def kind(self) -> str:
@@ -69,6 +71,7 @@ class Codec(ABC):
 
         Raises:
             UsageError: the array cannot be a bucket, or the codec's options need error feedback.
+            MismatchError: the ranks send other formats.
         """
         dtype = str(getattr(bucket, "dtype", type(bucket).__name__))
         if dtype not in self.dtypes:
@@ -80,6 +83,8 @@ class Codec(ABC):
         if bucket.ndim != 1 or not bucket.flags.c_contiguous or not getattr(bucket.flags, "writeable", True):
             raise UsageError(f"a bucket of shape {bucket.shape} is not a flat, contiguous, writable array")
         state = CodecState(self.kind, bucket, comm, parts, label, check_finite, statistics, empty)
+        if self.wire_format:
+            _compare_formats(f"{self.kind} in format {self.wire_format}", comm, label)
         if self.lossy:
             state.prepare_header()
         self.prepare(state)
@@ -100,3 +105,14 @@ class Codec(ABC):
             The verdict, the same on all ranks: None, or whose gradient was unusable. The bucket holds no mean then.
             Where `CodecState.defers`, it may be a `Doubt`.
         """
+
+
+def _compare_formats(mine: str, comm: Communicator, label: str) -> None:
+    """Collective. Compare what the ranks send, which releases of distopt may tell apart."""
+    for rank, theirs in enumerate(comm.all_gather_bytes(mine.encode(), label=f"{label}: format")):
+        if theirs.decode() != mine:
+            me, hosts = comm.topology.rank, comm.topology.hosts
+            raise MismatchError(
+                f"rank {rank} ({hosts[rank]}) sends {theirs.decode()}, rank {me} ({hosts[me]}) {mine}; install the same "
+                "release of distopt on all hosts"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from .. import _core
 from ..checks import check_integer
@@ -32,6 +33,8 @@ class ChunkedTopK(Codec):
         k: elements of a chunk, 1 to 4,096; of the last one, which may be shorter, a like share, rounded up.
         bits: of a value: 2, 4, 8 or 16.
     """
+
+    wire_format: ClassVar[int] = 1
 
     k: int = 64
     _: KW_ONLY

@@ -39,6 +39,11 @@ class ErrorFeedback(Codec):
         """Name of the codec, with the name of the wrapped one."""
         return f"ErrorFeedback({self.codec.kind})"
 
+    @property
+    def wire_format(self) -> int:
+        """That of the wrapped codec."""
+        return self.codec.wire_format
+
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         state.keep("residual")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from .. import _core
 from ..checks import check_integer
@@ -35,6 +36,8 @@ class Quantized(Codec):
         stochastic: whether to round up or down at random, in proportion to the distances, in place of to the nearest.
         seed: of the random numbers; they also follow from the first parameter's name, the step, the rank and the place.
     """
+
+    wire_format: ClassVar[int] = 1
 
     bits: int = 8
     _: KW_ONLY

@@ -1,7 +1,7 @@
 """One process of a job whose hosts come and go, for `python -m benchmarks churn`: `tiny` of the language example.
 
     distopt run --heal ... churn.py ddp -                             states in memory
-    distopt run --heal --workers node ... churn.py diloco -           or diloco-top-k
+    distopt run --heal --workers node ... churn.py diloco -           or diloco-top-k, sparse-loco
     torchrun --max-restarts ... churn.py gloo FOLDER                  saves every 50 steps, as torchrun's guide has it
     TORCHFT_LIGHTHOUSE=... python churn.py torchft-ddp -              as torchft's own example has it
     TORCHFT_LIGHTHOUSE=... python churn.py torchft-diloco -
@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "pytorch" / "language"))
 from model import TINY, LanguageModel, loss_of
-from text import Text
+from text import Text, bytes_of, verses
 
 MARK = "churn:"
 NAME = os.environ["CHURN_HOST"]
@@ -47,7 +48,7 @@ class Job:
         torch.set_num_threads(1)
         seed = int(os.environ["CHURN_SEED"])
         torch.manual_seed(seed)
-        self.model, self.text = LanguageModel(TINY), Text(seed)
+        self.model, self.text = LanguageModel(TINY), Text(bytes_of(verses()), seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95))
         self._validation = self.text.validation(TEST_SAMPLES)
 
@@ -88,8 +89,8 @@ def ddp(job: Job, _: str) -> None:
             job.report("all", checkpoint.steps, dist.get_world_size())
 
 
-def diloco(job: Job, _: str, codec: Any = "fp32") -> None:
-    from distopt.torch import DiLoCo
+def diloco(job: Job, _: str, way: str) -> None:
+    from train import LOCAL
 
     def say(what: str) -> int:
         found = local.stats().workers
@@ -99,7 +100,7 @@ def diloco(job: Job, _: str, codec: Any = "fp32") -> None:
         return found.average
 
     dist.init_process_group("distopt")
-    local = DiLoCo(job.model, job.optimizer, job.outer(), sync_every=SYNC_EVERY, codec=codec, min_workers=1)
+    local = LOCAL[way].start(job.model, job.optimizer, SYNC_EVERY, min_workers=1)
     local.finished  # noqa: B018 - joins
     average = say("began")
     while True:
@@ -109,12 +110,6 @@ def diloco(job: Job, _: str, codec: Any = "fp32") -> None:
         if found.average > average and local.worker in found.members:
             average = say("average")
             job.test()
-
-
-def diloco_top_k(job: Job, _: str) -> None:
-    from distopt import codecs
-
-    diloco(job, _, codecs.create("top-k", ratio=0.05, error_feedback=True))
 
 
 def gloo(job: Job, folder: str) -> None:
@@ -204,8 +199,9 @@ def torchft_diloco(job: Job, _: str) -> None:
 
 WAYS: dict[str, Callable[[Job, str], None]] = {
     "ddp": ddp,
-    "diloco": diloco,
-    "diloco-top-k": diloco_top_k,
+    "diloco": partial(diloco, way="diloco"),
+    "diloco-top-k": partial(diloco, way="diloco-top-k"),
+    "sparse-loco": partial(diloco, way="sparse-loco"),
     "gloo": gloo,
     "torchft-ddp": torchft_ddp,
     "torchft-diloco": torchft_diloco,

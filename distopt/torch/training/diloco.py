@@ -156,7 +156,7 @@ class DiLoCo:
                 "a model of": summary_of(params),
                 "sync_every": sync_every,
                 "fragments": f"{fragments} with a delay of {fragment_sync_delay} and alpha {fragment_update_alpha:g}",
-                "codec": repr(codec),
+                "codec": f"{codec!r}, format {codec.wire_format}",
                 "averages": averages,
                 "grace": grace,
                 "moments": f"{moments} of {type(inner_optimizer).__name__}",
