@@ -24,6 +24,7 @@ class Shape:
     n_key_heads: int
     feed_forward: int
     rope_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
 
     @property
     def head(self) -> int:
@@ -32,6 +33,10 @@ class Shape:
 
 
 TINY = Shape(vocabulary=256, hidden=128, n_layers=4, n_heads=4, n_key_heads=2, feed_forward=512)  # 1.0 million
+# 135 million; `smollm2.load` reads its parameters.
+SMOLLM2 = Shape(
+    vocabulary=49_152, hidden=576, n_layers=30, n_heads=9, n_key_heads=3, feed_forward=1536, rope_base=100_000.0
+)
 
 
 class Attention(nn.Module):
@@ -74,7 +79,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm, self.feed_norm = nn.RMSNorm(shape.hidden, 1e-5), nn.RMSNorm(shape.hidden, 1e-5)
+        self.attention_norm, self.feed_norm = (nn.RMSNorm(shape.hidden, shape.norm_epsilon) for _ in range(2))
         self.attention = Attention(shape)
         self.gate = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
         self.up = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
@@ -94,7 +99,7 @@ class LanguageModel(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
-        self.norm = nn.RMSNorm(shape.hidden, 1e-5)
+        self.norm = nn.RMSNorm(shape.hidden, shape.norm_epsilon)
         for matrix in (each for each in self.parameters() if each.ndim == 2):
             nn.init.normal_(matrix, std=0.02)
 
