@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..autoload import AS_GLOO
 from ..errors import LaunchError, UsageError
 from ..settings import Settings
 from .values import at_least, positive
@@ -81,6 +82,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         action="store_true",
         help="with --heal: go on even where no more than half of the last nodes can be reached; the others may, too",
     )
+    add("as-gloo", action="store_true", help='CPU groups of PyTorch that ask for "gloo" are distopt\'s')
     add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
@@ -257,6 +259,8 @@ def _run(args: argparse.Namespace) -> int:
             os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
         if args.watch:
             os.environ["DISTOPT_WATCH"] = "1"
+        if args.as_gloo:
+            os.environ[AS_GLOO] = "1"
         if options.workers:
             from ..launch.workers.supervisor import run
         else:

@@ -13,11 +13,11 @@ from .join import join
 from .private import keep_works_of_join, replace_monitored_barrier
 
 
+@functools.cache
 def register_backend() -> None:
-    """Local. Register the backend, unless that has been done."""
-    if hasattr(dist.Backend, "DISTOPT"):
-        return
-    dist.Backend.register_backend("distopt", join, extended_api=True, devices=["cpu"])
+    """Local. Register the backend, unless `distopt.autoload` has, and extend what else of PyTorch has to know it."""
+    if not hasattr(dist.Backend, "DISTOPT"):
+        dist.Backend.register_backend("distopt", join, extended_api=True, devices=["cpu"])
     _extend_monitored_barrier()
     keep_works_of_join()
 

@@ -98,6 +98,10 @@ class DistoptProcessGroup(NamedGroup):
             atexit.register(_leave_at_exit)
         _groups.add(self)
 
+    def __repr__(self) -> str:
+        transport = self._channels.first.communicator.name
+        return f"<{type(self).__name__}: rank {self.rank()} of {self.size()} over {transport}>"
+
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Collective. Replace the one tensor in `tensors` by its reduction over all ranks.

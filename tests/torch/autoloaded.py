@@ -1,0 +1,57 @@
+"""Scripts that import neither `distopt` nor `distopt.torch`; each prints what it has found."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def imported() -> None:
+    """What `import torch` has imported of the package."""
+    print("modules", sorted(name for name in sys.modules if name.split(".")[0] == "distopt"))
+
+
+def groups() -> None:
+    """Groups by the name "gloo", of a mesh, by default, and one that serves another device, too."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the backend "fake"
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    total = torch.arange(5.0) * 0.1 + rank
+    dist.all_reduce(total)
+    found: list[list[int]] = [[], []]
+    dist.all_gather_object(found, [rank] * (rank + 1))
+    dist.monitored_barrier()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,)).get_group()
+    mixed = dist.new_group(backend="cpu:gloo,cuda:fake")
+    names = [type(group).__name__ for group in (dist.group.WORLD, mesh, dist.new_group(), mixed)]
+    print("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found)
+    dist.destroy_process_group()
+    dist.init_process_group()
+    print("default", rank, type(dist.group.WORLD).__name__)
+    dist.destroy_process_group()
+
+
+def spawned(rank: int, method: str) -> None:
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    print(f"spawned {rank} {type(dist.group.WORLD).__name__} {total.item()}")
+    dist.destroy_process_group()
+
+
+def alone() -> None:
+    """A group of one rank by the name "distopt"."""
+    try:
+        dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
+    except Exception as error:
+        print("error", type(error).__name__, error)
+    else:
+        print("group", dist.group.WORLD)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        torch.multiprocessing.spawn(spawned, (sys.argv[2],), nprocs=2)
+    else:
+        {"imported": imported, "groups": groups, "alone": alone}[sys.argv[1]]()
