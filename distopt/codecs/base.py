@@ -113,6 +113,6 @@ def _compare_formats(mine: str, comm: Communicator, label: str) -> None:
         if theirs.decode() != mine:
             me, hosts = comm.topology.rank, comm.topology.hosts
             raise MismatchError(
-                f"rank {rank} ({hosts[rank]}) sends {theirs.decode()}, rank {me} ({hosts[me]}) {mine}; install the same "
-                "release of distopt on all hosts"
+                f"rank {rank} ({hosts[rank]}) sends {theirs.decode()}, rank {me} ({hosts[me]}) {mine}; install the "
+                "same release of distopt on all hosts"
             )

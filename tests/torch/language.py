@@ -13,7 +13,7 @@ import train
 from model import TINY, LanguageModel, loss_of
 from text import Text, bytes_of, verses
 
-WORDS = "--steps 40 --batch-size 1 --sync-every 12 --test-every 40 --test-samples 1".split()
+WORDS = ["--steps", "40", "--batch-size", "1", "--sync-every", "12", "--test-every", "40", "--test-samples", "1"]
 
 
 def main() -> None:

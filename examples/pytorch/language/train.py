@@ -170,7 +170,7 @@ def train(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     model, tokens = prepared(args.model, args.seed)
     text = Text(tokens, args.seed)
     rate = args.learning_rate or {"tiny": 3e-3, "smollm2": 3e-5}[args.model]
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), fused=True)
     net: nn.Module = model
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     stream, local = dist.get_rank(), None
