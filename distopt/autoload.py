@@ -3,8 +3,8 @@
 So a script need not import `distopt.torch`: the first group does. Until then, nothing else of the package is imported,
 nor NumPy. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns such entry points off.
 
-With `DISTOPT_AS_GLOO=1`, groups for CPU tensors that are asked for by the name "gloo", or by none, are distopt's as well.
-They keep the name: libraries compare it. Groups that serve a GPU, too, such as "cpu:gloo,cuda:nccl", stay as they are,
+With `DISTOPT_AS_GLOO=1`, groups for CPU tensors that are asked for by the name "gloo", or by none, are distopt's, too.
+They keep the name: libraries compare it. Groups that also serve a GPU, such as "cpu:gloo,cuda:nccl", stay as they are,
 since a group of Python's replaces all backends of a group.
 """
 
