@@ -29,7 +29,8 @@ SHORT = {
     "--json {results} --plot {plot} --output {page}",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
-    "language": "--only gloo,sparse-loco --hosts 2 --rate 1000 --steps 4 --sync-every 2 --batch-size 1 --test-samples 1",
+    "language": "--only gloo,sparse-loco --hosts 2 --rate 1000 --steps 4 --sync-every 2 --batch-size 1 "
+    "--model tiny --test-samples 1",
     "distance": "--hosts 2,3 --delay 2 --rate 1000 --sizes 1KiB --turns 1 --load 0 --loss 0 --output {page}",
     "hosts": "--tokens 1",  # for the command of the page
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
@@ -49,8 +50,8 @@ SHORT = {
 }
 # tests/unit/test_bench.py runs these and look at their results.
 IN_UNIT_TESTS = {"all-reduce", "train", "kernels"}
-AS_ROOT = {"churn", "collectives", "network", "never-slower", "language", "overlap", "startup"}
-FAR_APART = {"distance", "hosts"}
+AS_ROOT = {"churn", "collectives", "network", "never-slower", "overlap", "startup"}
+FAR_APART = {"distance", "hosts", "language"}
 ON_GPUS = {"gpu"}
 
 
