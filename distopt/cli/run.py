@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ..launch.agents.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
+_ALL = -1  # see `RunOptions.redirects`
 
 _EXAMPLES = """\
 on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
@@ -41,8 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
 
-    def add(name: str, **how: Any) -> None:
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+    def add(name: str, *short: str, **how: Any) -> None:
+        spellings = dict.fromkeys([*short, f"--{name}", f"--{name.replace('-', '_')}"])
         parser.add_argument(*spellings, dest=name.partition("=")[0].replace("-", "_"), **how)
 
     add("nnodes", type=_range_of(at_least(1)), default="1", metavar="N", help="number of nodes (default: 1)")
@@ -84,12 +87,26 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     add("as-gloo", action="store_true", help='CPU groups of PyTorch that ask for "gloo" are distopt\'s')
     add("log-dir", type=Path, metavar="DIR", help="write output to DIR/JOB/attempt_0/RANK/stdout.log too")
+    add(
+        "redirects",
+        "-r",
+        type=_streams,
+        default={},
+        metavar="STREAMS",
+        help="1, 2 or 3: stdout, stderr or both of all ranks go to files only; 0:1,1:3 for local ranks (default: 0)",
+    )
+    add("tee", "-t", type=_streams, default={}, metavar="STREAMS", help="the same, shown as well")
+    add("local-ranks-filter", type=_local_ranks, metavar="N,N", help="show the output of these local ranks alone")
+    add("role", default="default", metavar="NAME", help="the variable ROLE_NAME of the ranks")
+    for name, metavar in (("start-method", "NAME"), ("monitor-interval", "SECONDS"), ("event-log-handler", "NAME")):
+        add(name, metavar=metavar, help=argparse.SUPPRESS)  # torchrun's; they have no meaning here
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
     # An option of its own: an optional value would take SCRIPT.
     add("watch=json", action="store_const", const="json", default="", help="the same as lines of JSON on stderr")
     parser.add_argument("-n", "-np", "--np", type=_renamed, help=argparse.SUPPRESS)  # mpiexec's and Horovod's
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
+    add("no-python", action="store_true", help="SCRIPT is a program of any kind")
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     parser.set_defaults(run=_run)
@@ -112,6 +129,21 @@ def _ranks(text: str) -> int:
     if text in {"auto", "gpu"}:
         raise argparse.ArgumentTypeError(f"{text!r} is not counted here; give the number")
     return len(os.sched_getaffinity(0)) if text == "cpu" else at_least(1)(text)
+
+
+def _streams(text: str) -> dict[int, int]:
+    """Bits of streams by local rank, as of torchrun's --redirects."""
+    found = {}
+    for part in text.split(","):
+        rank, colon, streams = part.rpartition(":")
+        if streams not in ("0", "1", "2", "3"):
+            raise argparse.ArgumentTypeError(f"{part!r}: 0 is nothing, 1 stdout, 2 stderr, 3 both; or RANK:STREAMS,...")
+        found[at_least(0)(rank) if colon else _ALL] = int(streams)
+    return found
+
+
+def _local_ranks(text: str) -> frozenset[int]:
+    return frozenset(at_least(0)(part) for part in text.split(","))
 
 
 def _renamed(text: str) -> None:
@@ -168,9 +200,19 @@ def options_of(args: argparse.Namespace) -> RunOptions:
             raise UsageError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
     if args.watch and Settings.from_env().flight_records == 0:
         raise UsageError("--watch reads flight records; unset DISTOPT_FLIGHT_RECORDS=0 or TORCH_FR_BUFFER_SIZE=0")
-    _check_script(args.script, module=args.module)
+    if args.no_python:
+        if args.module or args.heal:
+            raise UsageError(f"--no-python: {'-m' if args.module else '--heal'} is for Python; leave one of them out")
+        if shutil.which(args.script) is None:
+            raise UsageError(f"there is no program {args.script}")
+    else:
+        _check_script(args.script, module=args.module)
+    to_files = bool(args.redirects or args.tee)
+    if args.workers and (to_files or args.local_ranks_filter is not None):
+        raise UsageError("--redirects, --tee and --local-ranks-filter are for one job; with --workers give --log-dir")
+    python = () if args.no_python else (sys.executable, *(["-m"] if args.module else []))
     return RunOptions(
-        program=(sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments),
+        program=(*python, args.script, *args.arguments),
         ranks=ranks,
         nodes=nodes,
         spare_ranks=ranks - fewest,
@@ -183,7 +225,11 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         run_id=args.rdzv_id,
         restarts=args.max_restarts,
         heal=args.heal,
-        log_dir=args.log_dir,
+        log_dir=Path(tempfile.mkdtemp(prefix="distopt-logs-")) if to_files and not args.log_dir else args.log_dir,
+        redirects=args.redirects,
+        tee=args.tee,
+        shown_ranks=args.local_ranks_filter,
+        role=args.role,
         timeout=args.rdzv_timeout,
         alone=args.alone,
         watch=args.watch,

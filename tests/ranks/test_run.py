@@ -81,6 +81,19 @@ def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):
             assert (job / "attempt_0" / str(rank) / f"{name}.log").read_text().splitlines() == lines
 
 
+def test_any_program_has_torchruns_variables_and_its_output_is_where_it_is_asked_for(tmp_path):
+    line = "echo out $RANK $ROLE_RANK $ROLE_NAME $ROLE_WORLD_SIZE $GROUP_RANK; echo err $RANK >&2"
+    options = ["--log-dir", str(tmp_path), "-r", "0:1,1:3", "-t", "1:1", "--role", "trainer", "--no-python"]
+    ended = start(2, "sh", "-c", line, options=options).end()
+    assert (ended.stdout, ended.stderr) == ("[rank 1] out 1 1 trainer 2 0\n", "err 0\n")
+    files = {str(path.relative_to(tmp_path)).partition("/")[2]: path.read_text() for path in tmp_path.rglob("*.log")}
+    assert files == {
+        "attempt_0/0/stdout.log": "out 0 0 trainer 2 0\n",
+        "attempt_0/1/stdout.log": "out 1 1 trainer 2 0\n",
+        "attempt_0/1/stderr.log": "err 1\n",
+    }
+
+
 @pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(
     ("script", "how", "code", "text"),

@@ -78,6 +78,18 @@ def program(*words):
             RunOptions(program("train.py"), port=1234, log_dir=Path("logs")),
         ),
         (
+            "--log-dir logs -r 0:1,2:3 --tee 2 --local-ranks-filter 0,2 --role x --start-method spawn train.py",
+            RunOptions(
+                program("train.py"),
+                log_dir=Path("logs"),
+                redirects={0: 1, 2: 3},
+                tee={-1: 2},
+                shown_ranks=frozenset({0, 2}),
+                role="x",
+            ),
+        ),
+        ("--no-python sh -c true", RunOptions(("sh", "-c", "true"))),
+        (
             "--nnodes 2 --rdzv-endpoint=node0:29411 --rdzv-id j7 --rdzv-backend c10d --rdzv-timeout 9 train.py",
             RunOptions(program("train.py"), nodes=2, host="node0", port=29411, run_id="j7", timeout=9.0),
         ),
@@ -99,6 +111,21 @@ def test_options(parse, line, expected):
     assert parse(line) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "streams"),  # of local ranks 0 and 1: of stdout and stderr, whether shown, whether in files
+    [
+        ("train.py", [[(True, False)] * 2] * 2),
+        ("--log-dir logs train.py", [[(True, True)] * 2] * 2),
+        ("--log-dir logs -r 1 train.py", [[(False, True), (True, False)]] * 2),
+        ("--log-dir logs -r 0:3 -t 1:2 train.py", [[(False, True)] * 2, [(True, False), (True, True)]]),
+        ("--log-dir logs -r 3 -t 1 train.py", [[(True, True), (False, True)]] * 2),
+        ("--local-ranks-filter 1 --log-dir logs train.py", [[(False, True)] * 2, [(True, True)] * 2]),
+    ],
+)
+def test_where_output_goes(parse, line, streams):
+    assert [parse(line).streams_of(local_rank) for local_rank in (0, 1)] == streams
+
+
 def test_ranks_per_core(parse):
     assert parse("--nproc-per-node cpu train.py").ranks == len(os.sched_getaffinity(0))
 
@@ -108,8 +135,13 @@ def test_ranks_per_core(parse):
     [
         ("", "required: SCRIPT"),
         ("nowhere.py", "no script nowhere.py"),
+        ("-r 4 train.py", "'4': 0 is nothing, 1 stdout"),
+        ("--tee x:1 train.py", "'x' is not"),
+        ("--no-python no-such-program", "no program no-such-program"),
+        ("--no-python --heal sh", "--heal is for Python"),
+        ("--heal --workers rank -r 3 train.py", "with --workers give --log-dir"),
         ("-m nowhere.at.all", "no module nowhere.at.all"),
-        ("--tee 3 train.py", "unrecognized arguments: --tee"),
+        ("--rdzv-conf a=1 train.py", "unrecognized arguments: --rdzv-conf"),
         ("--nproc train.py", "unrecognized arguments: --nproc"),
         ("--nproc-per-node 0 train.py", "'0' is not a whole number of at least 1"),
         ("--nproc-per-node gpu train.py", "'gpu' is not counted here"),

@@ -16,6 +16,7 @@ import socket
 from collections import deque
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
@@ -337,13 +338,12 @@ class _Agent:
         try:
             for local_rank in range(order["ranks"]):
                 rank = order["first"] + local_rank
-                folder = None
-                if options.log_dir is not None:
-                    folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
-                env = {**self._common, DISTOPT_RUN.rank: str(rank), DISTOPT_RUN.local_rank: str(local_rank)}
+                folder = (options.log_dir or Path()) / order["job"] / f"attempt_{order['attempt']}" / str(rank)
+                env = {**self._common, **DISTOPT_RUN.variables_of(rank, local_rank)}
                 server = None if self._warm is None else self._warm.server
+                streams = options.streams_of(local_rank)
                 with starting(rank):
-                    ranks.add(Program(rank, options.program, env, folder, self._streams.outputs, server))
+                    ranks.add(Program(rank, options.program, env, folder, streams, self._streams.outputs, server))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))

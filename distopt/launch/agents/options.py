@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
+ALL = -1
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class RunOptions:
         restarts: how many times to start all ranks again after a failure.
         heal: whether to start all ranks again as long as that leads to new steps, by a fork and from states in memory.
         log_dir: folder for the output of the ranks.
+        redirects: by rank of this node, the output that goes to files only; `ALL` stands for ranks that are not in it.
+        tee: the same, to files as well. Without both, all output goes there if there is a `log_dir`.
+        shown_ranks: the ranks of this node whose output is shown (default: all).
+        role: the value of torchrun's ROLE_NAME, which has no other meaning here.
         timeout: seconds that the nodes have to join.
         alone: whether a job that heals goes on where less than half of its nodes can be reached.
         watch: what to show once a second of each rank: nothing, "table" or "json".
@@ -45,10 +53,22 @@ class RunOptions:
     restarts: int = 0
     heal: bool = False
     log_dir: Path | None = None
+    redirects: Mapping[int, int] = field(default_factory=dict)
+    tee: Mapping[int, int] = field(default_factory=dict)
+    shown_ranks: frozenset[int] | None = None
+    role: str = "default"
     timeout: float = 300.0
     alone: bool = False
     watch: str = ""
     workers: str = ""
+
+    def streams_of(self, local_rank: int) -> list[tuple[bool, bool]]:
+        """For stdout and stderr of a rank of this node: whether it is shown, and whether it goes to a file."""
+        redirects, tee = (each.get(local_rank, each.get(ALL, 0)) for each in (self.redirects, self.tee))
+        logged = redirects | tee if self.redirects or self.tee else (STDOUT | STDERR) * (self.log_dir is not None)
+        is_shown = self.shown_ranks is None or local_rank in self.shown_ranks
+        shown = (tee | ~redirects) if is_shown else 0
+        return [(bool(shown & stream), bool(logged & stream)) for stream in (STDOUT, STDERR)]
 
     @property
     def endpoint(self) -> str:

@@ -33,6 +33,7 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             attempt=order["attempt"],
             restarts=options.restarts,
             endpoint=order.get("endpoint", options.endpoint),
+            role=options.role,
         ),
         "DISTOPT_JOB_SECRET": secret_of_ranks(key, order["salt"]).hex(),
     }

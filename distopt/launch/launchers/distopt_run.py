@@ -39,6 +39,7 @@ class DistoptRun(Torchrun):
         attempt: int,
         restarts: int,
         endpoint: str,
+        role: str,
     ) -> dict[str, str]:
         """The variables that all ranks of a node have in common.
 
@@ -53,12 +54,15 @@ class DistoptRun(Torchrun):
             attempt: how many times the ranks have been started before.
             restarts: how many times they may be started again.
             endpoint: host and port of the owner, on several nodes.
+            role: torchrun's name for the ranks.
         """
         return {
             self.size: str(size),
             self.local_size: str(local_size),
             self.node: str(node),
             "GROUP_WORLD_SIZE": str(nodes),
+            "ROLE_NAME": role,
+            "ROLE_WORLD_SIZE": str(size),
             self.address: address,
             self.port: str(port),
             "TORCHELASTIC_RUN_ID": job,
@@ -67,6 +71,10 @@ class DistoptRun(Torchrun):
             _RUN_ID: job,
             **({ENDPOINT: endpoint} if nodes > 1 else {}),
         }
+
+    def variables_of(self, rank: int, local_rank: int) -> dict[str, str]:
+        """The variables of one rank."""
+        return {self.rank: str(rank), self.local_rank: str(local_rank), "ROLE_RANK": str(rank)}
 
 
 DISTOPT_RUN = DistoptRun()

@@ -181,6 +181,7 @@ class Relay:
         mark: the prefix of each of these lines.
         copy: file that gets the lines without marks.
         prompts: whether the beginning of a line is shown at once, as a debugger's; for a process without a mark.
+        shows: whether the lines are shown.
 
     Attributes:
         source: non-blocking descriptor to read the lines from; closed at the end of the stream.
@@ -189,7 +190,13 @@ class Relay:
     """
 
     def __init__(
-        self, target: Output, mark: bytes = b"", copy: BinaryIO | None = None, *, prompts: bool = False
+        self,
+        target: Output,
+        mark: bytes = b"",
+        copy: BinaryIO | None = None,
+        *,
+        prompts: bool = False,
+        shows: bool = True,
     ) -> None:
         self.source, self.sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.source, False)
@@ -199,6 +206,7 @@ class Relay:
         self._copy = copy
         self._rest = b""
         self._prompts = prompts
+        self._shows = shows
         self._n_shown = 0  # bytes of the rest that have been shown
         self._in_traceback = False
         target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
@@ -242,7 +250,8 @@ class Relay:
                 self._in_traceback = False
                 self.error = line.decode("utf-8", "replace").strip()
         begun = self._rest if self._prompts else b""
-        self._target.write((b"".join(self._mark + line for line in lines) + begun)[self._n_shown :], self)
+        if self._shows:
+            self._target.write((b"".join(self._mark + line for line in lines) + begun)[self._n_shown :], self)
         self._n_shown = len(begun)
         if self._copy is not None:
             try:

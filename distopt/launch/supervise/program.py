@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from ..end_together.report import VARIABLE
 from ..heal.state_slots import state_slots_in
@@ -29,7 +29,8 @@ class Program(Rank):
         rank: rank in the job.
         program: the words of the command.
         env: its environment.
-        folder: where its output also goes, as `stdout.log` and `stderr.log`.
+        folder: for files of its output, `stdout.log` and `stderr.log`.
+        streams: for both, whether it is shown, and whether it goes to the file.
         outputs: where its stdout and stderr are shown.
         server: the process that forks it, if it is not to start cold.
 
@@ -43,26 +44,26 @@ class Program(Rank):
         rank: int,
         program: Sequence[str],
         env: Mapping[str, str],
-        folder: Path | None,
+        folder: Path,
+        streams: Sequence[tuple[bool, bool]],
         outputs: Sequence[Output],
         server: ForkServer | None = None,
     ) -> None:
         super().__init__(rank)
-        self._folder = folder
+        self._folder = folder if any(is_logged for _, is_logged in streams) else None
         self._process: subprocess.Popen[bytes] | None = None  # None if the fork server has forked it
         env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
         mark = b"[rank %d] " % rank if rank else b""
-        logs: list[BinaryIO | None] = [None, None]
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self.sink)
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                logs = [(folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
             is_interactive = rank == 0 and os.isatty(0)
-            self._relays = [
-                Relay(output, mark, log, prompts=is_interactive and output.shows_prompts)
-                for output, log in zip(outputs, logs, strict=True)
-            ]
+            self._relays = []
+            for output, name, (is_shown, is_logged) in zip(outputs, ("stdout", "stderr"), streams, strict=True):
+                log = (folder / f"{name}.log").open("wb", buffering=0) if is_logged else None
+                prompts = is_interactive and output.shows_prompts
+                self._relays.append(Relay(output, mark, log, prompts=prompts, shows=is_shown))
             none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             stdin, stdout, stderr = standard = [0 if rank == 0 else none, *(relay.sink for relay in self._relays)]
             for fd in (none, stdout, stderr):
