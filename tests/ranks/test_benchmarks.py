@@ -37,6 +37,7 @@ SHORT = {
     "startup": "--rounds 1",
     "killed": "--times 1",
     "churn": "--only ddp,diloco,gloo --hosts 2 --seconds 12 --every 3 --away 1 --output {page}",
+    "serving": "--only tiny --rounds 1 --tokens 2",
     "recorder": "--steps 30 --batch-size 2",
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
@@ -161,7 +162,7 @@ def test_the_pages_name_commands_that_exist():
 def test_a_benchmark_runs(words, files):
     if words.split()[0] in {"network", "hosts", *ON_GPUS}:
         pytest.skip("see the tests below, and for hosts test_far_hosts.py")
-    if "--pytorch" in words or words.split()[0] == "scale":
+    if "--pytorch" in words or words.split()[0] in {"scale", "serving"}:
         pytest.importorskip("torch")
     ended = run_short(words, files)
     assert ended.code == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Libraries that start from PyTorch's groups, over Gloo and over distopt: their parameters must agree to the last bit.
+"""Libraries that start from PyTorch's groups, over Gloo and over distopt: equal parameters to the last bit, or tokens.
 
     python -m tests.torch.libraries
 
@@ -20,14 +20,14 @@ SIZE = 2
 def main() -> int:
     failed = 0
     for name in RECIPES:
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name.partition(" ")[0]) is None:
             print(f"{name}: not installed")
             continue
         digests = [run(name, backend) for backend in ("gloo", "distopt")]
         found = {digest for each in digests for digest in each}
         agree = len(found) == 1 and "failed" not in found
         failed += not agree
-        print(f"{name}: {'the same parameters' if agree else f'Gloo {digests[0]}, distopt {digests[1]}'}", flush=True)
+        print(f"{name}: {'the same results' if agree else f'Gloo {digests[0]}, distopt {digests[1]}'}", flush=True)
     return 1 if failed else 0
 
 
@@ -61,10 +61,10 @@ def rank_main(name: str, backend: str, folder: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
     x = torch.randn(64, 20)
-    RECIPES[name](model, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), folder, backend)
+    tokens = RECIPES[name](model, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), folder, backend)
     assert dist.get_backend() == backend
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
-    print(f"{total:.17g}")
+    print(tokens or f"{total:.17g}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -108,6 +108,31 @@ def transformers(model: object, data: object, folder: str, backend: str) -> None
     sys.stdout = kept
 
 
+def generation(model: object, data: object, folder: str, backend: str) -> str:
+    """Tokens of a Llama with random parameters, divided among the ranks; each also computes them alone."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if dist.get_rank() == 0:
+        config = LlamaConfig(
+            vocab_size=1000, hidden_size=512, intermediate_size=1376, num_hidden_layers=12, num_attention_heads=8,
+            num_key_value_heads=4, initializer_range=0.1, eos_token_id=None,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
+    found = []
+    for options in ({}, {"tp_plan": "auto"}):
+        llama = LlamaForCausalLM.from_pretrained(folder, **options)
+        new = llama.generate(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+        found.append(",".join(map(str, new[0, 5:].tolist())))
+    shard = llama.model.layers[-1].mlp.down_proj.weight.to_local()
+    assert shard.shape == (512, 1376 // SIZE), shard.shape
+    assert len(set(found[0].split(","))) > 12, f"other tokens, not the same again and again: {found[0]}"
+    assert found[0] == found[1], found
+    return found[0]
+
+
 def lightning(model: object, data: object, folder: str, backend: str) -> None:
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -132,7 +157,12 @@ def lightning(model: object, data: object, folder: str, backend: str) -> None:
     trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=8))
 
 
-RECIPES = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}
+RECIPES = {
+    "accelerate": accelerate,
+    "transformers": transformers,
+    "transformers generate": generation,
+    "lightning": lightning,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:

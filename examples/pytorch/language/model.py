@@ -6,6 +6,7 @@ Ainslie et al., "GQA", arXiv 2305.13245.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,24 @@ SMOLLM2 = Shape(
 )
 
 
+class Cache:
+    """Keys and values of a layer's tokens so far: with them, the next token needs no other one computed again.
+
+    Attributes:
+        length: tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def extended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of all tokens so far, after these are added: batch x key heads x length x head each."""
+        if self.length:
+            key, value = torch.cat((self._key, key), 2), torch.cat((self._value, value), 2)
+        self._key, self._value, self.length = key, value, key.shape[2]
+        return key, value
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
@@ -50,21 +69,25 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.hidden, shape.n_key_heads * shape.head, bias=False)
         self.out = nn.Linear(shape.n_heads * shape.head, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        """`x`: batch x length x hidden; `turn`: see `turns`."""
+    def forward(self, x: torch.Tensor, turn: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """`x`: batch x length x hidden, after a first call with a cache of length 1; `turn`: see `turns`."""
         query, key, value = (
             each(x).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
-        seen = functional.scaled_dot_product_attention(
-            turned(query, turn), turned(key, turn), value, is_causal=True, enable_gqa=True
-        )
+        query, key = turned(query, turn), turned(key, turn)
+        if cache is not None:
+            key, value = cache.extended(key, value)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1, enable_gqa=True)
         return self.out(seen.transpose(1, 2).flatten(2))
 
 
-def turns(length: int, shape: Shape) -> torch.Tensor:
-    """For each position and each pair of elements of a head, cosine and sine of its angle: 2 x length x head."""
+def turns(start: int, length: int, shape: Shape) -> torch.Tensor:
+    """For positions from `start` on and each pair of elements of a head, cosine and sine of its angle.
+
+    2 x length x head.
+    """
     speeds = shape.rope_base ** (-torch.arange(0, shape.head, 2) / shape.head)
-    angles = torch.outer(torch.arange(length), speeds).repeat(1, 2)
+    angles = torch.outer(torch.arange(start, start + length), speeds).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -85,8 +108,8 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
         self.down = nn.Linear(shape.feed_forward, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), turn)
+    def forward(self, x: torch.Tensor, turn: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, cache)
         normal = self.feed_norm(x)
         return x + self.down(functional.silu(self.gate(normal)) * self.up(normal))
 
@@ -105,11 +128,21 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Scores of the next token at each position: batch x length x vocabulary, for tokens of batch x length."""
+        return functional.linear(self.hidden_states(tokens), self.embedding.weight)
+
+    def hidden_states(self, tokens: torch.Tensor, caches: Sequence[Cache | None] = ()) -> torch.Tensor:
+        """The normalized sum of all layers at each position: batch x length x hidden, for tokens of batch x length.
+
+        Args:
+            tokens: those after the tokens in `caches`: one, unless these are empty.
+            caches: one of each layer.
+        """
         x = self.embedding(tokens)
-        turn = turns(tokens.shape[1], self.shape)
-        for block in self.blocks:
-            x = block(x, turn)
-        return functional.linear(self.norm(x), self.embedding.weight)
+        caches = caches or [None] * len(self.blocks)
+        turn = turns(caches[0].length if caches[0] else 0, tokens.shape[1], self.shape)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, turn, cache)
+        return self.norm(x)
 
 
 def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,12 @@ def tokenizer() -> Tokenizer:
     return found
 
 
+def as_question(text: str) -> str:
+    """`text` in the form of the conversations that the model was trained on, up to where its answer begins."""
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
 @cache
 def file() -> GGUFReader:
     """The package's file. The package itself is not imported: that would need what it depends on."""
