@@ -176,7 +176,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def late_worker() -> Worker:
-    """One that average 1, of changes by 10, has counted without, and that has made 4 steps; it holds the average."""
+    """A worker after 4 steps, which was left out of average 1, the mean of changes by 30, and has copied it."""
     other, late = Worker(), Worker()
     for worker in (other, late):
         worker.begin()
@@ -258,5 +258,5 @@ def test_a_newcomer_copies_the_moments_as_of_the_average(copies: bool) -> None:
         assert newcomer.inner.param_groups[0]["lr"] == 0.5 + rank
         assert newcomer.model == (member.model[1], member.model[1])
         assert newcomer.steps == member.workers._members.steps
-        newcomer.learn(1.0)  # the optimizer goes on from these states
+        newcomer.learn(1.0)  # from these states
         assert newcomer.inner.state_dict()["state"][0]["step"] == (4 if copies else 1)

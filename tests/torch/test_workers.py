@@ -195,7 +195,7 @@ def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path,
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("loss", ["killed", "frozen"])
 def test_the_node_that_names_the_members_is_lost_and_no_worker_stops(loss: str, digits: Path, port: int) -> None:
-    """One that was frozen comes back."""
+    """A frozen node comes back."""
     meet = ["--workers", "node", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
     command += ["--sync-every", "5", "--averages", "240"]
