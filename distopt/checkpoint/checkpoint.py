@@ -100,6 +100,7 @@ class Checkpoint:
         self._is_due = False  # whether a save waits for the end of an epoch
         self._signum = 0  # a signal, on which the job leaves at the end of an epoch
         self._waits = False  # whether the last step was the last of its epoch
+        self._is_noted = True  # whether the memory knows of that step
         self._first = True  # whether no complete checkpoint precedes the next
         self._only_in_memory = False  # whether the job resumed from states in memory, and saved none since
         self._known: set[str] = set()
@@ -147,6 +148,9 @@ class Checkpoint:
         if self._memory is not None:
             self._memory.start(adapters_of(self._objects), *((resumed.step, resumed.epoch) if resumed else (0, 0)))
             self._watch(self._memory.after_forward, self._memory.before_update)
+            for thing in self._objects.values():
+                if hasattr(thing, "watch_epochs"):
+                    thing.watch_epochs(self._begin_epoch)
             if resumed is None and DISTOPT_RUN.attempt(os.environ) and self._rank == 0:
                 _log.warning("neither memory nor files have the states of all ranks: training begins again from step 0")
         self._root = self._root and self._root.absolute()  # the script may change the working directory
@@ -248,7 +252,8 @@ class Checkpoint:
             if hasattr(thing, "finish_step"):
                 thing.finish_step()
         self._waits = not self._waits and self._epoch_is_over()  # for one step at most
-        if self._memory is not None and not self._waits:
+        self._is_noted = not self._waits
+        if self._memory is not None and self._is_noted:
             self._memory.finish(self.steps, self.epoch)  # before anything collective
         if self._hashes is not None:
             self._hashes.add(self.steps, self.epoch, adapters_of(self._objects))
@@ -264,6 +269,16 @@ class Checkpoint:
             self._memory.keep(self.steps, self.epoch, adapters_of(self._objects))
         if self._is_due:
             self._save()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Local, on all ranks. A sampler begins an epoch, so the script has ended the one before.
+
+        If that one has ended with the last step, the job could resume here, from the top of the loop of this epoch.
+        """
+        if self._memory is None or self._is_noted or epoch != self.epoch + 1 or self._epoch_is_over():
+            return
+        self._is_noted = True
+        self._memory.finish(self.steps, epoch)
 
     def _epoch_is_over(self) -> bool:
         """Whether a sampler has no batches left."""

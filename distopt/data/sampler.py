@@ -83,6 +83,7 @@ class ShardedSampler:
         self.shuffle = shuffle
         self.partial_batch = partial_batch
         self.epoch = 0
+        self._after_set_epoch: Callable[[int], object] = _nothing_after
         self._go_to(0)
         self._tail = tail
         self._given = shards
@@ -132,6 +133,11 @@ class ShardedSampler:
         if epoch != self.epoch:
             self.epoch = epoch
             self._go_to(0)
+            self._after_set_epoch(epoch)
+
+    def watch_epochs(self, after_set_epoch: Callable[[int], object]) -> None:
+        """Local. Call `after_set_epoch(epoch)` whenever another epoch has been set; `Checkpoint.resume` calls this."""
+        self._after_set_epoch = after_set_epoch
 
     @property
     def epoch_is_over(self) -> bool:
@@ -257,7 +263,7 @@ class ShardedSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Local. For copies in other processes, where no iteration lives."""
-        return {**self.__dict__, "_current": _nothing}
+        return {**self.__dict__, "_current": _nothing, "_after_set_epoch": _nothing_after}
 
 
 class _Iteration:
@@ -300,6 +306,10 @@ class _Iteration:
 
 def _nothing() -> None:
     """A weak reference to nothing."""
+
+
+def _nothing_after(epoch: int) -> None:
+    """No `Checkpoint` watches the epochs."""
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:

@@ -62,6 +62,19 @@ PORT = 29_484
 _LOSSES = ("node", "frozen", "cut")
 
 
+def children_of(agent: int, kind: str = "", *, without: Sequence[int] = ()) -> list[int]:
+    """As `Job.children` of the agent with this pid, without a wait. Those of a supervisor of workers are agents."""
+    found = []
+    for child in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+        with contextlib.suppress(OSError):  # it has ended
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            first, _, last = Path(f"/proc/{child}/comm").read_text().strip().partition(" ")
+            fits = (last if first == "distopt" else "") == kind
+            if command and b"orphans" not in command and fits and child not in without:
+                found.append(child)
+    return found
+
+
 class Job:
     """Agents of a job, one for each command, and all that they print; the others start `after` the first is ready."""
 
@@ -130,17 +143,9 @@ class Job:
 
     def children(self, agent: int, kind: str = "", *, without: Sequence[int] = ()) -> list[int]:
         """Wait for the ranks of an agent, the process that "forks" them, or each "spare"; without those given."""
-        pid, end = self.agents[agent].pid, time.monotonic() + LIMIT_SECONDS
+        end = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < end:
-            found = []
-            for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-                with contextlib.suppress(OSError):  # it has ended
-                    command = Path(f"/proc/{child}/cmdline").read_bytes()
-                    first, _, last = Path(f"/proc/{child}/comm").read_text().strip().partition(" ")
-                    fits = (last if first == "distopt" else "") == kind
-                    if command and b"orphans" not in command and fits and child not in without:
-                        found.append(child)
-            if found:
+            if found := children_of(self.agents[agent].pid, kind, without=without):
                 return found
             time.sleep(0.01)
         raise AssertionError(self.lines)

@@ -82,3 +82,20 @@ def test_the_steps_that_a_lost_rank_and_a_lost_node_cost(tmp_path, shards):
         assert lost_steps(job, count + 3) <= most
         end.touch()
         job.end()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize(
+    "script", [JOB, [*JOB, "--no-shards"], ["-m", "tests.torch.elastic", "ddp"], ["-m", "tests.torch.elastic", "plain"]]
+)
+def test_a_fault_in_the_first_step_of_an_epoch_costs_none(script: list[str]) -> None:
+    """The script has ended the epoch before, which is one of 12 steps."""
+    words = [*RUN, "--heal", *script, "--steps", "20"]
+    want = Job([*(word for word in words if word != "--heal"), "--pause", "0"]).end()
+    job = Job([*words, "--pause", f"{patience(0.1)}", "--killed-at", "12"])
+    try:
+        assert lost_steps(job, 1) == 0
+        assert job.end() == want
+    finally:
+        job.kill()

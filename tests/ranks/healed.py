@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--lost", help="LOCAL_RANK:FIRST:LAST: that rank of 2 or more is killed in these attempts")
     parser.add_argument("--no-shards", action="store_true", help="for as many ranks at the end as at the start")
     parser.add_argument("--samples", type=int, default=200, help="of an epoch")
+    parser.add_argument("--killed-at", type=int, help="after so many steps, rank 1 of the first attempt is killed")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
     args = parser.parse_args()
     if args.lost and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -89,6 +90,8 @@ def main() -> None:
     data = batches(sampler, checkpoint.epoch)
     while checkpoint.steps < args.steps:
         epoch, chosen = next(data)
+        if args.killed_at == checkpoint.steps and world.rank == 1 and resumed is None:
+            os.kill(os.getpid(), signal.SIGKILL)
         for part in [chosen] if shards is None else network.optimizer.shards(chosen):
             network(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]))
         time.sleep(0 if args.until.is_file() else args.pause)

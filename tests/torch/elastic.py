@@ -6,6 +6,7 @@ distopt run --heal --nproc-per-node 1:2 -m tests.torch.elastic ddp --steps 100
 import argparse
 import itertools
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="of an epoch")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--every", type=int, default=40)
+    parser.add_argument("--killed-at", type=int, help="after so many steps, rank 1 of the first attempt is killed")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -68,6 +70,8 @@ def main() -> None:
     for epoch in itertools.count(checkpoint.epoch):
         sampler.set_epoch(epoch)
         for chosen in sampler:
+            if args.killed_at == checkpoint.steps and rank == 1 and resumed is None:
+                os.kill(os.getpid(), signal.SIGKILL)
             for part in [chosen] if shards is None else cut.shards(chosen):
                 nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
             step.step()

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 
 from examples.data import idx, synthetic
-from tests.faults.healing import Job
+from tests.faults.healing import Job, children_of
 from tests.processes import LIMIT_SECONDS, ROOT
 
 pytest.importorskip("torch")
 
 SCRIPT = str(ROOT / "examples" / "pytorch" / "mnist_workers.py")
 RUN = [sys.executable, "-W", "ignore", "-m", "distopt", "run"]
+THREE = ("--nproc-per-node", "3")
 STEP = r"worker {} \(pid (\d+)\): step (\d+),"
 
 
@@ -53,6 +55,27 @@ def steps_of(job: Job, worker: int) -> list[int]:
     return [int(found[2]) for line in list(job.lines) if (found := re.search(STEP.format(worker), line))]
 
 
+def rank_of(agent: int, killed: list[int]) -> int:
+    """Wait for the one of a worker which is none of those that were killed."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while not (ranks := children_of(agent, without=killed)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return ranks[0]
+
+
+def tree_of(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in tree_of(int(child)))]
+
+
+def signal_each(pids: list[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
 def ends_of(job: Job) -> set[str]:
     """The digests of all workers at the end."""
     assert [agent.wait(LIMIT_SECONDS) for agent in job.agents] == [0], job.lines
@@ -62,20 +85,48 @@ def ends_of(job: Job) -> set[str]:
 
 
 @pytest.mark.slow(kept=1)
-def test_a_killed_worker_stops_no_other_and_joins_again(digits: Path) -> None:
-    with started(
-        digits, "--averages", "400", "--pause", "0.02", launch=("--workers", "rank", "--nproc-per-node", "2")
-    ) as job:
-        pid = int(job.wait_for(STEP.format(1))[-1][1])
-        os.kill(pid, signal.SIGKILL)
-        job.wait_for("worker 1, .* has ended or cannot be reached; 1 worker goes on")
-        job.wait_for(r"worker 2, .* has joined with average \d+")
-        joined = int(job.wait_for(STEP.format(2))[0][2])
-        job.wait_for("ends with", 2)
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize(("count", "killed"), [(2, 1), (4, 2), (3, 2)])
+def test_killed_workers_stop_no_other_and_join_again(count: int, killed: int, digits: Path) -> None:
+    """One; two at once; all but one."""
+    launch = ("--workers", "rank", "--nproc-per-node", str(count))
+    with started(digits, "--averages", "400", "--pause", "0.02", launch=launch) as job:
+        pids = [int(job.wait_for(STEP.format(worker))[-1][1]) for worker in range(count)]
+        for pid in pids[-killed:]:
+            os.kill(pid, signal.SIGKILL)
+        for worker in range(count - killed, count):
+            job.wait_for(f"worker {worker}, .* has ended or cannot be reached; . workers? goe?s? on")
+        joined = {}
+        for worker in range(count, count + killed):
+            job.wait_for(rf"worker {worker}, .* has joined with average \d+")
+            joined[worker] = int(job.wait_for(STEP.format(worker))[0][2])
+        job.wait_for("ends with", count)
         assert len(ends_of(job)) == 1
-        steps = steps_of(job, 0)
-        assert steps == [*range(5, 2001, 5)]  # not one repeated, none left out
-        assert steps_of(job, 2) == [*range(joined, 2001, 5)]
+        for worker in range(count - killed):
+            assert steps_of(job, worker) == [*range(5, 2001, 5)]  # not one repeated, none left out
+        for worker, first in joined.items():
+            assert steps_of(job, worker) == [*range(first, 2001, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_a_worker_that_is_killed_again_and_again_stops_no_other(digits: Path) -> None:
+    """Also before it has joined."""
+    with started(digits, "--averages", "500", "--pause", "0.02", launch=("--workers", "rank", *THREE)) as job:
+        pids = {int(job.wait_for(STEP.format(worker))[0][1]): worker for worker in range(3)}
+        agent, killed = children_of(job.agents[0].pid)[1], []
+        for seconds in (3.0, 3.0, 0.2, 3.0, 0.0):
+            killed.append(rank_of(agent, killed))
+            os.kill(killed[-1], signal.SIGKILL)
+            time.sleep(seconds)
+        last = rank_of(agent, killed)
+        worker = int(job.wait_for(rf"worker (\d+), .*\(pid {last}\) has joined with average \d+")[0][1])
+        job.wait_for("ends with", 3)
+        assert len(ends_of(job)) == 1
+        for other in {*range(3)} - {pids[killed[0]]}:
+            assert steps_of(job, other) == [*range(5, 2501, 5)]  # not one repeated, none left out
+        steps = steps_of(job, worker)
+        assert steps == [*range(steps[0], 2501, 5)]
 
 
 @pytest.mark.slow
@@ -141,23 +192,40 @@ def test_a_worker_with_other_options_is_refused_and_stops_no_other(digits: Path,
 
 
 @pytest.mark.slow
-def test_the_node_that_names_the_members_is_killed_and_no_worker_stops(digits: Path, port: int) -> None:
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize("loss", ["killed", "frozen"])
+def test_the_node_that_names_the_members_is_lost_and_no_worker_stops(loss: str, digits: Path, port: int) -> None:
+    """A frozen node comes back."""
     meet = ["--workers", "node", "--nnodes", "1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command = [*RUN, "--heal", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4", "--pause", "0.02"]
-    command += ["--sync-every", "5", "--averages", "120"]
+    command += ["--sync-every", "5", "--averages", "240"]
     job = Job(command, command, command, after=lambda: listens_at(port))  # the first has the endpoint
+    pids: list[int] = []
     try:
         for worker in range(3):  # those that come late have joined
             job.wait_for(STEP.format(worker), 2)
-        job.kill_agent(0)  # and its worker with it
-        job.wait_for("names the members from now on")
-        assert [agent.wait(LIMIT_SECONDS) for agent in job.agents[1:]] == [0, 0], job.lines
+        if loss == "killed":
+            job.kill_agent(0)  # and its worker with it
+            job.wait_for("names the members from now on")
+        else:
+            pids = tree_of(job.agents[0].pid)
+            signal_each(pids, signal.SIGSTOP)
+            job.wait_for("names the members from now on")
+            lost = next(w for w in range(3) if int(job.wait_for(STEP.format(w))[0][1]) in pids)
+            for worker in {*range(3)} - {lost}:
+                job.wait_for(STEP.format(worker), len(steps_of(job, worker)) + 4)
+            signal_each(pids, signal.SIGCONT)
+            job.wait_for(rf"worker {lost}, .* is back with average \d+")
+        codes = [agent.wait(LIMIT_SECONDS) for agent in job.agents]
+        assert codes == [-signal.SIGKILL if loss == "killed" else 0, 0, 0], job.lines
     finally:
+        signal_each(pids, signal.SIGCONT)
         job.kill()
     ends = [re.search(r"worker (\d+).* ends with .*digest (\w+)", line) for line in job.lines if "ends with" in line]
-    assert len(ends) == 2, job.lines
+    assert len(ends) == (2 if loss == "killed" else 3), job.lines
     assert len({found and found[2] for found in ends}) == 1
     for found in ends:
         assert found is not None
         steps = steps_of(job, int(found[1]))
-        assert steps == [*range(steps[0], 601, 5)]  # not one repeated, none left out
+        if loss == "killed" or int(found[1]) != lost:
+            assert steps == [*range(steps[0], 1201, 5)]  # not one repeated, none left out

@@ -36,7 +36,7 @@ from .variables import common_variables, variables
 from .warm import WarmStart
 
 if TYPE_CHECKING:
-    from .membership import Membership
+    from .election import Election
     from .monitor import Monitor
     from .options import RunOptions
 
@@ -95,13 +95,13 @@ class _Agent:
             if options.nodes > 1:
                 listener = listen_somewhere(Settings.from_env().ports, options.nodes + 16)
             self._warm = WarmStart(options, selector, self._print, self._key, listener)
-        self._membership: Membership | None = None
+        self._election: Election | None = None
         self._term = -1  # in which this agent is the owner
         if options.heal and options.nodes > 1:
-            from .membership import Membership
+            from .election import Election
 
-            self._membership = Membership(options, self._key, selector, self._print)
-            if (host := self._membership.host) is not None:
+            self._election = Election(options, self._key, selector, self._print)
+            if (host := self._election.host) is not None:
                 self._me.address = options.places[host][0]
         self._ranks: LocalRanks | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
@@ -116,10 +116,10 @@ class _Agent:
 
     def run(self) -> int:
         """Collective over the nodes. Obey the owner until the job has ended; the exit code."""
-        if self._membership is None:
+        if self._election is None:
             self._find_owner()
         while self._code is None:
-            polled = (self._warm, self._membership)
+            polled = (self._warm, self._election)
             seconds = min([_LOOK_SECONDS, *(part.poll_seconds for part in polled if part is not None)])
             handle_events(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
@@ -137,7 +137,7 @@ class _Agent:
 
     def close(self) -> None:
         """Kill ranks that still run, and write the output that waits for a reader."""
-        for part in (self._ranks, self._warm, self._owner, self._membership):
+        for part in (self._ranks, self._warm, self._owner, self._election):
             if part is not None:
                 part.close()
         is_ending = any(signum in ENDING_SIGNALS for signum in self._signals)
@@ -166,14 +166,14 @@ class _Agent:
     def _own_job(self, listener: socket.socket | None) -> None:
         """Decide for all nodes from now on."""
         self._owner = owner = Owner(self._me, self._options, self._key, self._selector, self._print)
-        owner.monitor, owner.membership = self._monitor, self._membership
+        owner.monitor, owner.election = self._monitor, self._election
         if self._warm is not None:
             owner.modules = partial(getattr, self._warm, "modules")
         if listener is not None:
             owner.listen(listener)
         self._me.number = -1
-        if self._membership is not None:
-            state = self._membership.state
+        if self._election is not None:
+            state = self._election.state
             self._term, self._me.id = state.term, state.me
             if not state.members.is_fresh:
                 owner.take_over(state.members, state.reached())
@@ -185,17 +185,17 @@ class _Agent:
 
     def _follow(self) -> None:
         """Notice the loss of the owner. In a job that heals, find another, or become it."""
-        owner, membership = self._owner, self._membership
-        if membership is None:
+        owner, election = self._owner, self._election
+        if election is None:
             if isinstance(owner, RemoteOwner) and owner.lost:
                 owner.close()
                 self._owner = None
                 self._print(f"{owner.name} has ended or cannot be reached; see its output")
                 self._code = 1
             return
-        state = membership.state
+        state = election.state
         try:
-            membership.tick()
+            election.tick()
         except LaunchError as error:
             if self._ranks is None:
                 raise
@@ -205,14 +205,14 @@ class _Agent:
             self._leave(
                 owner, f"{self._me.name} decides no longer: it cannot reach enough of the other nodes, or another does"
             )
-        elif isinstance(owner, RemoteOwner) and membership.has_lost(owner):
-            self._leave(owner, f"{owner.name} has ended or cannot be reached; {membership.expects()}")
+        elif isinstance(owner, RemoteOwner) and election.has_lost(owner):
+            self._leave(owner, f"{owner.name} has ended or cannot be reached; {election.expects()}")
         if self._owner is None and self._ranks is not None and self._ranks.running:
             return  # they are giving their live states, and end
         if self._owner is None and state.is_owner:
-            self._own_job(membership.listen())
+            self._own_job(election.listen())
         elif self._owner is None:
-            membership.seek(self._me.wanted, partial(self._report_to, f"the node that owns {self._options.endpoint}"))
+            election.seek(self._me.wanted, partial(self._report_to, f"the node that owns {self._options.endpoint}"))
 
     def _leave(self, owner: Owner | RemoteOwner, text: str) -> None:
         """Obey this owner no longer, and end the ranks that it has started."""
@@ -227,7 +227,7 @@ class _Agent:
 
     # -- orders of the owner ---------------------------------------------------------------------------------------
     def _hello(self) -> None:
-        own = self._membership.hello() if self._membership is not None else {}
+        own = self._election.hello() if self._election is not None else {}
         options = self._options
         if self._warm is not None:
             own["ready"] = self._warm.server is not None and not self._warm.server.is_importing
@@ -322,7 +322,7 @@ class _Agent:
         ranks.failures.clear()
         _reap()
         if isinstance(self._owner, RemoteOwner):
-            owned = "the job" if self._membership is not None else self._options.endpoint
+            owned = "the job" if self._election is not None else self._options.endpoint
             self._owner.name = f"the node that owns {owned}, {order['owner']},"
         if self._monitor is not None:
             self._monitor.forget(order["size"])

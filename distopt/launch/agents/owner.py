@@ -34,7 +34,7 @@ from .node import NO_RANK, Node, Nodes
 from .variables import secret_of_ranks
 
 if TYPE_CHECKING:
-    from .membership import Membership
+    from .election import Election
     from .monitor import Monitor
     from .options import RunOptions
     from .succession import Members
@@ -67,12 +67,12 @@ class Owner(KeyGate):
 
     Attributes:
         monitor: shows the rows of other nodes, under --watch.
-        membership: of this agent, in a job that heals on several nodes.
+        election: of this agent, in a job that heals on several nodes.
         modules: the modules that ranks of this agent have imported.
     """
 
     monitor: Monitor | None = None
-    membership: Membership | None = None
+    election: Election | None = None
     modules: Callable[[], Sequence[str]] = list
 
     def __init__(
@@ -152,10 +152,10 @@ class Owner(KeyGate):
             self._finish(2, f"{node.name} has {node.most} ranks in the place of {before}; correct the line on it")
             return
         self._came_at = self._clock.seconds()
-        if self.membership is not None:
+        if self.election is not None:
             node.id, node.peer = message["id"], message["peer"]
             if node is not self._own:
-                self.membership.connected(node)
+                self.election.connected(node)
         if self._phase is Phase.GATHERING:
             self._begin(self._nodes.most)
         elif node.number < 0:
@@ -232,9 +232,9 @@ class Owner(KeyGate):
     def check_times(self) -> None:
         """Act on timeouts."""
         self._drop_slow_strangers()
-        if self.membership is not None and self._phase is not Phase.GATHERING:
+        if self.election is not None and self._phase is not Phase.GATHERING:
             for link, node in list(self._by_link.items()):
-                if self.membership.is_silent(node):
+                if self.election.is_silent(node):
                     self._end_link(link)
         now = self._clock.seconds()  # in every phase: the clock takes a long time without a look for a suspension
         if self._phase is Phase.GATHERING:
@@ -332,8 +332,8 @@ class Owner(KeyGate):
             super()._lost(link)
             return
         node = self._by_link.pop(link)
-        if self.membership is not None:
-            self.membership.disconnected(node)
+        if self.election is not None:
+            self.election.disconnected(node)
         if self._phase is Phase.GATHERING:  # it may come again
             self._nodes.remove(node)
         else:
@@ -361,11 +361,11 @@ class Owner(KeyGate):
         # Where none is lost or has come, each keeps its number, and its ranks what they have kept.
         if self._nodes.is_elastic and [node.number for node in self._nodes] != list(range(len(self._nodes))):
             self._nodes.number()
-        if self.membership is None:
+        if self.election is None:
             self._order(text)
         else:
             job = {"name": self._job, "attempt": self._attempt}
-            self.membership.propose(self._nodes, job, partial(self._order, text))
+            self.election.propose(self._nodes, job, partial(self._order, text))
 
     def _order(self, text: str) -> None:
         self._phase = Phase.RUNNING
@@ -381,8 +381,8 @@ class Owner(KeyGate):
             "address": self._nodes[0].address,
             "port": self._nodes[0].port,
         }
-        if self.membership is not None:
-            common["endpoint"] = f"{self._own.address}:{self.membership.state.port}"
+        if self.election is not None:
+            common["endpoint"] = f"{self._own.address}:{self.election.state.port}"
         for node in self._nodes:
             node.ended = False
         for node, following in zip(list(self._nodes), [*self._nodes[1:], self._nodes[0]], strict=True):
@@ -421,7 +421,7 @@ class Owner(KeyGate):
         if self._options.heal:
             node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
             cure = _WAITING
-            decides = self.membership is None or self.membership.decides()
+            decides = self.election is None or self.election.decides()
             if (left := self._nodes.n_present) >= self._nodes.least and decides:
                 cure = f"continuing with {left} of {self._nodes.most} nodes"
             self._warn(f"{failure.text}; {cure}")

@@ -2,7 +2,7 @@
 
 A worker is a job of one node: `distopt run --heal` supervises its ranks (`supervisor`). Workers know each other by one
 service (`service`); `membership` decides. It is part of one supervisor, which those of all nodes elect
-(`distopt.launch.agents.membership`); each supervisor shows its workers where the service is (`variables`). The first
+(`distopt.launch.agents.election`); each supervisor shows its workers where the service is (`variables`). The first
 rank of a worker talks to it (`client`), in lines of JSON. Messages of a worker have the key "say":
 
 - `hello`: it has come, or come back ("number"); the model that it trains ("model"), how many workers it asks for

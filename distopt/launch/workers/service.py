@@ -23,7 +23,7 @@ from ..sockets import say
 from .membership import SILENT_SECONDS, Membership, Worker
 
 if TYPE_CHECKING:
-    from ..agents.membership import Membership as Agents
+    from ..agents.election import Election
 
 _COMING_SECONDS = 1.0  # then nodes of the last list that have not come to another service count as lost
 _FRESH_SECONDS = 3.0  # then the first service begins without the others, unless it has met members of a living job
@@ -39,7 +39,7 @@ class Service(Gate):
         own: this node; its address as the workers of others reach it.
         selector: waits for the connections.
         warn: prints a line.
-        agents: how the supervisors of several nodes elect one; None: there is one node.
+        election: how the supervisors of several nodes elect one; None: there is one node.
 
     Attributes:
         membership: decides.
@@ -53,20 +53,20 @@ class Service(Gate):
         own: Node,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
-        agents: Agents | None,
+        election: Election | None,
     ) -> None:
         super().__init__(key, selector)
-        self._most_nodes, self._own, self._warn, self._agents = nodes, own, warn, agents
+        self._most_nodes, self._own, self._warn, self._election = nodes, own, warn, election
         self._by_link: dict[Link, Node] = {}
         self._nodes = {own.id: own}
         self._coming_by: float | None = time.monotonic() + _FRESH_SECONDS
-        self._is_open = agents is None
+        self._is_open = election is None
         self._workers: dict[Link, Worker] = {}
         self._values = Values()
         self._epoch = 0  # of these values
         self._checked_at = time.monotonic()
         numbers = 0
-        if agents is not None and not (last := agents.state.members).is_fresh:
+        if election is not None and not (last := election.state.members).is_fresh:
             numbers = last.job["numbers"]
             for agent in {*last.groups[-1].ids} - {own.id}:
                 self._nodes[agent] = node = Node("", 0, NO_RANK, lambda _: None, "", id=agent)
@@ -84,7 +84,7 @@ class Service(Gate):
         """Act on the time."""
         self._drop_slow_strangers()
         for link, node in list(self._by_link.items()):
-            if self._agents is not None and self._agents.is_silent(node):
+            if self._election is not None and self._election.is_silent(node):
                 self._end_link(link)
         if self._coming_by is not None and time.monotonic() > self._coming_by:
             self._coming_by = None
@@ -102,13 +102,13 @@ class Service(Gate):
         return "" if link.purpose in {FOR_MEMBERS, FOR_AGENT} else "this job trains by --workers"
 
     def _decides(self) -> bool:
-        return self._agents is None or (self._is_open and self._agents.has_lease())
+        return self._election is None or (self._is_open and self._election.has_lease())
 
     def _propose(self) -> None:
         """Have the nodes that are here elect the next service. The first waits for them a moment."""
         waits = self._coming_by is not None and len(self._nodes) < self._most_nodes
-        if self._agents is not None and not (waits and self._agents.state.members.is_fresh):
-            self._agents.propose(list(self._nodes.values()), {"numbers": self.membership.numbers}, self._open)
+        if self._election is not None and not (waits and self._election.state.members.is_fresh):
+            self._election.propose(list(self._nodes.values()), {"numbers": self.membership.numbers}, self._open)
 
     def _open(self) -> None:
         self._is_open = True
@@ -123,8 +123,8 @@ class Service(Gate):
         if node.id not in self._nodes:
             self._warn(f"{node.name} has come")
         self._nodes[node.id] = self._by_link[link] = node
-        assert self._agents is not None
-        self._agents.connected(node)
+        assert self._election is not None
+        self._election.connected(node)
         self._propose()
 
     def _address_of(self, link: Link) -> str:
@@ -133,10 +133,10 @@ class Service(Gate):
 
     def _lost(self, link: Link) -> None:
         if (node := self._by_link.pop(link, None)) is not None and self._nodes.get(node.id) is node:
-            assert self._agents is not None
+            assert self._election is not None
             self._warn(f"{node.name} has left, or cannot be reached")
             del self._nodes[node.id]
-            self._agents.disconnected(node)
+            self._election.disconnected(node)
             self._propose()
         if (worker := self._workers.pop(link, None)) is not None:
             self._values.end(worker.number)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...settings import Settings
-from ..agents.membership import Membership as Agents
+from ..agents.election import Election
 from ..agents.node import NO_RANK, Node
 from ..agents.remote import RemoteOwner
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, describe_exit, die_with, print_last
@@ -121,24 +121,24 @@ class _Supervisor:
         self._term = -1  # in which this node has the service
         self._n_passed = 0  # signals that the workers have got
         self._kill_at = float("inf")
-        self._agents: Agents | None = None
+        self._election: Election | None = None
         if options.nodes > 1:
-            self._agents = Agents(options, self._key, selector, _say)
-            if (host := self._agents.host) is not None:
+            self._election = Election(options, self._key, selector, _say)
+            if (host := self._election.host) is not None:
                 self._me.address = options.places[host][0]
-            self._me.peer = self._agents.hello()["peer"]
+            self._me.peer = self._election.hello()["peer"]
 
     def run(self) -> int:
         """Supervise the workers to their end; the exit code."""
-        if self._agents is None:
+        if self._election is None:
             self._serve(listen(0, _BACKLOG))
         while not self._has_ended():
             handle_events(self._selector, _LOOK_SECONDS)
             self._pass_signals()
             for worker in self._workers:
                 worker.poll()
-            if self._agents is not None:
-                self._follow(self._agents)
+            if self._election is not None:
+                self._follow(self._election)
             if isinstance(self._owner, Service):
                 self._owner.check_times()
             if self._owner is not None and not self._workers:
@@ -152,8 +152,8 @@ class _Supervisor:
             worker.close()
         if self._owner is not None:
             self._owner.close()
-        if self._agents is not None:  # after a signal, the same line may be typed again while the others wait for it
-            self._agents.close(is_remembered=bool(self._ending))
+        if self._election is not None:  # after a signal, the same line may be typed again while the others wait for it
+            self._election.close(is_remembered=bool(self._ending))
         self._sign.close()
 
     def _start(self) -> None:
@@ -173,37 +173,37 @@ class _Supervisor:
         return not isinstance(self._owner, Service) or not self._owner.is_needed or bool(self._ending)
 
     # -- the service, here or on another node ------------------------------------------------------------------------
-    def _follow(self, agents: Agents) -> None:
+    def _follow(self, election: Election) -> None:
         """Find the service, and have it here if this node is elected."""
-        agents.tick()
-        state, owner = agents.state, self._owner
+        election.tick()
+        state, owner = election.state, self._owner
         if isinstance(owner, Service) and not (state.is_owner and state.term == self._term):
             self._leave(owner, f"{self._me.name} names no members any more: another node does, or waits for more nodes")
-        elif isinstance(owner, RemoteOwner) and agents.has_lost(owner):
-            self._leave(owner, f"{owner.name} has ended or cannot be reached; {agents.expects()}")
+        elif isinstance(owner, RemoteOwner) and election.has_lost(owner):
+            self._leave(owner, f"{owner.name} has ended or cannot be reached; {election.expects()}")
         if self._owner is None and state.is_owner:
             self._term, self._me.id = state.term, state.me
             if (own := state.members.info.get(state.me)) is not None:
                 self._me.address = own["address"]
             if not state.members.is_fresh:
                 _say(f"{self._me.name} names the members from now on")
-            self._serve(agents.listen())
+            self._serve(election.listen())
         elif self._owner is None:
-            agents.seek(NO_RANK, self._reached)
+            election.seek(NO_RANK, self._reached)
 
     def _serve(self, listener: socket.socket) -> None:
         options = self._options
         most = options.nodes * (options.ranks if options.workers == "rank" else 1)
-        self._owner = Service(self._key, most, options.nodes, self._me, self._selector, _say, self._agents)
+        self._owner = Service(self._key, most, options.nodes, self._me, self._selector, _say, self._election)
         self._owner.listen(listener)
         self._sign.show(self._me.address, listener.getsockname()[1])
 
     def _reached(self, link: socket.socket, agent: str) -> None:
-        assert self._agents is not None
+        assert self._election is not None
         host, port = link.getpeername()[:2]
         name = f"the node that names the members, {host},"
         self._owner = RemoteOwner(link, name, agent, self._selector, deque())
-        self._owner.say(self._agents.hello())
+        self._owner.say(self._election.hello())
         self._sign.show(host.removeprefix("::ffff:"), port)
 
     def _leave(self, owner: Service | RemoteOwner, text: str) -> None:

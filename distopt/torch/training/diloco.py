@@ -20,6 +20,7 @@ from ...checks import check_integer, check_number
 from ...codecs import Codec, CommunicationStatistics
 from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...errors import StateError, UsageError
+from ...launch.workers.variables import Place
 from ..ddp.plain_model import plain_model
 from .communicator import communicator_of
 from .fragment import Fragment, parts_of
@@ -110,39 +111,27 @@ class DiLoCo:
         grace: float = 2.0,
     ) -> None:
         """Collective."""
-        check_integer("fragments", fragments, 1)
-        check_integer("sync_every", sync_every, 1)
         outer = {id(tensor) for group in outer_optimizer.param_groups for tensor in group["params"]}
         plain = plain_model(model)[0]
         named = [*plain.named_parameters()]
         params = trained_parameters((name, tensor) for name, tensor in named if id(tensor) in outer)
-        if sync_every % fragments or fragments > len(params):
-            raise UsageError(
-                f"{fragments} fragments of {len(params)} parameters cannot be averaged at equal distances every "
-                f"{sync_every} steps; choose a divisor of sync_every that is not larger than the number of parameters"
-            )
-        self._distance = sync_every // fragments
-        check_integer("fragment_sync_delay", fragment_sync_delay, 0, self._distance)
-        check_number("fragment_update_alpha", fragment_update_alpha, "[0, 1]")
+        _check_schedule(len(params), sync_every, fragments, fragment_sync_delay)
+        _check_options(fragment_update_alpha, min_workers, moments, averages)
         Engine.check_options(non_finite)
-        check_integer("min_workers", 1 if min_workers is None else min_workers, 1)
-        check_integer("averages", 1 if averages is None else averages, 1)
-        if moments not in ("empty", "copy"):
-            raise UsageError(f'moments={moments!r} is not known; give "empty" or "copy"')
         place = place_of_workers(min_workers)
         self.steps = 0
+        self._distance, self._delay = sync_every // fragments, fragment_sync_delay
         self._goal = None if averages is None else averages * fragments
-        self._delay, self._inner, self._outer = fragment_sync_delay, inner_optimizer, outer_optimizer
+        self._inner, self._outer = inner_optimizer, outer_optimizer
         self._averaged = {id(param.tensor): param for param in params}
         self._model, self._held = plain, HeldParameters(plain, params)
         self._check_optimizers()
-        device = device_of(params)
-        codec, communicator = codecs.codec_of(codec), communicator_of(group, device)
-        self._communicator, self.device = communicator, device
-        with current_stream(device):
+        codec, self.device = codecs.codec_of(codec), device_of(params)
+        self._communicator = communicator = communicator_of(group, self.device)
+        others = [*(pair for pair in named if id(pair[1]) not in self._averaged), *plain.named_buffers()]
+        with current_stream(self.device):
             Engine(communicator).agreement.attach(params)
-            others = [pair for pair in named if id(pair[1]) not in self._averaged]
-            send_first(communicator, [*others, *plain.named_buffers()])
+            send_first(communicator, others)
         self._fragments = [
             Fragment(
                 part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements), fragment_update_alpha
@@ -161,20 +150,32 @@ class DiLoCo:
                 "grace": grace,
                 "moments": f"{moments} of {type(inner_optimizer).__name__}",
             }
-            self._workers = Workers(
-                self._fragments,
-                outer_optimizer,
-                [*others, *plain.named_buffers()],
-                inner_optimizer if moments == "copy" else None,
-                facts,
-                communicator,
-                place,
-                distance=self._distance,
-                delay=self._delay,
-                least=min_workers or 1,
-                goal=self._goal,
-            )
-            self._handles.append(inner_optimizer.register_step_pre_hook(self._join))
+            self._begin_to_join(place, facts, others, min_workers or 1, copies_moments=moments == "copy")
+
+    def _begin_to_join(
+        self,
+        place: Place,
+        facts: dict[str, Any],
+        others: list[tuple[str, torch.Tensor]],
+        least: int,
+        *,
+        copies_moments: bool,
+    ) -> None:
+        """Collective in this worker. Meet the service of workers; this one joins at its first step."""
+        self._workers = Workers(
+            self._fragments,
+            self._outer,
+            others,
+            self._inner if copies_moments else None,
+            facts,
+            self._communicator,
+            place,
+            distance=self._distance,
+            delay=self._delay,
+            least=least,
+            goal=self._goal,
+        )
+        self._handles.append(self._inner.register_step_pre_hook(self._join))
 
     def close(self) -> None:
         """Local. Stop counting the steps of the inner optimizer, and so averaging; a worker leaves the others."""
@@ -343,3 +344,22 @@ class DiLoCo:
         self.steps = int(state_dict["steps"])
         if self._workers is not None:
             self._workers.resume(int(state_dict["average"]))
+
+
+def _check_schedule(n_params: int, sync_every: int, fragments: int, delay: int) -> None:
+    check_integer("fragments", fragments, 1)
+    check_integer("sync_every", sync_every, 1)
+    if sync_every % fragments or fragments > n_params:
+        raise UsageError(
+            f"{fragments} fragments of {n_params} parameters cannot be averaged at equal distances every "
+            f"{sync_every} steps; choose a divisor of sync_every that is not larger than the number of parameters"
+        )
+    check_integer("fragment_sync_delay", delay, 0, sync_every // fragments)
+
+
+def _check_options(alpha: float, min_workers: int | None, moments: str, averages: int | None) -> None:
+    check_number("fragment_update_alpha", alpha, "[0, 1]")
+    check_integer("min_workers", 1 if min_workers is None else min_workers, 1)
+    check_integer("averages", 1 if averages is None else averages, 1)
+    if moments not in ("empty", "copy"):
+        raise UsageError(f'moments={moments!r} is not known; give "empty" or "copy"')

@@ -28,7 +28,7 @@ _SAY_SECONDS = 1.0  # without an owner; then a line says which members are waite
 _BACKLOG = 64
 
 
-class Membership:
+class Election:
     """Finds the owner, elects one, or makes this agent the owner.
 
     Args:
