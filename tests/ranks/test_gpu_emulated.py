@@ -13,8 +13,7 @@ from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from tests.emulation import activate, build
 from tests.ranks import small_net
-from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks, parameters, train
-from tests.ranks.test_strategies import STRATEGIES
+from tests.ranks.small_net import SMALL, STRATEGIES, assert_equal_bits, on_ranks, parameters, train
 from tests.users_rules import ByApply
 
 STEPS = 6
