@@ -79,6 +79,7 @@ def told(ended: Ended) -> list[str]:
     return [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
 
 
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("how", ["foreign", "distopt"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path, n, how):
@@ -90,6 +91,7 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path,
     assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
 
 
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("cause", "code", "text"), [("exit", 3, "left with exit code 3"), ("SIGTERM", 143, "was ended by SIGTERM")]
 )
@@ -143,6 +145,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("front", ENDLESS)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_rank_that_has_lost_another_prints_no_traceback(tmp_path, front, signum):

@@ -87,6 +87,7 @@ def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, 
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     script = tmp_path / "contained.py"

@@ -291,6 +291,7 @@ def test_waits_of_the_host(tmp_path, world_size):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize(
     "body", [by_hand, wrong_label, wrong_index, skipped_steps, raised_steps, mnist_example, mnist_example_as_graphs]
 )
