@@ -110,6 +110,7 @@ def mean_of(grads):
     return total / F32(len(grads))
 
 
+@pytest.mark.sweep(rest=60)
 @worlds
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_all_ranks_hold_the_same_bits_on_every_run(codec, world_size, cls):
@@ -131,6 +132,7 @@ def test_sending_everything_equals_dense_float32_bit_for_bit(codec, world_size, 
             assert np.array_equal(mean.view(np.uint32), mean_of(grads[step]).view(np.uint32))
 
 
+@pytest.mark.sweep(rest=40)
 @worlds
 @pytest.mark.parametrize("codec", CORRECTED, ids=repr)
 def test_nothing_is_lost_between_wire_and_residual(codec, world_size, cls):
@@ -242,12 +244,14 @@ def test_a_rank_may_send_nothing(world_size, cls):
         assert rank.last.fell_back == 0
 
 
+@pytest.mark.sweep(rest=20)
 @worlds
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_an_empty_bucket_is_reduced(codec, world_size, cls):
     assert [rank.means[1].size for rank in run(codec, np.zeros((2, world_size, 0), F32), cls)] == [0] * world_size
 
 
+@pytest.mark.sweep(rest=40)
 @worlds
 @pytest.mark.parametrize("codec", [*CORRECTED, ErrorFeedback(TopK(0.01, momentum=0.9, warm_up_steps=2))], ids=repr)
 def test_state_continues_where_it_was_saved(codec, world_size, cls):
@@ -284,6 +288,7 @@ def test_state_that_does_not_fit_is_refused():
     on_ranks(1, body)
 
 
+@pytest.mark.sweep(rest=80)
 @worlds
 @pytest.mark.parametrize(("bad", "codec"), UNUSABLE, ids=str)
 def test_an_unusable_gradient_is_an_error_on_every_rank_and_not_the_end(codec, bad, world_size, cls):

@@ -111,6 +111,7 @@ def same_bits(a, b):
     return all(np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sweep(rest=30)
 @worlds
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_every_codec_gives_the_same_means_on_all_ranks_whatever_order_gradients_come_in(codec, world_size, cls):
@@ -738,6 +739,7 @@ def whole(own, codec, number):
 EXCEPTIONS = [*CODECS, None]
 
 
+@pytest.mark.sweep(rest=24)
 @pytest.mark.parametrize("after", range(len(SHAPES)))
 @pytest.mark.parametrize("codec", EXCEPTIONS, ids=repr)
 def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes_on(codec, after):
@@ -812,7 +814,7 @@ CHANGES = [
 
 
 @pytest.mark.slow(kept=6)
-@pytest.mark.sweep(rest=40)
+@pytest.mark.sweep(rest=12)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("fresh", [True, False], ids=["new", "running"])
 @pytest.mark.parametrize(

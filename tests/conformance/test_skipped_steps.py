@@ -54,6 +54,7 @@ def test_every_codec_of_the_registry_is_among_those_that_are_tested():
     assert {type(getattr(codec, "codec", codec)) for codec in EVERY} == set(CODECS.values())
 
 
+@pytest.mark.sweep(rest=20)
 @worlds
 @pytest.mark.parametrize(
     "codec", [c for c in EVERY if isinstance(c, ErrorFeedback) and not getattr(c.codec, "momentum", 0)], ids=repr
@@ -137,6 +138,7 @@ def check(world_size, codec_of, plan, cls=OracleCommunicator, **options):
         assert same_bits(a, b)
 
 
+@pytest.mark.sweep(rest=50)
 @worlds
 @codecs
 @pytest.mark.parametrize("seed", range(3))
@@ -149,6 +151,7 @@ def test_training_goes_on_as_if_there_had_been_no_bad_step(codec, world_size, se
     check(world_size, lambda _: codec, plan, cls, non_finite="raise" if seed == 1 else "skip")
 
 
+@pytest.mark.sweep(rest=20)
 @worlds
 @codecs
 def test_a_step_that_an_exception_ends_leaves_no_trace(codec, world_size):

@@ -42,7 +42,7 @@ ROOMS = {
     "distopt/codecs": "conformance/test_codecs.py conformance/test_codecs_on_transports* conformance/test_skipped* "
     "conformance/test_engine* unit/test_codec_options* one_hash/test_tree*",
     "distopt/comm": WIRE + "ranks/test_mpi* ranks/test_world* unit/test_checks* unit/test_hierarchical* "
-    "unit/test_launch_mpi* unit/test_waits* unit/test_world* unit/test_nccl* conformance/test_nccl*",
+    "unit/test_launch_mpi* unit/test_world* unit/test_nccl* conformance/test_nccl*",
     "distopt/torch": "torch/test_[!te]*",
     "distopt/launch": "ranks/test_run.py ranks/test_habits* ranks/test_causes* ranks/test_launchers* ranks/test_heal* "
     "unit/test_env* unit/test_launch* unit/test_meeting* unit/test_nodes* unit/test_rendezvous* unit/test_relay* "

@@ -228,6 +228,7 @@ FRONTS = ["opt", "ddp", "ddp view"]
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("body", [plain, unused, with_habits])
 def test_number_of_ranks(body, front):
@@ -246,6 +247,7 @@ def test_between_hosts(front):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("front", FRONTS)
 def test_over_gloo(front):
     assert hashes("3", plain, front, "gloo") == hashes("1", plain, front)

@@ -64,6 +64,7 @@ class Run:
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("name", ["norm", "cnn"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_number_of_ranks(name, world_size):

@@ -10,8 +10,7 @@ import pytest
 from distopt import autograd, layer, model, opt, tensor
 from distopt.codecs import Fp32
 from distopt.errors import GradientError, UsageError
-from tests.ranks.small_net import SMALL, parameters
-from tests.ranks.test_strategies import STRATEGIES
+from tests.ranks.small_net import SMALL, STRATEGIES, parameters
 from tests.users_rules import ByApply, ByHook
 
 CLASSES, BATCH = 5, 6

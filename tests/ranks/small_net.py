@@ -5,9 +5,24 @@ from pathlib import Path
 import numpy as np
 
 from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 
 FEATURES, CLASSES, BATCH = 21, 5, 16
 SMALL = 300  # elements; cuts the net into several buckets
+STRATEGIES = {
+    "fp32": Fp32(),
+    "fp16": Fp16(),
+    "bf16": BFloat16(),
+    "fp16 scaled": ErrorFeedback(Fp16(scale="dynamic")),
+    "top-K": ErrorFeedback(TopK(0.05)),
+    "top-K 100 %": TopK(1.0),
+    "top-K alone": TopK(0.3),
+    "warm-up": ErrorFeedback(TopK(0.02, warm_up_steps=4, clip_norm=5.0)),
+    "threshold": ErrorFeedback(Threshold(0.02)),
+    "threshold 0": Threshold(0.0),
+    "PowerSGD": ErrorFeedback(PowerSGD(rank=2)),
+    "partial": "partialUpdate",
+}
 
 
 class Net(model.Model):

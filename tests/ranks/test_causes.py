@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, Ended, Program
+from tests.processes import Ended, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -79,6 +79,7 @@ def told(ended: Ended) -> list[str]:
     return [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
 
 
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("how", ["foreign", "distopt"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path, n, how):
@@ -90,25 +91,7 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path,
     assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
 
 
-def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_path, net):
-    run, script = command(
-        tmp_path,
-        ALL_RAISE,
-        "--nproc-per-node",
-        "2",
-        "--nnodes",
-        "2",
-        "--rdzv-endpoint",
-        f"{net.hosts[0].address}:29411",
-    )
-    programs = [Program(host.inside([*run, *script, "foreign"])) for host in net.hosts]
-    ended = [program.end() for program in programs]
-    assert [one.code for one in ended] == [1, 1], ended
-    assert told(ended[0]) == told(ended[1])
-    (line,) = told(ended[0])
-    assert re.fullmatch(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) {RAISED} 3", line)
-
-
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("cause", "code", "text"), [("exit", 3, "left with exit code 3"), ("SIGTERM", 143, "was ended by SIGTERM")]
 )
@@ -154,20 +137,6 @@ def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(signum):
-    program = Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), "wait", "3"])
-    program.read_lines(3)
-    for _ in range(50):
-        if program.process.poll() is None:
-            program.process.send_signal(signum)
-    ended = program.end()
-    assert ended.code == 128 + signum
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.endswith(f"{signum.name}: all 3 ranks have been ended\n")
-
-
 # A collective after another, by distopt's own front or by PyTorch's, until rank 1 is interrupted.
 ENDLESS = {
     "distopt": "import distopt\nworld = distopt.init()\nmeet = lambda: world.all_reduce(1.0)\n",
@@ -176,6 +145,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("front", ENDLESS)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_rank_that_has_lost_another_prints_no_traceback(tmp_path, front, signum):

@@ -6,7 +6,6 @@ system calls.
 
 import functools
 import re
-import shlex
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ import pytest
 
 from tests.faults.ways import own_memory
 from tests.processes import ROOT, Ended, Program, free_port, is_open_mpi, mpiexec_command
-from tests.ranks.test_launchers import slurm
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -89,18 +87,7 @@ def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, 
 
 
 @pytest.mark.slow
-@each_container
-def test_ranks_of_srun_on_one_host(container, memory):
-    if container == "process namespaces":
-        pytest.skip("the ranks cannot share memory, and no launcher says so")
-    command = [*CONTAINERS[container], sys.executable, SCRIPT]
-    programs = [
-        Program(memory + command, {**slurm(rank, 2, "here", 1), "SLURM_LOCALID": str(rank)}) for rank in range(2)
-    ]
-    assert_sums([program.end() for program in programs], 2, "shm")
-
-
-@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     script = tmp_path / "contained.py"
@@ -119,15 +106,6 @@ def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     assert_sums(ended, 4, "ucx" if container == "process namespaces" else "hierarchical")
 
 
-@pytest.mark.slow
-@each_container
-def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
-    command = memory + net.mpiexec(2, [*CONTAINERS[container], sys.executable, SCRIPT])
-    ended = [Program(command, {"DISTOPT_TIMEOUT": "60"}).end()]
-    assert_sums(ended, 4, "hierarchical")
-    assert_said(ended)
-
-
 @pytest.mark.parametrize("container", ["process namespaces"])
 @pytest.mark.parametrize("hosts", [["pod-0", "pod-1"], ["pod", "pod"]], ids=["two host names", "one host name"])
 def test_ranks_that_are_process_1_by_variables(container, hosts, memory):
@@ -144,14 +122,3 @@ def test_ranks_that_are_process_1_by_variables(container, hosts, memory):
     assert [one.code for one in ended] == [0, 0], ended
     assert [one.stdout.split(",")[0] for one in ended] == ["rank 0 of 2", "rank 1 of 2"], ended
     assert ended[1].stdout.endswith("done\n")  # a second after rank 0 has left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("container", ["process namespaces"])
-def test_containers_that_share_a_network_of_the_loopback_alone(container, memory):
-    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    variables |= {"MASTER_PORT": "29500", "DISTOPT_TIMEOUT": "60"}
-    ranks = [shlex.join(["env", f"RANK={rank}", *CONTAINERS[container], sys.executable, SCRIPT]) for rank in range(2)]
-    shell = f"ip link set lo up; {ranks[0]} & {ranks[1]} && wait $!"
-    ended = Program([*memory, "unshare", "--net", "sh", "-c", shell], variables).end()
-    assert_sums([ended], 2, "ucx")

@@ -161,6 +161,7 @@ def test_a_change_of_a_constant_on_one_rank_is_named_in_the_same_step(ends, what
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @two_and_three
 @pytest.mark.parametrize("way", ["by hand"])
 @pytest.mark.parametrize("what", ["lr", "momentum"])
@@ -218,6 +219,7 @@ def loaded_alone(create, odd, way):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)
 def test_parameters_that_differ_before_the_first_step_are_named(ends, way, world_size):
@@ -236,6 +238,7 @@ def other_tensor(create, odd, way):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)
 def test_another_tensor_than_was_attached_is_named(ends, way, world_size):
@@ -269,6 +272,7 @@ ALLOWED = ["partial", "partial, then all", "unchecked", "all change", "all chang
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=6)
 @two_and_three
 @pytest.mark.parametrize("what", ALLOWED)
 def test_what_all_ranks_do_alike_and_partial_updates_are_no_drift(ends, what, world_size):

@@ -65,6 +65,7 @@ def test_one_process_without_a_launcher(digits):
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize(
     ("script", "asked"),
     [
@@ -125,6 +126,7 @@ def test_numbers_for_tensorboard(script, digits, tmp_path):
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
 def test_tensorboard_without_its_package(script, tmp_path):
     if "pytorch" in script:
@@ -180,12 +182,14 @@ def assert_one_line(ended: Ended, *parts: str) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("world_size", ["0", "-1", "two", "1.5"])
 def test_world_size(world_size):
     assert_one_line(multiprocess(world_size=world_size), world_size)
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
 @BOTH
 @pytest.mark.parametrize(
     ("words", "parts"),

@@ -41,6 +41,7 @@ def named_once(ended: Ended, folder: Path) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("how", "found"),
     [
@@ -134,6 +135,7 @@ def test_pytorchs_variables_set_size_and_place(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("how", ["operation", "stall"])
 def test_over_mpi(tmp_path, how):
     timeout = f"{patience(3) if how == 'stall' else 120}"

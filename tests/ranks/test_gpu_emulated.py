@@ -13,8 +13,7 @@ from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from tests.emulation import activate, build
 from tests.ranks import small_net
-from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks, parameters, train
-from tests.ranks.test_strategies import STRATEGIES
+from tests.ranks.small_net import SMALL, STRATEGIES, assert_equal_bits, on_ranks, parameters, train
 from tests.users_rules import ByApply
 
 STEPS = 6
@@ -292,6 +291,7 @@ def test_waits_of_the_host(tmp_path, world_size):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize(
     "body", [by_hand, wrong_label, wrong_index, skipped_steps, raised_steps, mnist_example, mnist_example_as_graphs]
 )

@@ -49,6 +49,7 @@ if __name__ == "__main__": launch.main(train, 2)
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("whom", ["group", "launcher"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_handler_of_ctrl_c_saves(launcher: str, whom: str, tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ agent.SAVING_SECONDS = owner.SAVING_SECONDS = spawn.SAVING_SECONDS = 3.0
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("launcher", ["run", "main"])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_handler_of_ctrl_c_that_hangs_ends(again: bool, launcher: str, tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher, method, tmp_path: Path) -> None:
@@ -132,6 +135,7 @@ def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
 def test_a_worker_of_a_rank_does_not_join_in_its_place(launcher: str, method: str, tmp_path: Path) -> None:
@@ -174,7 +178,7 @@ if __name__ == "__main__": launch.main(train, 2)
 
 
 @pytest.mark.slow(kept=3)
-@pytest.mark.sweep(rest=7)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize(
     ("value", "code"), [("256", 0), ("257", 1), ("-1", 255), ("True", 1), ("'text'", 1), ("2**80", 255), ("None", 0)]
 )

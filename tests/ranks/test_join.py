@@ -59,6 +59,7 @@ def misuse(rank: int, world_size: int, ticket, how: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

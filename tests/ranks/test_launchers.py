@@ -40,6 +40,7 @@ def said(stdout: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @needs_torchrun
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_torchrun_on_one_host_needs_no_mpi(n):
@@ -207,6 +208,7 @@ def test_ucx_that_is_absent_on_one_rank_is_told_on_all(net):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("transport", ["mpi", "hierarchical"])
 def test_mpi_between_hosts_needs_mpiexec(net, transport):
     ended = [program.end() for program in on_two_hosts(net, "ok", {"DISTOPT_TRANSPORT": transport})]

@@ -37,6 +37,7 @@ def limited(limit: str, command: list[str]) -> list[str]:
     return ["sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *command]
 
 
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("launcher", "files"), [("launch.main", 24), ("launch.main", 32), *(("distopt run", n) for n in (8, 12, 24))]
 )

@@ -1,38 +1,18 @@
 """Launching where something that most programs count on is missing or odd."""
 
-import contextlib
-import os
 import shlex
-import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.faults.ways import can_mount
-from tests.processes import LIMIT_SECONDS, ROOT, Program, patience
-from tests.ranks.test_run_hosts import told
+from tests.processes import ROOT, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
-HERE = os.uname().nodename
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
 SUMS = ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]
-LOOP = """
-import numpy as np
-from distopt import comm, launch
-
-def main():
-    world = comm.create(launch.join())
-    array = np.ones(1000)
-    world.all_reduce(array).wait()
-    print("at work", flush=True)
-    while True:
-        array[:] = 1
-        world.all_reduce(array).wait()
-
-launch.main(main)
-"""
 LAUNCHERS = {
     "launch.main": [sys.executable, MAIN, "2"],
     "distopt run": [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", MAIN, "2"],
@@ -116,29 +96,3 @@ def test_a_script_behind_odd_paths(tmp_path, launcher):
     ended = Program(command).end()
     assert ended.code == 0, ended
     assert sorted(ended.stdout.splitlines()) == SUMS
-
-
-@pytest.mark.slow
-def test_a_frozen_node_is_told_by_the_other(net, tmp_path):
-    """All its processes are stopped, as when a virtual machine pauses; its kernel still answers."""
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29471"]
-    env = {"DISTOPT_TIMEOUT": str(round(patience(3.0)))}
-    file = tmp_path / "loop.py"
-    file.write_text(LOOP)
-    programs = [
-        Program(host.inside([sys.executable, "-m", "distopt", "run", *meet, str(file)]), env) for host in net.hosts
-    ]
-    for program in programs:
-        program.read_lines(1)
-    frozen = programs[1].pids()
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        programs[0].process.wait(LIMIT_SECONDS)
-    finally:
-        for pid in frozen:
-            with contextlib.suppress(ProcessLookupError):  # one that was about to end
-                os.kill(pid, signal.SIGCONT)
-    ended = [program.end() for program in programs]
-    assert all(one.code != 0 for one in ended), ended
-    assert any("rank 1" in line or "node 1" in line for line in told(ended[0])), ended

@@ -172,6 +172,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("method", "signum"),
     [("fork", signal.SIGTERM), ("spawn", signal.SIGUSR1), ("forkserver", signal.SIGTERM), ("spawn", signal.SIGTERM)],

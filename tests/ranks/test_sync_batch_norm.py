@@ -90,6 +90,7 @@ def refused(optimizer) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_as_one_rank_with_all_batches(tmp_path, world_size, dtype):

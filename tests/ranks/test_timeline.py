@@ -66,6 +66,7 @@ def run(front: str, slow: int, folder: Path, n: int = 2) -> dict[int, RankTimeli
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("front", ["nn", *TORCH])
 def test_every_front_records_its_buckets(tmp_path, front):
     ranks = run(front, -1, tmp_path)
@@ -100,6 +101,7 @@ def test_waits_of_partial_updates_are_recorded(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("front", ["nn", "ddp", "distopt"])
 def test_the_clocks_of_two_hosts_are_aligned(net, tmp_path, front):
     if front != "nn":

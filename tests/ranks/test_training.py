@@ -1,6 +1,5 @@
 """Accumulation, clipping and frozen parameters with real ranks: those of one process, and equal bits on all ranks."""
 
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,18 +9,17 @@ from distopt import launch, opt, singa_wrap, tensor
 from distopt.errors import RankFailedError
 from tests.ranks.small_net import (
     SMALL,
+    STRATEGIES,
     Net,
     assert_equal_bits,
     batch,
     build,
-    by_hand,
     make,
     on_ranks,
     parameters,
     step_of,
     whole,
 )
-from tests.ranks.test_strategies import STRATEGIES
 
 PARTS, UPDATES = 3, 4
 WORLDS = pytest.mark.parametrize("world_size", [1, 3])
@@ -79,23 +77,6 @@ def test_sums_of_several_batches_are_sent_once_by_every_codec(tmp_path, world_si
         np.testing.assert_allclose(ranks[0][name], ranks[0]["one process"], atol=bound, err_msg=name)
 
 
-def reduced_by_hand(optimizer) -> dict[str, np.ndarray]:
-    dist, single = new(optimizer.communicator), rule()
-    net, other = build(dist), build(single)
-    for number in range(UPDATES):
-        net(*batch(number, dist.global_rank), partial(by_hand, dist))
-        other(*whole(product([number], range(dist.world_size))), single)
-    return {"parameters": parameters(net), "one process": parameters(other)}
-
-
-@pytest.mark.slow
-@WORLDS
-def test_gradients_that_a_script_reduces_by_hand_are_those_of_one_process(tmp_path, world_size):
-    ranks = on_ranks(tmp_path, world_size, reduced_by_hand)
-    assert_equal_bits(ranks, "parameters")
-    np.testing.assert_allclose(ranks[0]["parameters"], ranks[0]["one process"], atol=1e-6)
-
-
 def uneven_sums(optimizer) -> dict[str, np.ndarray]:
     """Every rank adds another number of losses, and the first update comes after the first sum."""
     dist = new(optimizer.communicator)
@@ -106,11 +87,6 @@ def uneven_sums(optimizer) -> dict[str, np.ndarray]:
             net(*batch(number, dist.global_rank), lambda loss: dist(loss * (1 / count)))
     net(*batch(count - 1, dist.global_rank), lambda loss: dist(loss * (1 / count)))
     return {"parameters": parameters(net)}
-
-
-@pytest.mark.slow
-def test_how_many_losses_a_rank_adds_is_its_own_affair(tmp_path):
-    assert_equal_bits(on_ranks(tmp_path, 3, uneven_sums), "parameters")
 
 
 def joined(optimizer) -> dict[str, np.ndarray]:
@@ -124,11 +100,6 @@ def joined(optimizer) -> dict[str, np.ndarray]:
             net(*batch(2 * number + 1, dist.global_rank), dist)
     assert dist.stats().steps == 1 + dist.world_size
     return {"parameters": parameters(net)}
-
-
-@pytest.mark.slow
-def test_ranks_may_run_out_of_data_between_updates(tmp_path):
-    assert_equal_bits(on_ranks(tmp_path, 3, joined), "parameters")
 
 
 # -- clipping by norm -------------------------------------------------------------------------------------------------
@@ -249,9 +220,15 @@ def attached_while_frozen(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+def own_ways(optimizer) -> dict[str, np.ndarray]:
+    return {body.__name__: body(optimizer)["parameters"] for body in (uneven_sums, joined, attached_while_frozen)}
+
+
 @pytest.mark.slow
-def test_frozen_parameters_are_broadcast_too(tmp_path):
-    assert_equal_bits(on_ranks(tmp_path, 3, attached_while_frozen), "parameters")
+def test_ranks_that_differ_in_losses_updates_and_seeds_have_equal_parameters(tmp_path):
+    ranks = on_ranks(tmp_path, 3, own_ways)
+    for name in ranks[0]:
+        assert_equal_bits(ranks, name)
 
 
 def other_model(rank: int, world_size: int, ticket) -> None:
@@ -264,40 +241,3 @@ def other_model(rank: int, world_size: int, ticket) -> None:
 def test_another_model_on_one_rank_is_named():
     with pytest.raises(RankFailedError, match=r"rank 1 .* trains another model .*linear1.W of shape \[21, 31\]"):
         launch.spawn(other_model, 3, (singa_wrap.NcclIdHolder(),))
-
-
-def frozen_on_one_rank(rank: int, world_size: int, ticket) -> None:
-    dist = make(rank, world_size, ticket)
-    net = build(dist)
-    net(*batch(0, rank), dist)
-    net.linear1.requires_grad = rank != 1
-    net(*batch(1, rank), dist)
-
-
-@pytest.mark.slow
-def test_freezing_on_one_rank_alone_is_an_error_on_all():
-    with pytest.raises(RankFailedError, match=r"rank 1 .*all ranks must call the same collectives in the same order"):
-        launch.spawn(frozen_on_one_rank, 2, (singa_wrap.NcclIdHolder(),))
-
-
-# -- learning rate ----------------------------------------------------------------------------------------------------
-def assigned(optimizer) -> dict[str, np.ndarray]:
-    dist, plain = new(optimizer.communicator), rule()
-    net, other = build(dist), build(plain)
-    for number in range(6):
-        if number == 2:
-            dist.lr = plain.lr = 0.01
-        if number == 4:
-            dist.lr = plain.lr = opt.LinearWarmUp(opt.CosineDecay(0.1, 3), 3)
-        net(*batch(number, dist.global_rank), dist)
-        other(*whole(product([number], range(dist.world_size))), plain)
-        assert dist.values == plain.values
-    return {"parameters": parameters(net), "one process": parameters(other)}
-
-
-@pytest.mark.slow(kept=1)
-@WORLDS
-def test_a_learning_rate_that_is_assigned_counts_from_the_next_step_on(tmp_path, world_size):
-    ranks = on_ranks(tmp_path, world_size, assigned)
-    assert_equal_bits(ranks, "parameters")
-    np.testing.assert_allclose(ranks[0]["parameters"], ranks[0]["one process"], atol=1e-6)

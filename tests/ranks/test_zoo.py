@@ -18,6 +18,7 @@ PARAMETERS = {"resnet18": 11_173_962, "resnet34": 21_282_122, "resnet50": 23_520
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_step_of_every_network(name, half):

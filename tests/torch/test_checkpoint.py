@@ -527,6 +527,7 @@ def test_accumulated_batches_count_together():
     assert counts == [4, 8, 10]
 
 
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_an_epoch_goes_on_with_other_ranks_and_repeats_no_sample(before, after):

@@ -11,9 +11,12 @@ import pytest
 pytest.importorskip("torch")
 from tests.parts import values_beside
 
-from .checks import BY_MAKE_TORCH, CHECKS, GROUPS
+from .checks import BY_MAKE_TORCH, CHECKS, FAR, GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = [
+    pytest.param(name, marks=() if name in FAR else pytest.mark.sweep) for name in CHECKS if name not in BY_MAKE_TORCH
+]
 
 
 def outcomes(ranks: str, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
@@ -41,7 +44,7 @@ def expect_no_error(found: dict[str, dict[str, str]], name: str, ranks: str) -> 
 
 
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
+@pytest.mark.parametrize("name", NAMES)
 def test_check(request, once, name: str, ranks: str) -> None:
     number, group = next((number, group) for number, group in enumerate(GROUPS) if name in group)
     checks = tuple(each for each in values_beside(request, "name") if each in group)

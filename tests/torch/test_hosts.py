@@ -11,8 +11,7 @@ from benchmarks.networks.emulation import LINK, TwoHosts
 from tests.parts import values_beside
 from tests.processes import ROOT, Ended, Program
 
-from .checks import BY_MAKE_TORCH, CHECKS
-from .test_collectives import expect_no_error, outcomes
+from .test_collectives import NAMES, expect_no_error, outcomes
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 PORT = 29_400
@@ -21,7 +20,7 @@ SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 @pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("ranks", ["2+1", *(pytest.param(ranks, marks=SWEPT) for ranks in ("1+1", "2+2"))])
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("net")
 def test_check(request, once, name: str, ranks: str) -> None:
     expect_no_error(once(f"torch-{ranks}", outcomes, ranks, values_beside(request, "name")), name, ranks)
@@ -66,6 +65,7 @@ WAYS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_line_typed_on_both_hosts_starts_all_ranks(net: TwoHosts, way: str, tmp_path: Path) -> None:
     known = tmp_path / "hosts"
@@ -76,6 +76,7 @@ def test_a_line_typed_on_both_hosts_starts_all_ranks(net: TwoHosts, way: str, tm
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("interface", ["", LINK])
 def test_ranks_started_by_hand(net: TwoHosts, interface: str) -> None:
     """As in PyTorch's tutorials, by address, rank and number of ranks. The name of a host has no address here."""

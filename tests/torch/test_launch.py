@@ -72,7 +72,7 @@ def test_without_pytorch_the_cure_is_told() -> None:
 
 # -- scripts that just end; ends.py repeats this many times ------------------------------------------------------------
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=len(PROGRAMS))
+@pytest.mark.sweep(rest=8)
 @pytest.mark.parametrize("destroys", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_job_ends(program: str, destroys: bool) -> None:
@@ -147,6 +147,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("place", ["file", "tcp", "env://"])
 def test_helpers_of_ranks_make_a_group_of_their_own(method: str, place: str, port: int, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def run(ranks: str, way: str, seconds: float) -> tuple[list[str], list[int | Non
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_wait_raises_the_mismatch(way: str) -> None:
     said, codes = run("2", way, 120.0)

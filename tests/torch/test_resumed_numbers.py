@@ -114,6 +114,7 @@ JOBS = {
 }
 
 
+@pytest.mark.sweep(rest=10)
 @pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
 @pytest.mark.parametrize("stop", [1, 2, 7])
 @pytest.mark.parametrize("name", JOBS)

@@ -153,6 +153,7 @@ def decoded(wire, kind):
     return wire.view(np.float16).astype(F32) if kind == "float16" else bfloat16_to(wire)
 
 
+@pytest.mark.sweep(rest=100)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])

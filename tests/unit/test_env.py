@@ -19,6 +19,9 @@ PMI = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SBATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+SALLOC = SBATCH | {
+    "SLURM_STEP_ID": "4294967290"
+}  # its shell, a step of one task (LaunchParameters=use_interactive_step)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_launchers_that_agree_are_one_and_a_task_of_slurm_may_be_the_daemon_of_a
     assert (info.rank, info.size) == (3, 8)
 
 
-@pytest.mark.parametrize("env", [{"PATH": "/bin"}, {"WORLD_SIZE": "2"}, SBATCH])
+@pytest.mark.parametrize("env", [{"PATH": "/bin"}, {"WORLD_SIZE": "2"}, SBATCH, SALLOC])
 def test_no_launcher(env):
     assert launcher(env) is None
 
@@ -94,8 +97,15 @@ def test_ranks_of_horovodrun():
     assert (inner.rank, inner.size) == (3, 8)
 
 
+@pytest.mark.parametrize("inner", [OMPI, PMI, TORCHRUN])
+def test_what_the_shell_of_salloc_starts_has_the_launcher_that_starts_it(inner):
+    info = launcher(SALLOC | inner)
+    assert info is not None
+    assert (info.rank, info.size, info.source) == (3, 8, launcher(inner).source)
+
+
 def test_tasks_of_a_job_script_that_nobody_started():
-    assert unstarted_tasks(SBATCH) == 8
+    assert unstarted_tasks(SBATCH) == unstarted_tasks(SALLOC) == 8
     assert unstarted_tasks(SRUN) == 0
     assert unstarted_tasks({"SLURM_NTASKS": "many"}) == 0
 

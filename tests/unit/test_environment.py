@@ -58,6 +58,7 @@ def test_streams_that_are_closed_from_the_start(start, closed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("start", STARTS)
 def test_a_failure_whose_streams_are_closed_has_its_exit_code(start, tmp_path):
     assert run(start, tmp_path, "fail", closed=">&- 2>&-").code == 1

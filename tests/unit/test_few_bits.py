@@ -112,6 +112,7 @@ def read_chunks(wire, n, k, bits):
     assert at == wire.size
 
 
+@pytest.mark.sweep(rest=150)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("k", [1, 63, 64, 4096])
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])

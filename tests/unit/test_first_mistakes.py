@@ -147,7 +147,7 @@ MISTAKES |= {f"main({call})": (main_of(f"launch.main({call})"), f"error: {line}"
 
 
 @pytest.mark.slow(kept=3)
-@pytest.mark.sweep(rest=8)
+@pytest.mark.sweep(rest=5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line(tmp_path, name):
     text, expected, *how = MISTAKES[name]
@@ -237,6 +237,7 @@ USE_SHARED = """context = multiprocessing.get_context("spawn")
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize(
     ("text", "printed", "how"),
     [
@@ -397,6 +398,7 @@ def work(rank, world_size, words): print("rank", rank, words.text, *sys.argv[1:]
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("launcher", ["main", "run"])
 @pytest.mark.parametrize("form", ["package", "folder", "archive"])
 def test_main_of_a_package_a_folder_or_an_archive(tmp_path, form, launcher):

@@ -39,6 +39,7 @@ def test_ranks_print_lines_with_marks_and_share_threads_unless_the_user_chose(en
 
 
 @pytest.mark.slow(kept=3)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
@@ -181,6 +182,7 @@ def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
 def test_forked_child_does_not_act_for_its_rank(how, code):
     ended = Program([sys.executable, str(ROOT / "tests" / "ranks" / "fork_script.py"), "2", how]).end()

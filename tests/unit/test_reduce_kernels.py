@@ -17,6 +17,7 @@ def reduce(outputs: list, inputs: list, dtype: str, op: str) -> None:
 
 
 # Around vector widths and the kernel's block of 512.
+@pytest.mark.sweep(rest=400)
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 15, 31, 33, 511, 512, 513, 2077])
 @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
 def test_reduction(isa: str, dtype: str, op: str, count: int) -> None:

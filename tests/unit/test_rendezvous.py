@@ -88,20 +88,6 @@ def test_ranks_exchange_bytes_and_a_descriptor(size: int) -> None:
         assert not inheritable
 
 
-def test_a_ticket_serves_several_jobs_in_sequence(ticket: bytes) -> None:
-    for _ in range(3):
-        groups = in_threads(*(lambda q=q: HostGroup(ticket, q, 3, 60) for q in range(3)))
-        assert all(isinstance(group, HostGroup) for group in groups), groups
-
-
-def test_rank_0_may_come_last(ticket: bytes) -> None:
-    def late() -> HostGroup:
-        time.sleep(0.3)
-        return HostGroup(ticket, 0, 2, 60)
-
-    assert all(isinstance(g, HostGroup) for g in in_threads(late, lambda: HostGroup(ticket, 1, 2, 60)))
-
-
 def test_the_ticket_cannot_be_read_off_the_socket(ticket: bytes) -> None:
     address = rendezvous._address(ticket)
     assert address.startswith("\0distopt-")
@@ -301,20 +287,6 @@ def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: p
 
     error, _ = in_threads(lambda: HostGroup(ticket, 0, 3, 200), kill)
     assert f"rank 1 (pid {child}) ended while the ranks were joining" in str(error)
-
-
-def die_before_exchange(job: LocalJob) -> None:
-    if job.topology.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    job.all_gather(b"hello")
-
-
-def test_a_rank_that_ends_before_an_exchange_is_named() -> None:
-    first, lost, third = run_ranks(die_before_exchange, 3)
-    assert lost.exit_code == -signal.SIGKILL
-    for outcome in (first, third):
-        assert outcome.error == "LaunchError"
-        assert f"rank 1 (host {socket.gethostname()}, pid {lost.pid}) ended" in outcome.text
 
 
 def rank_0_fails_to_share(job: LocalJob) -> None:

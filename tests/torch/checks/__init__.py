@@ -17,3 +17,7 @@ GROUPS = [
 ]
 # A compiler's processes, and hooks of C++, are not for every run: `make torch` has them.
 BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "dist_opt_under_compiled_autograd", "builtin_hooks")
+# Checks that take another way among three ranks or on several hosts, with a few of those for which it is all the same.
+FAR = [*GROUPS[0], "groups", "split_group", "monitored_barrier", "a_rank_that_does_not_join", "ddp", "fsdp"]
+FAR += ["sync_batch_norm", "codecs_of_hooks", "dist_opt_is_ddp", "dist_opt_joins", "dist_opt_of_unused_parameters"]
+FAR += ["diloco"]
