@@ -94,7 +94,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=number_of_hosts, default=4, metavar="H", help="(4)")
     add_link(parser)
     parser.add_argument("--steps", type=at_least(1), default=300, metavar="N", help="(300)")
-    parser.add_argument("--sync-every", type=at_least(1), default=30, metavar="N", help="steps of DiLoCo (30)")
+    parser.add_argument(
+        "--sync-every", type=at_least(1), metavar="N", help="steps from average to average (each way's)"
+    )
+    parser.add_argument("--test-every", type=at_least(1), default=30, metavar="N", help="steps (30)")
     parser.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help="samples of a host (8)")
     parser.add_argument("--test-samples", type=at_least(1), default=32, metavar="N", help="of a validation (32)")
     parser.add_argument("--seed", type=at_least(0), default=1, help="(1)")
@@ -108,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
     facts, link = machine(), link_of(args)
     conditions = f"{args.model}, {args.batch_size} samples a host and step, {args.hosts} hosts, {link}"
     print(f"# {heading(facts)}\n# {conditions}", flush=True)
-    head = ["way", "s a step", "MB a step", "MB a round", f"loss after {args.steps} steps", "s to the goal", "times"]
+    head = ["way", "s a step", "MB a step", f"loss after {args.steps} steps", "s to the goal", "times"]
     print(table(head, []), flush=True)
     goal, slowest = float("-inf"), 0.0
     curves: dict[str, Curve] = {}
     rows: list[list[str]] = []
     for name in args.only:
-        label, way, _ = WAYS[name]
+        label = WAYS[name][0]
         try:
             curve = curves[label] = train(name, goal, args)
         except DistoptError as error:
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         if not rows:
             goal, slowest = curve.loss_at(args.steps), curve.seconds_to(curve.loss_at(args.steps))
-        rows.append([label, *cells(curve, goal, slowest, args, is_local=way.startswith(("diloco", "sparse")))])
+        rows.append([label, *cells(curve, goal, slowest, args)])
         print(f"| {' | '.join(rows[-1])} |", flush=True)
     if args.output and len(rows) == len(args.only):
         text = f"{facts['cores']} cores of {facts['processor']}, Linux {facts['kernel']}. {conditions}."
@@ -134,18 +137,12 @@ def run(args: argparse.Namespace) -> int:
     return int(len(rows) < len(args.only))
 
 
-def cells(curve: Curve, goal: float, slowest: float, args: argparse.Namespace, *, is_local: bool) -> list[str]:
+def cells(curve: Curve, goal: float, slowest: float, args: argparse.Namespace) -> list[str]:
     """A row of the table, without its label."""
     seconds, sent = curve.seconds_to(goal), curve.mean("sent_bytes") / 1e6
     reached = [f"{seconds:.0f}", f"{slowest / seconds:.1f}"] if seconds < float("inf") else ["not reached", ""]
     loss = f"{curve.loss_at(args.steps):.4f}"
-    return [
-        f"{curve.mean('seconds'):.2f}",
-        f"{sent:.3g}",
-        f"{sent * args.sync_every:.3g}" if is_local else "",
-        loss,
-        *reached,
-    ]
+    return [f"{curve.mean('seconds'):.2f}", f"{sent:.3g}", loss, *reached]
 
 
 def train(name: str, goal: float, args: argparse.Namespace) -> Curve:
@@ -156,10 +153,9 @@ def train(name: str, goal: float, args: argparse.Namespace) -> Curve:
     """
     _, way, backend = WAYS[name]
     most = args.steps if goal == float("-inf") else 2 * args.steps
-    test_every = args.sync_every if args.steps % args.sync_every == 0 else args.steps
     words = ["--model", args.model, "--way", way, "--backend", backend, "--steps", most, "--seed", args.seed]
-    words += ["--batch-size", args.batch_size, "--sync-every", args.sync_every]
-    words += ["--test-every", test_every, "--test-samples", args.test_samples]
+    words += ["--batch-size", args.batch_size, "--test-every", args.test_every, "--test-samples", args.test_samples]
+    words += ["--sync-every", args.sync_every] if args.sync_every else []
     curve = Curve()
     with far_hosts(args.hosts, link_of(args)) as hosts:
         jobs = [start(hosts, rank, [str(EXAMPLE), *map(str, words)]) for rank in range(args.hosts)]

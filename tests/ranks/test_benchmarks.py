@@ -29,15 +29,15 @@ SHORT = {
     "--json {results} --plot {plot} --output {page}",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
-    "language": "--only gloo,sparse-loco --hosts 2 --rate 1000 --steps 4 --sync-every 2 --batch-size 1 "
-    "--model tiny --test-samples 1",
+    "language": "--only gloo,sparse-loco --hosts 2 --rate 1000 --steps 4 --sync-every 2 --test-every 2 --batch-size 1 "
+    "--model tiny --test-samples 1 --plot {plot}",
     "distance": "--hosts 2,3 --delay 2 --rate 1000 --sizes 1KiB --turns 1 --load 0 --loss 0 --output {page}",
     "hosts": "--tokens 1",  # for the command of the page
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
     "startup": "--rounds 1",
     "killed": "--times 1",
     "churn": "--only ddp,diloco,gloo --hosts 2 --seconds 12 --every 3 --away 1 --output {page}",
-    "serving": "--only tiny --rounds 1 --tokens 2",
+    "serving": "--only tiny --rounds 1 --tokens 2 --output {page}",
     "recorder": "--steps 30 --batch-size 2",
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
@@ -80,7 +80,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    pages = ("network.md", "faults.md", "gpu.md", "convergence.md", "scaling.md")
+    pages = ("network.md", "faults.md", "gpu.md", "convergence.md", "scaling.md", "language.md")
     page.write_text("".join((ROOT / "docs" / "results" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}

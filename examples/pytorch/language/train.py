@@ -70,6 +70,7 @@ class Local:
     rate: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
+    sync_every: int = 30
 
     def start(
         self, model: nn.Module, inner: torch.optim.Optimizer, sync_every: int, **options: Any
@@ -111,7 +112,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="(300)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step (8)")
     parser.add_argument("--learning-rate", type=float, help="of AdamW (tiny: 0.003, smollm2: 0.00003)")
-    parser.add_argument("--sync-every", type=int, default=30, help="steps from one average to the next (30)")
+    parser.add_argument("--sync-every", type=int, help="steps from one average to the next (30; sparse-loco: 10)")
     parser.add_argument("--min-workers", type=int, help="of a job by --workers: fewer wait for others")
     parser.add_argument("--test-every", type=int, default=30, metavar="STEPS", help="(30)")
     parser.add_argument("--test-samples", type=int, default=128, metavar="N", help="(128)")
@@ -178,8 +179,9 @@ def train(args: argparse.Namespace) -> dict[str, torch.Tensor]:
         net = ddp = DistributedDataParallel(model)
         HOOKS.get(args.way, HOOKS["ddp"])(ddp)
     if args.way in LOCAL:
-        ends = {"averages": -(-args.steps // args.sync_every), "min_workers": args.min_workers}
-        local = LOCAL[args.way].start(model, optimizer, args.sync_every, **ends)
+        sync_every = args.sync_every or LOCAL[args.way].sync_every
+        ends = {"averages": -(-args.steps // sync_every), "min_workers": args.min_workers}
+        local = LOCAL[args.way].start(model, optimizer, sync_every, **ends)
         parts["diloco"] = local
         if args.min_workers:  # every worker has other samples, also one that starts again
             stream += local.worker * dist.get_world_size()
