@@ -170,8 +170,9 @@ def train(name: str, goal: float, args: argparse.Namespace) -> Curve:
                     if int(step) >= args.steps and (float(loss) <= goal or int(step) >= most):
                         break
         finally:
-            for job in jobs:
+            for job in reversed(jobs):  # the others would report that the first one has ended
                 job.kill()
+            for job in jobs:
                 job.wait()
     if not curve or curve[-1].step < args.steps:
         raise DistoptError(f"no validation after {args.steps} steps; its errors are above")
