@@ -23,7 +23,7 @@ from distopt.codecs import (
     finish_all,
 )
 from distopt.comm import Work
-from distopt.errors import GradientError, PeerLostError, StateError, UsageError
+from distopt.errors import GradientError, MismatchError, PeerLostError, StateError, UsageError
 from distopt.recorder.statistics import CommunicationStatistics, Statistics
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
@@ -675,3 +675,22 @@ def test_values_whose_sum_or_products_overflow_are_named(codec, world_size, cls)
 
     for mean in on_ranks(world_size, body, cls=cls):
         assert np.isfinite(mean).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda codec: codec, ErrorFeedback], ids=["bare", "with error feedback"])
+@pytest.mark.parametrize("codec", [ChunkedTopK(), Quantized(4)], ids=["chunked top-K", "quantized"])
+def test_ranks_that_send_another_format_are_refused(codec, wrap):
+    newer = type("Newer", (type(codec),), {"wire_format": 2, "kind": codec.kind})
+
+    def body(comm):
+        own = newer(**{name: getattr(codec, name) for name in codec.__match_args__}) if comm.topology.rank else codec
+        with pytest.raises(MismatchError) as info:
+            wrap(own).attach(np.zeros(SIZE, F32), comm)
+        return str(info.value)
+
+    kind, cure = wrap(codec).kind, "install the same release of distopt on all hosts"
+    first, second = (f"rank {rank} (host) {{}}{kind} in format {rank + 1}" for rank in (0, 1))
+    assert on_ranks(2, body) == [
+        f"{second.format('sends ')}, {first.format('')}; {cure}",
+        f"{first.format('sends ')}, {second.format('')}; {cure}",
+    ]
