@@ -34,18 +34,21 @@ class Codec(ABC):
             ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
         needs: by name, options of which one must be given, each with an example.
         dtypes: types of bucket that it can reduce.
-        wire_format: version of the bytes that it sends, where these are a format of its own, else 0. Ranks compare it.
     """
 
     lossy: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, float]] = {}
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
-    wire_format: int = 0
 
     @cached_property
     def kind(self) -> str:
         """Name of the codec. Codecs of one kind differ in options only, and share a `CodecState`."""
         return type(self).__name__
+
+    @property
+    def wire_format(self) -> int:
+        """Version of the bytes that it sends, where these are a format of its own, else 0. Ranks compare it."""
+        return 0
 
     def attach(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from .. import _core
 from ..checks import check_integer
@@ -34,8 +33,6 @@ class ChunkedTopK(Codec):
         bits: of a value: 2, 4, 8 or 16.
     """
 
-    wire_format: ClassVar[int] = 1
-
     k: int = 64
     _: KW_ONLY
     bits: int = 2
@@ -51,6 +48,11 @@ class ChunkedTopK(Codec):
     def kind(self) -> str:
         """Name of the codec with its options, on which the wire memory depends."""
         return f"ChunkedTopK({self.k}, {self.bits})"
+
+    @property
+    def wire_format(self) -> int:
+        """See `Codec.wire_format`."""
+        return 1
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""

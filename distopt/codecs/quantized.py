@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from .. import _core
 from ..checks import check_integer
@@ -37,8 +36,6 @@ class Quantized(Codec):
         seed: of the random numbers; they also follow from the first parameter's name, the step, the rank and the place.
     """
 
-    wire_format: ClassVar[int] = 1
-
     bits: int = 8
     _: KW_ONLY
     stochastic: bool = False
@@ -53,6 +50,11 @@ class Quantized(Codec):
     def kind(self) -> str:
         """Name of the codec with its bits, on which the wire memory depends."""
         return f"Quantized({self.bits})"
+
+    @property
+    def wire_format(self) -> int:
+        """See `Codec.wire_format`."""
+        return 1
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
