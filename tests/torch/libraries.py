@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 2
-# test_metrics needs a hub; test_distributed_data_loop calls other collectives on each rank: Gloo hangs, distopt says so.
+# test_metrics needs a hub. In test_distributed_data_loop ranks call other collectives: Gloo hangs, distopt says so.
 SUITES = [f"accelerate.test_utils.scripts.{name}" for name in ("test_ops", "test_sync", "test_script")]
 SUITE_SECONDS = 300
 
