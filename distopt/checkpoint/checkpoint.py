@@ -102,7 +102,7 @@ class Checkpoint:
         self._signum = 0  # a signal, on which the job leaves at the end of an epoch
         self._waits = False  # whether the last step was the last of its epoch
         self._is_noted = True  # whether the memory knows of that step
-        self._begins: object = None  # the sampler whose next epoch is set, until its first batch
+        self._begins: Any = None  # the sampler whose next epoch is set, until its first batch
         self._first = True  # whether no complete checkpoint precedes the next
         self._only_in_memory = False  # whether the job resumed from states in memory, and saved none since
         self._known: set[str] = set()

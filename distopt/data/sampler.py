@@ -172,6 +172,9 @@ class ShardedSampler:
         After `set_states`, the rest of the epoch. An iteration begins with its first batch.
         """
         self._before_iteration()
+        return self._iteration()
+
+    def _iteration(self) -> Iterator[Any]:
         return _Iteration(self)
 
     def _begin(self, iteration: _Iteration) -> Iterator[Any]:
