@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -101,6 +102,7 @@ class Checkpoint:
         self._signum = 0  # a signal, on which the job leaves at the end of an epoch
         self._waits = False  # whether the last step was the last of its epoch
         self._is_noted = True  # whether the memory knows of that step
+        self._begins: Any = None  # the sampler whose next epoch is set, until its first batch
         self._first = True  # whether no complete checkpoint precedes the next
         self._only_in_memory = False  # whether the job resumed from states in memory, and saved none since
         self._known: set[str] = set()
@@ -150,7 +152,7 @@ class Checkpoint:
             self._watch(self._memory.after_forward, self._memory.before_update)
             for thing in self._objects.values():
                 if hasattr(thing, "watch_epochs"):
-                    thing.watch_epochs(self._begin_epoch)
+                    thing.watch_epochs(partial(self._set_epoch, thing), partial(self._begin_epoch, thing))
             if resumed is None and DISTOPT_RUN.attempt(os.environ) and self._rank == 0:
                 _log.warning("neither memory nor files have the states of all ranks: training begins again from step 0")
         self._root = self._root and self._root.absolute()  # the script may change the working directory
@@ -252,7 +254,7 @@ class Checkpoint:
             if hasattr(thing, "finish_step"):
                 thing.finish_step()
         self._waits = not self._waits and self._epoch_is_over()  # for one step at most
-        self._is_noted = not self._waits
+        self._is_noted, self._begins = not self._waits, None
         if self._memory is not None and self._is_noted:
             self._memory.finish(self.steps, self.epoch)  # before anything collective
         if self._hashes is not None:
@@ -270,15 +272,24 @@ class Checkpoint:
         if self._is_due:
             self._save()
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Local, on all ranks. A sampler begins an epoch, so the script has ended the one before.
+    def _set_epoch(self, sampler: Any) -> None:
+        """Local, on all ranks. The script has set the next epoch of a sampler."""
+        is_next = not self._is_noted and sampler.epoch == self.epoch + 1 and not self._epoch_is_over()
+        if self._memory is not None and is_next:
+            self._memory.note_own()
+            self._begins = sampler
 
-        If that one has ended with the last step, the job could resume here, from the top of the loop of this epoch.
+    def _begin_epoch(self, sampler: Any) -> None:
+        """Local, on all ranks. The script is about to take the first batch, so it has ended the epoch before.
+
+        The job could resume here, from the top of the loop of this epoch, where the script sets it. If own states have
+        changed since, as by the step of a schedule, the script would do that twice, or not at all.
         """
-        if self._memory is None or self._is_noted or epoch != self.epoch + 1 or self._epoch_is_over():
-            return
-        self._is_noted = True
-        self._memory.finish(self.steps, epoch)
+        if sampler is self._begins and self._memory is not None:
+            self._begins = None
+            if self._memory.is_own_as_noted():
+                self._is_noted = True
+                self._memory.finish(self.steps, sampler.epoch)
 
     def _epoch_is_over(self) -> bool:
         """Whether a sampler has no batches left."""

@@ -139,6 +139,7 @@ class Memory:
         self._first_step, self._has_told = 0, False  # that this process has done, and whether the agent knows
         self._step = 0
         self._writes_records = True
+        self._noted: dict[str, int] = {}
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
         self._record_seconds: deque[float] = deque(maxlen=_RECORDS_SEEN)  # that each of the last records has taken
@@ -270,6 +271,15 @@ class Memory:
             if self._writes_records:
                 self._record(step, epoch, is_end=True)
             self._live.reopen(self._label(step, epoch))
+
+    def note_own(self) -> None:
+        """Local. Note the own states, for `is_own_as_noted`."""
+        does = self._writes_records and self._records.fits
+        self._noted = self._records.checksums(self._adapters) if does else {}
+
+    def is_own_as_noted(self) -> bool:
+        """Local. Whether the own states are as they were at `note_own`."""
+        return bool(self._noted) and self._records.checksums(self._adapters) == self._noted
 
     def _record(self, step: int, epoch: int, *, is_end: bool) -> None:
         begin = time.thread_time()

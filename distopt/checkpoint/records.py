@@ -75,6 +75,10 @@ class Records:
         else:
             self._ahead = checksums
 
+    def checksums(self, adapters: Mapping[str, Adapter]) -> dict[str, int]:
+        """Local. Checksums of the own states as they are."""
+        return {name: self._checksum(name, adapter.own()) for name, adapter in adapters.items()}
+
     def _checksum(self, name: str, state: State) -> int:
         last = self._last.get(name)
         if last is None or last[0] != state.notes:

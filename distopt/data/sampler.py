@@ -83,7 +83,8 @@ class ShardedSampler:
         self.shuffle = shuffle
         self.partial_batch = partial_batch
         self.epoch = 0
-        self._after_set_epoch: Callable[[int], object] = _nothing_after
+        self._after_set_epoch: Callable[[], object] = _nothing
+        self._before_iteration: Callable[[], object] = _nothing
         self._go_to(0)
         self._tail = tail
         self._given = shards
@@ -133,11 +134,14 @@ class ShardedSampler:
         if epoch != self.epoch:
             self.epoch = epoch
             self._go_to(0)
-            self._after_set_epoch(epoch)
+            self._after_set_epoch()
 
-    def watch_epochs(self, after_set_epoch: Callable[[int], object]) -> None:
-        """Local. Call `after_set_epoch(epoch)` whenever another epoch has been set; `Checkpoint.resume` calls this."""
-        self._after_set_epoch = after_set_epoch
+    def watch_epochs(self, after_set_epoch: Callable[[], object], before_iteration: Callable[[], object]) -> None:
+        """Local. Have these called when another epoch has been set, and when an iteration is made.
+
+        `Checkpoint.resume` calls this.
+        """
+        self._after_set_epoch, self._before_iteration = after_set_epoch, before_iteration
 
     @property
     def epoch_is_over(self) -> bool:
@@ -167,6 +171,10 @@ class ShardedSampler:
 
         After `set_states`, the rest of the epoch. An iteration begins with its first batch.
         """
+        self._before_iteration()
+        return self._iteration()
+
+    def _iteration(self) -> Iterator[Any]:
         return _Iteration(self)
 
     def _begin(self, iteration: _Iteration) -> Iterator[Any]:
@@ -262,8 +270,9 @@ class ShardedSampler:
             raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Local. For copies in other processes, where no iteration lives."""
-        return {**self.__dict__, "_current": _nothing, "_after_set_epoch": _nothing_after}
+        """Local. For copies in other processes, where no iteration lives, and no `Checkpoint`."""
+        nothing = dict.fromkeys(["_current", "_after_set_epoch", "_before_iteration"], _nothing)
+        return {**self.__dict__, **nothing}
 
 
 class _Iteration:
@@ -305,11 +314,7 @@ class _Iteration:
 
 
 def _nothing() -> None:
-    """A weak reference to nothing."""
-
-
-def _nothing_after(epoch: int) -> None:
-    """No `Checkpoint` watches the epochs."""
+    """A weak reference to nothing; and what is called where no `Checkpoint` watches."""
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 from torch.nn.modules import batchnorm
+from torch.utils.data import dataloader
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +50,7 @@ USES = {
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": _COMPILER,
     "torch._dynamo._torchdynamo_disable": _COMPILER,
     "torch._dynamo._orig_mod": "to save a compiled model under the model's own names",
+    "torch.utils.data.dataloader._BaseDataLoaderIter._reset": "to notice a loader that keeps its workers for an epoch",
     "torch.UntypedStorage._cdata": _MOVES,
     "torch.UntypedStorage._swap_data_ptr_": _MOVES,
     "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
@@ -99,6 +101,8 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 # The function that runs a backward pass. C++ that it calls has no frame of its own.
 BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
+# The method by which a loader with persistent workers begins another epoch.
+LOADER_RESET: CodeType = dataloader._BaseDataLoaderIter._reset.__code__
 
 
 def called_by(code: CodeType) -> bool:

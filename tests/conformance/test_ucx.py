@@ -324,6 +324,53 @@ def test_closed_communicators_leave_no_files_and_threads(job: LocalJob) -> None:
     assert used() <= before + FEW
 
 
+@pytest.mark.parametrize("ends", ["closed", "interrupted", "refused"])
+def test_communicators_of_their_own_connections_leave_nothing(ends: str) -> None:
+    """At once: a collection of garbage, which would end them, too, may be hours away."""
+    run_ranks_ok(end_again_and_again, 2, ends)
+
+
+def end_again_and_again(job: LocalJob, ends: str) -> None:
+    jobs, before = jobs_of(job), 0
+    gc.collect()
+    gc.disable()
+    for _ in range(12):
+        if ends == "refused":  # a rank is lost while they meet
+            with pytest.raises(ZeroDivisionError):
+                communicator_over_ucx(LostWhenMeeting(jobs), alone=True)  # type: ignore[arg-type]
+        else:
+            comm = communicator_over_ucx(jobs, alone=True)
+            check_sum(comm)
+            if ends == "interrupted" and job.topology.rank == 0:
+                late = comm.all_reduce(np.ones(100_000))
+                comm.abort("the other one is late")  # type: ignore[attr-defined]
+                with pytest.raises(CommunicatorError, match="was interrupted: the other one is late"):
+                    late.wait()
+                del late
+            job.all_gather(b"")
+            comm.close()
+            del comm
+        before = before or used()
+    assert used() <= before + FEW
+    assert ucx._workers == set()
+
+
+class LostWhenMeeting:
+    """A job one of whose ranks is lost once all have begun with UCX."""
+
+    def __init__(self, job: HostsOfOneMachine) -> None:
+        self._job, self._left = job, 2
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._job, name)
+
+    def exchange(self, value: object) -> list[object]:
+        self._left -= 1
+        if not self._left:
+            raise ZeroDivisionError("a rank is lost")
+        return self._job.exchange(value)
+
+
 @with_ranks(2)
 def test_live_communicators_share_their_connections(job: LocalJob) -> None:
     jobs = jobs_of(job)

@@ -559,3 +559,15 @@ def test_buffers_of_a_module_that_is_replaced_are_recorded():
         model[1].running_mean += 1  # in place
         np.testing.assert_array_equal(state.own().arrays["1.running_mean"], np.full(3, mean + 1))
         model[1] = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_epoch_of_a_loader_that_keeps_its_workers_is_no_place_to_resume_at(keeps: bool) -> None:
+    """The loader of a job that resumed there would draw a seed for new workers."""
+    sampler, begun = ResumableSampler(8, 2), []
+    sampler.watch_epochs(lambda: None, lambda: begun.append(sampler.epoch))
+    loader = DataLoader(range(8), batch_sampler=sampler, num_workers=1, persistent_workers=keeps)  # type: ignore[arg-type]
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert len([*loader]) == 4
+    assert begun == ([0] if keeps else [0, 1, 2])

@@ -18,6 +18,7 @@ from distopt.checkpoint.adapters import InPlace, State
 from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import Memory
 from distopt.checkpoint.state_files import Held, Label, States
+from distopt.data import ShardedSampler
 from distopt.launch.end_together.report import supervisor
 from distopt.launch.heal.state_slots import POST, TO_SEND, VALID, VARIABLE, StateSlots
 from distopt.launch.job.topology import Topology
@@ -190,6 +191,49 @@ def test_records_end_where_they_cost_too_much_and_return_where_they_do_not(slots
     clock.cost = 10.0
     assert not records_after(70)  # at 64, when those without cost are no longer among the last ones
     memory.close()
+
+
+@pytest.mark.parametrize(
+    ("order", "is_noted"),
+    [
+        (["end", "set", "loop"], True),  # as in the guide
+        (["set", "loop"], True),
+        (["set", "end", "loop"], False),  # a job that resumes in the loop would lack the end of the epoch
+        (["end", "loop"], False),  # nobody has set the epoch
+        (["end", "look", "set", "loop"], True),
+        (["set", "look", "end", "loop"], False),
+        (["end", "set"], False),  # the script may do more before it takes a batch
+    ],
+)
+def test_the_last_step_of_an_epoch_counts_once_the_script_has_ended_the_epoch(slots, monkeypatch, order, is_noted):
+    """`end`: own states change, as by a schedule; `look`: at a batch, with another sampler."""
+    monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
+    sampler, other = ShardedSampler(12, 1, 0, 4, seed=3), ShardedSampler(12, 1, 0, 4, seed=4)
+    schedule = np.zeros(2)
+    noted: list[tuple[int, int]] = []
+    finish = Memory.finish
+    monkeypatch.setattr(
+        Memory, "finish", lambda self, step, epoch: (noted.append((step, epoch)), finish(self, step, epoch))
+    )
+    checkpoint = Checkpoint(None, schedule=schedule, sampler=sampler, other=other)
+    checkpoint.resume()
+    for _ in sampler:
+        checkpoint.step(0)
+    assert noted == [(1, 0), (2, 0)]
+    for act in order:
+        if act == "end":
+            schedule += 1
+        elif act == "set":
+            sampler.set_epoch(1)
+        elif act == "look":
+            next(iter(other))
+        else:
+            next(iter(sampler))
+    assert noted == [(1, 0), (2, 0), *([(3, 1)] if is_noted else [])]
+    if "loop" in order:
+        checkpoint.step(1)
+        assert noted[-1] == (4, 1)
+    checkpoint.close()
 
 
 def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):

@@ -110,6 +110,7 @@ class NetCommunicator(NativeCommunicator):
         self._waits.close(says=not self._network.has_ended)
         idle = self.core.close()
         self._network.close(self._waits.read_last, idle=idle and not self._messages.under_way)
+        self.core.waits = self._waits.release()  # type: ignore[attr-defined]
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # Aligned to cache lines; networks need no special memory.

@@ -79,12 +79,20 @@ class UcxNetwork:
             MissingDependencyError: UCX is missing.
         """
         self._job, self._alone = job, alone
+        with ExitStack() as stack:
+            self._meet(job, endpoint, stack)
+            stack.pop_all()
+
+    def _meet(self, job: Peers, endpoint: str, stack: ExitStack) -> None:
+        """Collective. Connect with the other ranks; `stack` undoes it, if one of them is lost meanwhile."""
         candidates = [randbits(_NUMBER_BITS) for _ in range(_CANDIDATES)]
         failure: DistoptError | None = None
         mine: list[Any]
         try:
             interface = _interface(job, endpoint)
-            self._worker = _new_worker(os.getpid(), interface) if alone else _worker(os.getpid(), interface)
+            self._worker = _new_worker(os.getpid(), interface) if self._alone else _worker(os.getpid(), interface)
+            if self._alone:
+                stack.callback(self._stop)
             self._streams = Settings.from_env().streams
             mine = [self._worker.version, self._streams, self._worker.address.hex(), candidates, sorted(_live)]
         except DistoptError as error:
@@ -142,7 +150,12 @@ class UcxNetwork:
         """Local. See `Network.close`."""
         if idle or self._alone:
             _live.discard(self._number)
-        if self._alone and self._worker in _workers:
+        if self._alone:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Local. End the connections, which are this network's alone; idempotent."""
+        if self._worker in _workers:
             _workers.remove(self._worker)
             self._worker.stop(cuts=True)  # the rest may run while the GIL is held, and others may be gone
 
@@ -179,7 +192,12 @@ def communicator_over_ucx(
         alone: see `UcxNetwork`; its ranks then share no memory.
     """
     if alone:
-        return UcxCommunicator(job, UcxNetwork(job, endpoint, alone=True), settings)
+        with ExitStack() as stack:
+            network = UcxNetwork(job, endpoint, alone=True)
+            stack.callback(network.close, lambda: None, idle=True)  # if the others are lost meanwhile
+            communicator = UcxCommunicator(job, network, settings)
+            stack.pop_all()
+        return communicator
     sizes = set(map(len, job.ranks_of_hosts))
     kind = HierarchicalCommunicator if len(sizes) == 1 and sizes != {1} else UcxCommunicator
     return kind(job, UcxNetwork(job, endpoint), settings)

@@ -29,6 +29,25 @@ class _Awaited(Protocol):
     def waiting(self) -> str: ...
 
 
+class ClosedWaits:
+    """In the place of the waits of a closed communicator, for a thread that is still in it.
+
+    Hazard: `Waits` refers to the communicator. The two would keep each other, and connections, until Python's next
+    collection of garbage, which may be hours later.
+    """
+
+    def __init__(self, me: Process) -> None:
+        self._me = me
+
+    def wait_for(self, operation: _core.NetCollective, timeout: float | None) -> None:
+        """Local. Refuse the wait."""
+        fact = f"{self._me.name} closed its communicator while it waited in {operation}"
+        raise CommunicatorClosedError(fact, cure="close it when all operations have ended", ranks=[self._me])
+
+    def polled(self) -> None:
+        """Local. The next call is refused."""
+
+
 class Waits:
     """One rank's waits.
 
@@ -53,7 +72,7 @@ class Waits:
         self._notes = Notes(transport, self._rank, job.topology.world_size)
         self._has_failed = False
         self._said = float("-inf")  # when the others last heard that this rank waits
-        self.help: Callable[[], object] = lambda: None
+        self.help: Callable[[], object] = _no_help
         self.abort_reason = ""  # set by another thread: the reason to end all waits
 
     @property
@@ -194,6 +213,11 @@ class Waits:
             with suppress(CommunicatorError):  # the network itself has failed
                 self._notes.send_failure(error)
 
+    def release(self) -> ClosedWaits:
+        """Local. Forget the communicator's messages; returns what takes the place of this object."""
+        self.help = _no_help
+        return ClosedWaits(self.me)
+
     def read_last(self) -> None:
         """Local. See `Notes.read_last`."""
         self._notes.read_last()
@@ -211,3 +235,7 @@ class Waits:
             f"{self.me.name} waits in {operation} for {', '.join(one.name for one in absent) or 'slow transfers'}; "
             f"{last if core.last_agreed else 'none was started'}"
         ), absent
+
+
+def _no_help() -> None:
+    """There are no other operations."""

@@ -41,7 +41,7 @@ _COPY_SECONDS = 3.0  # then a member that sends nothing of its states counts as 
 _LENGTHS = struct.Struct("!QQ")  # of the header and of the states that a member sends
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process
 
-Provide = Callable[[], tuple[dict[str, Any], bytes]]
+Provide = Callable[[], tuple[dict[str, Any], memoryview]]
 
 
 class AbortedError(LaunchError):
@@ -68,9 +68,9 @@ class _States(Gate):
             header, states = self._provide()
             text = json.dumps(header).encode()
             link.settimeout(_COPY_SECONDS)
-            left = memoryview(_LENGTHS.pack(len(text), len(states)) + text + states)
-            while left:
-                left = left[link.send(left) :]
+            for left in (memoryview(_LENGTHS.pack(len(text), len(states)) + text), states):
+                while left:
+                    left = left[link.send(left) :]
 
 
 class WorkersClient:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from ...checks import check_integer
 from ...data import ShardedSampler
 from ...errors import UsageError
-from ..private import called_by
+from ..private import LOADER_RESET, called_by
 
 
 class ResumableSampler(ShardedSampler):
@@ -90,6 +90,10 @@ class ResumableSampler(ShardedSampler):
                 "a ResumableSampler gives whole batches; pass it as DataLoader(data, batch_sampler=sampler), without "
                 "batch_size"
             )
+        if called_by(
+            LOADER_RESET
+        ):  # workers stay; those of a job that resumes would draw other numbers, from a new seed
+            return self._iteration()
         return super().__iter__()
 
     def _begin(self, iteration: Any) -> Iterator[Any]:

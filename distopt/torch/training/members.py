@@ -397,7 +397,7 @@ class Members:
         kept = [value for state in self._outer.state.values() for value in state.values()]
         return [*averages, *self._others, *(value for value in kept if isinstance(value, torch.Tensor))]
 
-    def _provide(self) -> tuple[dict[str, Any], bytes]:
+    def _provide(self) -> tuple[dict[str, Any], memoryview]:
         """Local, from another thread. The states for a newcomer, and what it needs before them."""
         content = io.BytesIO()
         with self._lock:
@@ -415,7 +415,7 @@ class Members:
             others = [tensor.detach() for tensor in self._others]
             states = {"averages": averages, "outer": self._outer.state_dict(), "others": others}
             torch.save({**states, "moments": self.moments}, content)
-        return header, content.getvalue()
+        return header, content.getbuffer()
 
 
 def _is_plain(value: Any) -> bool:
