@@ -51,7 +51,7 @@ class Cache:
         self.length = 0
 
     def extended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of all tokens so far, after these are added: batch x key heads x length x head each."""
+        """Keys and values of all tokens so far, these included: batch x key heads x length x head each."""
         if self.length:
             key, value = torch.cat((self._key, key), 2), torch.cat((self._value, value), 2)
         self._key, self._value, self.length = key, value, key.shape[2]

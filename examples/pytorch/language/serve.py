@@ -8,8 +8,9 @@ Each rank keeps its share of the attention heads and of the feed-forward units (
 1909.08053, section 3), and the cache of its heads' keys and values. A layer sums twice over the ranks, a few kilobytes
 for a token, so the time of a small all_reduce decides how fast tokens come.
 
-All ranks must go on with the same token, or the text is nonsense. A sum need not have the same bits on all ranks (over
-distopt it has), nor need what different processors make of it, and two scores may be almost equal: rank 0 chooses.
+All ranks must append the same token, or the text becomes nonsense. Two scores may be almost equal, and then bits
+decide: over distopt a sum has the same bits on all ranks, but not every backend promises this, and processors of
+different kinds round differently. So rank 0 chooses, and broadcasts the token.
 """
 
 from __future__ import annotations
