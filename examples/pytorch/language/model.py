@@ -41,7 +41,7 @@ SMOLLM2 = Shape(
 
 
 class Cache:
-    """Keys and values of a layer's tokens so far: with them, the next token needs no other one computed again.
+    """Keys and values of a layer's tokens so far, which the next token needs and which need not be computed again.
 
     Attributes:
         length: tokens so far.
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.n_heads * shape.head, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """`x`: batch x length x hidden, after a first call with a cache of length 1; `turn`: see `turns`."""
+        """`x`: batch x length x hidden, of length 1 if the cache has entries; `turn`: see `turns`."""
         query, key, value = (
             each(x).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         """The normalized sum of all layers at each position: batch x length x hidden, for tokens of batch x length.
 
         Args:
-            tokens: those after the tokens in `caches`: one, unless these are empty.
+            tokens: those after the tokens in `caches`: one for each sequence, unless these are empty.
             caches: one of each layer.
         """
         x = self.embedding(tokens)

@@ -128,12 +128,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     served = MODELS[args.model]()
     divide(served.model)
+    prompt = served.encode(args.prompt)
+    if not prompt:
+        parser.error("--prompt is empty")
     tokens: list[int] = []
     started = 0.0
-    for token in generate(served.model, served.encode(args.prompt), args.temperature, args.seed):
+    for token in generate(served.model, prompt, args.temperature, args.seed):
         started = started or time.perf_counter()  # the first token also reads the prompt
         tokens.append(token)
-        if token == served.ends or len(tokens) == args.tokens:
+        if token == served.ends or len(tokens) >= args.tokens:
             break
     seconds = time.perf_counter() - started
     if dist.get_rank() == 0:
