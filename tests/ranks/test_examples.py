@@ -71,7 +71,7 @@ def test_one_process_without_a_launcher(digits):
     [
         *((script, "-h") for script in ("mnist_multiprocess", "mnist_dist", "mnist_slurm", "zoo/train")),
         *((script, "-h") for script in ("pytorch/mnist_ddp", "pytorch/tensor_parallel", "slurm/submit")),
-        ("slurm/fetch_mnist", "-h"),
+        *((script, "-h") for script in ("pytorch/language/serve", "slurm/fetch_mnist")),
         ("mnist_dist", "--help"),
         *(("template/train", asked) for asked in ("-h", "-help", "--help")),  # an option of its own, not argparse's
     ],

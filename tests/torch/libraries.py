@@ -143,7 +143,7 @@ def generation(model: object, data: object, folder: str, backend: str) -> str:
     """Tokens of a Llama with random parameters, divided among the ranks; each also computes them alone."""
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 
     if dist.get_rank() == 0:
         config = LlamaConfig(
@@ -153,7 +153,7 @@ def generation(model: object, data: object, folder: str, backend: str) -> str:
         LlamaForCausalLM(config).save_pretrained(folder)
     dist.barrier()
     found = []
-    for options in ({}, {"tp_plan": "auto"}):
+    for options in ({}, {"distributed_config": DistributedConfig(tp_plan="auto")}):
         llama = LlamaForCausalLM.from_pretrained(folder, **options)
         new = llama.generate(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=24, do_sample=False, pad_token_id=0)
         found.append(",".join(map(str, new[0, 5:].tolist())))

@@ -90,9 +90,8 @@ class ResumableSampler(ShardedSampler):
                 "a ResumableSampler gives whole batches; pass it as DataLoader(data, batch_sampler=sampler), without "
                 "batch_size"
             )
-        if called_by(
-            LOADER_RESET
-        ):  # workers stay; those of a job that resumes would draw other numbers, from a new seed
+        # Its workers stay; those of a job that resumes would draw other numbers, from a new seed.
+        if called_by(LOADER_RESET):
             return self._iteration()
         return super().__iter__()
 

@@ -41,7 +41,7 @@ SMOLLM2 = Shape(
 
 
 class Cache:
-    """Keys and values of a layer's tokens so far: with them, the next token needs no other one computed again.
+    """Keys and values of a layer's tokens so far, which the next token needs and which need not be computed again.
 
     Attributes:
         length: tokens so far.
@@ -51,7 +51,7 @@ class Cache:
         self.length = 0
 
     def extended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of all tokens so far, after these are added: batch x key heads x length x head each."""
+        """Keys and values of all tokens so far, these included: batch x key heads x length x head each."""
         if self.length:
             key, value = torch.cat((self._key, key), 2), torch.cat((self._value, value), 2)
         self._key, self._value, self.length = key, value, key.shape[2]
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.n_heads * shape.head, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """`x`: batch x length x hidden, after a first call with a cache of length 1; `turn`: see `turns`."""
+        """`x`: batch x length x hidden, of length 1 if the cache has entries; `turn`: see `turns`."""
         query, key, value = (
             each(x).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         """The normalized sum of all layers at each position: batch x length x hidden, for tokens of batch x length.
 
         Args:
-            tokens: those after the tokens in `caches`: one, unless these are empty.
+            tokens: those after the tokens in `caches`: one for each sequence, unless these are empty.
             caches: one of each layer.
         """
         x = self.embedding(tokens)

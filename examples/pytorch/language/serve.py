@@ -8,8 +8,9 @@ Each rank keeps its share of the attention heads and of the feed-forward units (
 1909.08053, section 3), and the cache of its heads' keys and values. A layer sums twice over the ranks, a few kilobytes
 for a token, so the time of a small all_reduce decides how fast tokens come.
 
-All ranks must go on with the same token, or the text is nonsense. A sum need not have the same bits on all ranks (over
-distopt it has), nor need what different processors make of it, and two scores may be almost equal: rank 0 chooses.
+All ranks must append the same token, or the text becomes nonsense. Two scores may be almost equal, and then bits
+decide: over distopt a sum has the same bits on all ranks, but not every backend promises this, and processors of
+different kinds round differently. So rank 0 chooses, and broadcasts the token.
 """
 
 from __future__ import annotations
@@ -127,12 +128,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     served = MODELS[args.model]()
     divide(served.model)
+    prompt = served.encode(args.prompt)
+    if not prompt:
+        parser.error("--prompt is empty")
     tokens: list[int] = []
     started = 0.0
-    for token in generate(served.model, served.encode(args.prompt), args.temperature, args.seed):
+    for token in generate(served.model, prompt, args.temperature, args.seed):
         started = started or time.perf_counter()  # the first token also reads the prompt
         tokens.append(token)
-        if token == served.ends or len(tokens) == args.tokens:
+        if token == served.ends or len(tokens) >= args.tokens:
             break
     seconds = time.perf_counter() - started
     if dist.get_rank() == 0:
