@@ -238,37 +238,3 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
     scale = np.asarray(scale).item()
     weight = target.sum(1, keepdims=True)
     return np.asarray((probability * weight - target) * probability.dtype.type(scale / max(len(target), 1)))
-
-
-def update(rule: str, param: Array, grad: Array, slots: list[Array | None], *values: float) -> None:
-    _RULES[rule](param, grad, *slots, *values)
-
-
-def _sgd(param, grad, buffer, lr, momentum, dampening, weight_decay, nesterov):  # type: ignore[no-untyped-def]
-    grad = grad + weight_decay * param
-    if buffer is not None:
-        buffer[...] = momentum * buffer + (1 - dampening) * grad
-        grad = grad + momentum * buffer if nesterov else buffer
-    param -= lr * grad
-
-
-def _adam(param, grad, m, v, step, lr, beta_1, beta_2, epsilon, weight_decay):  # type: ignore[no-untyped-def]
-    grad = grad + weight_decay * param
-    m[...] = beta_1 * m + (1 - beta_1) * grad
-    v[...] = beta_2 * v + (1 - beta_2) * grad**2
-    param -= lr * (m / (1 - beta_1**step)) / (np.sqrt(v / (1 - beta_2**step)) + epsilon)
-
-
-def _rmsprop(param, grad, running, lr, rho, epsilon, weight_decay):  # type: ignore[no-untyped-def]
-    grad = grad + weight_decay * param
-    running[...] = rho * running + (1 - rho) * grad**2
-    param -= lr * grad / np.sqrt(running + epsilon)
-
-
-def _adagrad(param, grad, history, lr, epsilon, weight_decay):  # type: ignore[no-untyped-def]
-    grad = grad + weight_decay * param
-    history += grad**2
-    param -= lr * grad / np.sqrt(history + epsilon)
-
-
-_RULES = {"sgd": _sgd, "adam": _adam, "rmsprop": _rmsprop, "adagrad": _adagrad}

@@ -251,27 +251,6 @@ def test_an_empty_bucket_is_reduced(codec, world_size, cls):
     assert [rank.means[1].size for rank in run(codec, np.zeros((2, world_size, 0), F32), cls)] == [0] * world_size
 
 
-@pytest.mark.sweep(rest=40)
-@worlds
-@pytest.mark.parametrize("codec", [*CORRECTED, ErrorFeedback(TopK(0.01, momentum=0.9, warm_up_steps=2))], ids=repr)
-def test_state_continues_where_it_was_saved(codec, world_size, cls):
-    grads = gradients(world_size, steps=4)
-    whole = run(codec, grads, cls)
-
-    def body(comm):
-        first = Run(codec, comm)
-        first.step(grads[0]).step(grads[1])
-        state = first.reducer.state_dict()
-        first.step(grads[3])
-        second = Run(codec, comm)
-        second.reducer.load_state_dict(state)
-        return second.step(grads[2]).step(grads[3])
-
-    for rank, reference in zip(on_ranks(world_size, body, cls=cls), whole, strict=True):
-        assert np.array_equal(rank.means[1], reference.means[3])
-        assert np.array_equal(rank.residual, reference.residual)
-
-
 def test_state_that_does_not_fit_is_refused():
     def body(comm):
         mine = ErrorFeedback(TopK(0.1)).attach(comm.empty(10), comm, label="b0")
@@ -390,27 +369,6 @@ def test_warm_up_thins_out_stage_by_stage():
     assert on_ranks(2, body)[0] == [codec.count(1000, step) for step in range(8)]
 
 
-@worlds
-def test_buckets_under_way_together_do_not_mix(world_size, cls):
-    grads = gradients(world_size, steps=7)
-    codecs = [
-        Fp32(), ErrorFeedback(TopK(0.01)), Threshold(2.0), PowerSGD(), Fp16(), ErrorFeedback(Threshold(1.0)), BFloat16()
-    ]  # fmt: skip
-
-    def body(comm):
-        runs = [Run(codec, comm) for codec in codecs]
-        for _ in range(2):
-            for own, grad in zip(runs, grads, strict=True):
-                own.bucket[:] = grad[comm.topology.rank]
-            assert finish_all([PendingReduction(own.codec, own.reducer) for own in runs]) == [None] * len(runs)
-        return [own.bucket for own in runs]
-
-    alone = [run(codec, grads[[i, i]], cls)[0].means[-1] for i, codec in enumerate(codecs)]
-    for buckets in on_ranks(world_size, body, cls=cls):
-        for bucket, expected in zip(buckets, alone, strict=True):
-            assert np.array_equal(bucket, expected)
-
-
 def test_a_state_goes_on_under_other_options_but_not_as_another_codec():
     """The last step, whose share is everything, sends all that the varying shares have left."""
     grads = gradients(3, steps=4, size=101)
@@ -491,13 +449,6 @@ def test_power_sgd_finds_a_matrix_of_its_rank():
         sent = 4 * (2 * (40 + 25) + 2003) + 4 * 2 * (50 + 40)
         assert rank.last.wire_bytes == sent * 4 // 3 + 2 * 24
         assert rank.last.wire_bytes < 0.5 * rank.last.dense_bytes
-
-
-def test_power_sgd_survives_gradients_of_lower_rank():
-    for grads in (np.zeros((3, 2, SIZE), F32), np.ones((3, 2, SIZE), F32), np.full((3, 2, SIZE), 1e-30, F32)):
-        for rank in run(ErrorFeedback(PowerSGD(rank=3)), grads):
-            assert all(np.isfinite(mean).all() for mean in rank.means)
-            np.testing.assert_allclose(rank.means[-1], grads[-1, 0], rtol=1e-3)
 
 
 def test_power_sgd_recovers_from_gradients_of_zero():

@@ -291,7 +291,7 @@ def test_ranks_that_drifted_are_made_equal_whatever_losses_came_before():
             step.final(param)
         step.finish()
         own.begin_partial(SMALL)
-        for param in own.params:  # and an exception comes before average_partition
+        for param in own.params:  # and an exception comes before they are averaged
             param.array += own.rank
         own.engine.partial.synchronize()
         return [param.array for param in own.params]

@@ -56,37 +56,6 @@ def test_the_sum_runs_in_rank_order(world_size, cls, size, counts):
             assert np.array_equal(result.view(np.uint32), expected.view(np.uint32))
 
 
-@worlds
-def test_two_sums_at_once_started_before_either_is_waited_for(world_size, cls):
-    def body(comm):
-        rank, counts = comm.topology.rank, [200 + q for q in range(world_size)]
-        denses = [comm.empty(1009), comm.empty(1009)]
-        sums = [sparse_all_reduce(comm, *sparse_list(rank, 1009, 200 + rank), dense, counts) for dense in denses]
-        waits = [[], []]
-        live = [0, 1]
-        while live:
-            works = [(i, next(sums[i], None)) for i in live]
-            for i, work in works:
-                if work is None:
-                    live.remove(i)
-                else:
-                    work.done()
-                    waits[i].append(work)
-            for _, work in works:
-                if work is not None:
-                    work.wait()
-        assert len(waits[0]) == len(waits[1]) > 1
-        return [dense.copy() for dense in denses]
-
-    expected = np.zeros(1009, F32)
-    for rank in range(world_size):
-        indices, values = sparse_list(rank, 1009, 200 + rank)
-        expected[indices] += values
-    for results in on_ranks(world_size, body, cls=cls):
-        for result in results:
-            assert np.array_equal(result.view(np.uint32), expected.view(np.uint32))
-
-
 def test_the_route_is_the_one_of_fewest_bytes():
     # Density times world size against 1, where all that is possible is a gather.
     assert choose_route([499, 500], 1000, splits=False) == "gather"

@@ -1,4 +1,4 @@
-"""Convolution on a GPU: the tests of ops.cpu once more, chunks, alignment, streams."""
+"""Convolution on a GPU: the tests of `nn.numerics.cpu` once more, chunks, alignment, streams."""
 
 from __future__ import annotations
 

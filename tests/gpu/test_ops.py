@@ -1,4 +1,4 @@
-"""The kernels of ops.gpu: the tests of ops.cpu once more, and what only a device has."""
+"""The kernels of `nn.numerics.gpu`: the tests of `nn.numerics.cpu` once more, and what only a device has."""
 
 from __future__ import annotations
 

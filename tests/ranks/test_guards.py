@@ -104,46 +104,6 @@ def test_fp32_does_not_look_where_nan_is_ignored(tmp_path):
     on_ranks(tmp_path, 2, ignoring)
 
 
-def interrupted(optimizer) -> dict[str, np.ndarray]:
-    """A script that catches what ends its steps: in rank 1 alone, then at another place in every rank."""
-    rank, results = optimizer.global_rank, {}
-    for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():
-        optimizer = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator)
-        optimizer.bucket_elements = optimizer.partition_elements = SMALL
-        net = build(optimizer)
-        train(optimizer, net, range(2), strategy)
-        backward, before = autograd.backward, parameters(net)
-
-        def ended(loss, after, **options):
-            for number, pair in enumerate(backward(loss, **options)):  # noqa: B023
-                if number == after:
-                    raise KeyboardInterrupt
-                yield pair
-
-        for number, after in ((2, 2 if rank == 1 else 9), (3, rank)):
-            autograd.backward = lambda loss, after=after, **options: ended(loss, after, **options)
-            try:
-                with pytest.raises(GradientError if after == 9 else KeyboardInterrupt) as caught:
-                    train(optimizer, net, range(number, number + 1), strategy)
-            finally:
-                autograd.backward = backward
-            assert after != 9 or (caught.value.rank, "KeyboardInterrupt" in str(caught.value)) == (1, True)
-        np.testing.assert_array_equal(parameters(net), before)
-        train(optimizer, net, range(4, 8), strategy)
-        optimizer.synchronize()
-        assert (optimizer.stats().steps, optimizer.stats().skipped) == (8, 2)
-        results[name] = parameters(net)
-    return results
-
-
-@pytest.mark.slow
-def test_an_interrupted_step_leaves_an_optimizer_that_trains_on(tmp_path):
-    ranks = on_ranks(tmp_path, 3, interrupted)
-    for name in ranks[0]:
-        assert np.isfinite(ranks[0][name]).all()
-        assert_equal_bits(ranks, name)
-
-
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setenv("DISTOPT_TRANSPORT", "single")

@@ -14,7 +14,6 @@ import time
 
 import pytest
 
-from tests.faults.ways import can_mount
 from tests.processes import LIMIT_SECONDS, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
@@ -192,22 +191,6 @@ def test_a_failure_has_its_exit_code_though_its_message_finds_no_room(tmp_path):
     script.write_text("print('a line', flush=True)\nraise SystemExit(7)\n")
     ended = Program(redirected(">/dev/full 2>&1", [*RUN, str(script)])).end()
     assert (ended.code, ended.stdout, ended.stderr) == (7, "", "")
-
-
-@pytest.mark.skipif(not can_mount(), reason="mounting a small file system takes privileges")
-def test_a_job_goes_on_whose_log_files_find_no_room(tmp_path, folder):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16k tmpfs "$0" && exec "$@"', str(logs)]
-    script = tmp_path / "script.py"
-    script.write_text(QUIET.replace("range(60)", "range(2000)"))
-    ended = Program([*small, *RUN, "--log-dir", str(logs), str(script), str(folder)]).end()
-    assert ended.code == 0, ended
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
-    assert ended.stdout.count("out ") == 2 * 2000
-    notices = [line for line in ended.stderr.splitlines() if "distopt run: " in line]
-    assert 1 <= len(notices) <= 4  # one for each file
-    assert all("cannot write" in line and "No space left on device" in line for line in notices)
 
 
 def test_rank_0_asks_at_a_terminal(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, Ended, Program, mpiexec_command
+from tests.processes import Ended, Program, mpiexec_command
 from tests.ranks.test_checkpoint import assert_same_bits
 
 # Of 12 steps each. The job leaves after four times as many as it had made, at the latest. Pauses keep it from its end,
@@ -113,14 +113,6 @@ def test_slurm_is_asked_once_to_queue_a_running_job_again(tmp_path, state, reque
     asked = calls.read_text().splitlines()
     assert asked == ["show job --oneliner 17_3", *(["requeue 17_3"] if state == "RUNNING" else [])]
     assert "Traceback" not in ended.stderr
-
-
-def test_ranks_that_do_not_leave_are_ended():
-    program = Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), "wait", "2"])
-    program.read_lines(2)
-    os.kill(program.process.pid, signal.SIGUSR1)
-    ended = program.end()
-    assert (ended.code, ended.stderr) == (138, "SIGUSR1: all 2 ranks have been ended\n")
 
 
 # Each step needs a number of a worker, and a DataLoader's processes where there is PyTorch.

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distopt import checkpoint, cli
-from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.generators import global_generators
@@ -195,46 +194,6 @@ def test_rates_that_another_number_of_ranks_has_saved_are_named(tmp_path, caplog
         saver.resume()
     assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.02 if scheduled else 0.2)
     assert [words in caplog.text, "learning rate" in caplog.text] == [True, bool(words)]
-
-
-SCHEDULERS = {
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 3, 7]),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1))],
-        milestones=[4],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedules_go_on(tmp_path, name):
-    def steps(folder, first, last):
-        torch.manual_seed(1)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        scheduler = SCHEDULERS[name](optimizer)
-        with Checkpoint(folder, scheduler=scheduler, optimizer=optimizer, model=model) as checkpoint:
-            checkpoint.resume()
-            assert checkpoint.steps == first
-            for step in range(first, last):
-                optimizer.zero_grad()
-                loss = model(torch.full((1, 3), float(step))).square().sum()
-                loss.backward()
-                optimizer.step()
-                scheduler.step(*([1.0 + step] if name == "plateau" else []))
-                checkpoint.step()
-            checkpoint.save()
-        return optimizer.param_groups[0]["lr"], model.weight.detach().clone()
-
-    rate, weight = steps(tmp_path / "whole", 0, 10)
-    steps(tmp_path / "parts", 0, 5)
-    again, other = steps(tmp_path / "parts", 5, 10)
-    assert rate == again
-    assert torch.equal(weight, other)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.LBFGS])
@@ -491,12 +450,6 @@ def test_the_first_array_of_two_runs_that_differs_is_named(tmp_path, monkeypatch
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
-def given(world_size: int, rank: int, size: int) -> ResumableSampler:
-    sampler = ResumableSampler(size, 4, seed=3)
-    ShardedSampler.__init__(sampler, size, world_size, rank, 4, seed=3)  # of a rank that is not there
-    return sampler
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_workers_have_fetched_are_not_counted(workers):
     data = TensorDataset(torch.arange(103))
@@ -525,27 +478,6 @@ def test_accumulated_batches_count_together():
         sampler.step()
         counts.append(sampler.consumed)
     assert counts == [4, 8, 10]
-
-
-@pytest.mark.sweep(rest=3)
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 4])
-def test_an_epoch_goes_on_with_other_ranks_and_repeats_no_sample(before, after):
-    samplers = [given(before, rank, size=96) for rank in range(before)]
-    iterators = [iter(sampler) for sampler in samplers]
-    used: list[int] = []
-    for _ in range(3):
-        for sampler, iterator in zip(samplers, iterators, strict=True):
-            used += next(iterator)
-            sampler.step()
-    states = samplers[0].get_states()
-    for rank in range(after):
-        sampler = given(after, rank, size=96)
-        sampler.set_states(states)
-        for batch in sampler:
-            used += batch
-    assert sorted(used) == sorted(set(used))
-    assert len(used) >= 96 - 4 * after
 
 
 def test_buffers_of_a_module_that_is_replaced_are_recorded():

@@ -62,6 +62,7 @@ checks.main()
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # of the tests themselves
 def test_a_check_that_hangs_or_dies_is_one_failure() -> None:
     names = ("premul_sum", "hangs", "conjugate_tensors", "dies", "all_reduce_of_a_parameter")
     found = run([sys.executable, "-W", "ignore", "-c", SLOW, "2"], names)

@@ -1,7 +1,6 @@
 """Which interface carries the data of a process group, on hosts with several: network namespaces that a cable joins."""
 
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,6 @@ from benchmarks.networks.emulation import (
     require_tools,
     wait_for_link,
 )
-from distopt.comm.net.ucx import library
 
 from .forked import CONTEXT, Place
 
@@ -86,11 +84,8 @@ def cabled(before: Callable[[Sequence[Host]], None] | None = None) -> Iterator[t
         yield hosts
 
 
-def rank_main(rank: int, method: str, variables: dict[str, str], out: Connection) -> None:
+def rank_main(rank: int, method: str, out: Connection) -> None:
     """Sum twice, the second time what needs several messages; the error of either, or where the bytes went."""
-    os.environ.update(variables)
-    if variables:
-        library.cache_clear()  # of the process that was forked
     try:
         dist.init_process_group("distopt", init_method=method, rank=rank, world_size=2, timeout=timedelta(0, SECONDS))
         for length in (3, 500_000):
@@ -103,19 +98,19 @@ def rank_main(rank: int, method: str, variables: dict[str, str], out: Connection
         out.send(["error", str(error)])
 
 
-def forks(rank: int, method: str, variables: dict[str, str], out: Connection) -> None:
+def forks(rank: int, method: str, out: Connection) -> None:
     """A worker, as that of a loader, makes a group with the other rank's, twice, and so does a child of it."""
-    rank_main(rank, f"{method}0", {}, out)
+    rank_main(rank, f"{method}0", out)
     worker = CONTEXT.Process(target=in_worker, args=(rank, method, out))
     worker.start()
     worker.join()
-    rank_main(rank, f"{method}4", {}, out)
+    rank_main(rank, f"{method}4", out)
 
 
 def in_worker(rank: int, method: str, out: Connection) -> None:
     for number in (1, 2):
-        rank_main(rank, f"{method}{number}", {}, out)
-    last = CONTEXT.Process(target=rank_main, args=(rank, f"{method}3", {}, out))
+        rank_main(rank, f"{method}{number}", out)
+    last = CONTEXT.Process(target=rank_main, args=(rank, f"{method}3", out))
     last.start()
     last.join()
 
@@ -127,18 +122,13 @@ def used() -> list[str]:
 
 
 def outcomes(
-    hosts: Sequence[Host],
-    method: str,
-    of_second: dict[str, str],
-    main: Callable[..., None] = rank_main,
-    answers: int = 1,
+    hosts: Sequence[Host], method: str, main: Callable[..., None] = rank_main, answers: int = 1
 ) -> list[list[object]]:
     """All that the ranks say, those of the first host first."""
     ends, ranks = [], []
     for rank, host in enumerate(hosts):
         end, start = CONTEXT.Pipe(duplex=False)
-        variables = of_second if rank else {}
-        ranks.append(CONTEXT.Process(target=Place._run, args=(host, main, rank, method, variables, start)))
+        ranks.append(CONTEXT.Process(target=Place._run, args=(host, main, rank, method, start)))
         ranks[-1].start()
         start.close()
         ends.append(end)
@@ -172,28 +162,12 @@ def test_the_interface_that_leads_to_the_other_host(name: str, tmp_path: Path) -
     with cabled(None if case.is_late else case.change) as hosts:
         if case.is_late:
             case.change(hosts)
-        found = outcomes(hosts, case.place.format(folder=tmp_path), {})
+        found = outcomes(hosts, case.place.format(folder=tmp_path))
         assert found == [[host.name, [LINK]] for host in hosts], json.dumps(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, r"there is no network interface 'nowhere0'"),
-        ({"DISTOPT_UCX_LIBRARY": "/nowhere/libucp.so.0"}, r"/nowhere/libucp.so.0"),
-    ],
-)
-def test_a_rank_that_cannot_use_ucx(variables: dict[str, str], text: str) -> None:
-    with cabled() as hosts:
-        for found in outcomes(hosts, f"tcp://{hosts[0].address}:{PORT}", variables):
-            assert found[0] == "error", found
-            assert text in str(found[1])
-            assert f"rank 1 ({hosts[1].name})" in str(found[1])
 
 
 @pytest.mark.slow
 def test_groups_of_workers_that_ranks_have_forked(tmp_path: Path) -> None:
     with cabled() as hosts:
-        found = outcomes(hosts, f"file://{tmp_path}/store", {}, forks, answers=5)
+        found = outcomes(hosts, f"file://{tmp_path}/store", forks, answers=5)
         assert found == [[host.name, [LINK]] for host in hosts for _ in range(5)], json.dumps(found)

@@ -17,7 +17,6 @@ from distopt import checkpoint, codecs
 from distopt.data import ShardedSampler
 from distopt.errors import UsageError
 from distopt.torch import Checkpoint, DistOpt, ResumableSampler
-from distopt.torch.checkpoint.generators import global_generators
 from distopt.torch.checkpoint.gradients import Gradients
 from distopt.torch.checkpoint.states import parts_of
 from distopt.torch.checkpoint.trees import narrowed
@@ -214,23 +213,6 @@ def test_ranks_that_seeded_python_and_numpy_equally_stay_equal_when_one_comes(tm
     assert len({draw[1] for draw in second}) == 1
     assert second[0][1] != first[0][1]
     assert len({draw[2] for draw in first + second}) == 5
-
-
-def test_each_library_has_an_adapter_for_its_global_generator():
-    adapters = global_generators()
-    assert set(adapters) == {f"generators.{name}" for name in ("torch", "cuda", "python", "numpy")}
-
-    def draw():
-        return torch.rand(2).tolist(), random.random(), np.random.rand(), np.random.randn()  # noqa: NPY002
-
-    random.gauss(0, 1), np.random.randn()  # noqa: NPY002 - each keeps a second number
-    states = {name: adapter.snapshot() for name, adapter in adapters.items()}
-    want = draw()
-    draw()
-    for name, adapter in adapters.items():
-        adapter.check(states[name])
-        adapter.put(states[name])
-    assert draw() == want
 
 
 # -- means of types that NumPy lacks -----------------------------------------------------------------------------------

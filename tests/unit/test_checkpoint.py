@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -588,12 +587,6 @@ def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, caplog):
     assert names(copy) == [step_name(2), step_name(4)]
 
 
-def test_refused_checkpoints_are_replaced(copy):
-    (copy / step_name(3) / FILES[2]).unlink()
-    run(copy, 1)
-    assert_goes_on(copy, 3)
-
-
 def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
     """Killed between two ranks, twice, at the same step: the files of both runs are not a checkpoint."""
     run(tmp_path, 2)
@@ -1011,21 +1004,3 @@ def test_a_checkpoint_of_another_version_is_named(tmp_path):
     manifest.write_text(manifest.read_text().replace('"version": "1"', '"version": "7"'))
     with pytest.raises(StateError, match="has version 7 of its format, and this distopt reads version 1"):
         load(tmp_path, a=np.zeros(3))
-
-
-@pytest.mark.parametrize("kind", [np.random.default_rng, np.random.RandomState, random.Random])
-def test_random_generators_of_numpy_and_python_resume(tmp_path, kind):
-    def draw(generator):
-        return [generator.normal(1, 2) if hasattr(generator, "normal") else generator.gauss(1, 2) for _ in range(3)]
-
-    generator = kind(5)
-    draw(generator)
-    with Checkpoint(tmp_path, noise=generator) as saver:
-        saver.resume()
-        saver.save()
-    want, again = draw(generator), kind(6)
-    load(tmp_path, noise=again)
-    assert draw(again) == want
-    other = np.random.default_rng(1) if kind is not np.random.default_rng else random.Random(1)
-    with pytest.raises(StateError, match=r"noise: .*random generator"):
-        load(tmp_path, noise=other)

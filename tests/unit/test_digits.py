@@ -196,14 +196,6 @@ def test_same_bits_on_every_machine():
         assert hashlib.md5(content).hexdigest() == "355827ba4af9648f15b23453bcc86827"
 
 
-@pytest.mark.parametrize("count", [0, 1, 256, 257])
-def test_shapes_and_types(count):
-    images, labels = digits(count, 3)
-    assert (images.shape, images.dtype) == ((count, 1, 28, 28), np.uint8)
-    assert (labels.shape, labels.dtype) == ((count,), np.int32)
-    assert images.any(axis=(1, 2, 3)).all()
-
-
 @pytest.mark.parametrize("arguments", [(-1, 0), (1, -1)])
 def test_errors_of_digits(arguments):
     with pytest.raises(UsageError, match="at least 0"):

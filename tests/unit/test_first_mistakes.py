@@ -299,10 +299,7 @@ TWO_JOBS = singa("(0, 0, 1)", before="go = multiprocessing.Event()", first="loca
     "        p.start()\n    while all(p.is_alive() for p in process): time.sleep(0.01)\n    go.set()\n",
 )
 SINGA_MISTAKES = {
-    "two of rank 1": (singa("(1, 1)"), SECOND.format(1)),
-    "two of rank 0": (singa("(0, 0)", "spawn"), SECOND.format(0)),
     "two of rank 1 beside others": (singa("(0, 1, 1)", size=3), SECOND.format(1)),
-    "ranks from 1": (singa("(1, 2)", "spawn"), "local_rank=2 is outside 0 ... 1; number the 2 processes from 0"),
     "two jobs with one ticket": (TWO_JOBS, SECOND.format(0)),
     "a ticket per rank": (
         singa("range(2)", first="nccl_id = singa.NcclIdHolder()", ticket="None"),

@@ -146,7 +146,6 @@ def test_states_from_memory_that_were_never_saved_are_saved_at_the_end(slots, mo
     np.testing.assert_array_equal(numbers, [7, 8, 9])
 
 
-@pytest.mark.slow
 class Clock:
     """In place of the module `time`: each look at the seconds takes one, each at those of the thread `cost`."""
 
@@ -236,6 +235,7 @@ def test_the_last_step_of_an_epoch_counts_once_the_script_has_ended_the_epoch(sl
     checkpoint.close()
 
 
+@pytest.mark.slow
 def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
     """A rank that is killed and started again each time; some kills come in the middle of a copy."""
     numbers = random.Random(200)

@@ -415,7 +415,8 @@ def test_an_index_out_of_range_is_named(index):
 
 
 def test_both_modules_have_the_same_functions():
-    assert reference.functions_of(cpu) | {"empty", "functions_of"} == reference.functions_of(reference)
+    slow = reference.functions_of(reference) - {"empty", "functions_of"}
+    assert slow == reference.functions_of(cpu) - {"update"}  # which test_optim.py has the formulas for
 
 
 def zeros(*shape):

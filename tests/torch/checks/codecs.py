@@ -119,22 +119,6 @@ def check_dist_opt_is_ddp(r: Ranks) -> None:
         assert ours.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def check_dist_opt_adds_gradients(r: Ranks) -> None:
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
-    own = network()
-    theirs, ours = sgd(model), dist_opt(own)
-    for first in range(3):
-        for trained, optimizer, pauses in ((model, theirs, model.no_sync), (own, ours, ours.no_sync)):
-            (x, y), (u, v) = batches(r.rank, 2, 2 * first)
-            optimizer.zero_grad()
-            with pauses():
-                torch.nn.functional.cross_entropy(trained(x), y).backward()
-            torch.nn.functional.cross_entropy(trained(u), v).backward()
-            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
-            optimizer.step()
-    r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
-
-
 def check_dist_opt_clips_what_it_steps_by(r: Ranks) -> None:
     """The norm of the gradients of two passes together, also when a GradScaler has unscaled them, against DDP."""
     for scales in (False, True):
