@@ -115,6 +115,7 @@ MODELS = {"tiny": tiny, "smollm2": smollm2}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="tiny", help="(tiny, with random parameters)")
+    parser.add_argument("--weights", metavar="FILE", help="of train.py --save, in place of those")
     parser.add_argument("--prompt", default="In the beginning", help="(In the beginning)")
     parser.add_argument("--tokens", type=int, default=100, help="at most so many (100)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of draws; 0: the likeliest token (0)")
@@ -127,6 +128,8 @@ def main() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     torch.manual_seed(args.seed)
     served = MODELS[args.model]()
+    if args.weights:
+        served.model.load_state_dict(torch.load(args.weights))
     divide(served.model)
     prompt = served.encode(args.prompt)
     if not prompt:
