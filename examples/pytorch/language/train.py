@@ -89,7 +89,10 @@ LOCAL = {
     "diloco-4-bit": Local(codecs.create("quantized", bits=4)),
     "diloco-streams": Local(codecs.create("quantized", bits=4), fragments=3),
     "sparse-loco": Local(
-        codecs.create("chunked-top-k", k=64, bits=2, error_feedback=True, decay=0.95), rate=1.0, momentum=0.0
+        codecs.create("chunked-top-k", k=64, bits=2, error_feedback=True, decay=0.95),
+        rate=1.0,
+        momentum=0.0,
+        sync_every=10,
     ),
 }
 
@@ -117,7 +120,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--test-every", type=int, default=30, metavar="STEPS", help="(30)")
     parser.add_argument("--test-samples", type=int, default=128, metavar="N", help="(128)")
     parser.add_argument("--seed", type=int, default=1, help="of parameters and samples (1)")
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder of files to resume from")
+    parser.add_argument("--checkpoint", metavar="DIR", help="resume from there, and save at each validation")
     parser.add_argument("--tensorboard", metavar="DIR", help="write the losses for TensorBoard")
     parser.add_argument("--save", metavar="FILE", help="write the model at the end, for evaluate.py and serve.py")
     args = parser.parse_args(words)
@@ -185,7 +188,7 @@ def train(args: argparse.Namespace) -> dict[str, torch.Tensor]:
         parts["diloco"] = local
         if args.min_workers:  # every worker has other samples, also one that starts again
             stream += local.worker * dist.get_world_size()
-    checkpoint = distopt.torch.Checkpoint(args.checkpoint, replicated=local is None, **parts)
+    checkpoint = distopt.torch.Checkpoint(args.checkpoint, every=args.test_every, replicated=local is None, **parts)
     checkpoint.resume()
     counting: Any = checkpoint if local is None else local  # a worker that joins goes on at the others' step
     report = Report(args, text.validation(args.test_samples))
@@ -199,6 +202,7 @@ def train(args: argparse.Namespace) -> dict[str, torch.Tensor]:
         report.step(counting.steps, loss.item())
         if counting.steps % args.test_every == 0:
             report.test(counting.steps, model)
+    checkpoint.close()
     return model.state_dict() if local is None else local.average()
 
 
