@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,13 +103,11 @@ def test_ranks_that_tcp_does_not_connect_are_warned_and_train(net):
     assert re.fullmatch(r"rank 0, 1 cannot reach rank 0 by TCP; the loss of a rank may .*\n", ended.stderr), ended
 
 
-def on_two_hosts(
-    net, how: str, env: dict[str, str] | None = None, *, envs: Sequence[dict[str, str]] = ({}, {})
-) -> list[Program]:
-    """One rank on each host, as srun would start them; `envs` are those of the ranks."""
+def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
+    """One rank on each host, as srun would start them."""
     nodes = net.hosts[0].address
     return [
-        Program(host.inside([sys.executable, SCRIPT, how]), {**slurm(rank, 2, nodes, 2), **(env or {}), **envs[rank]})
+        Program(host.inside([sys.executable, SCRIPT, how]), {**slurm(rank, 2, nodes, 2), **(env or {})})
         for rank, host in enumerate(net.hosts)
     ]
 
