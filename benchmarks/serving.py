@@ -23,7 +23,7 @@ from .options import names_of
 from .output import heading, machine, put, table, write_json
 from .peers.crew import Crew
 from .peers.lineup import Lineup, Setup, torch_crew
-from .pytorch import DISTOPT, GLOO, Answers
+from .pytorch import DISTOPT, GLOO, Answers, print_head, print_row
 
 # model -> numbers of ranks
 RANKS = {"tiny": [2], "smollm2": [3], "llama": [2, 4]}
@@ -44,14 +44,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if the ranks of each candidate agreed about every token."""
     facts = machine()
     print(f"# {heading(facts)}\n# medians of {args.rounds} rounds of {args.tokens} tokens", flush=True)
-    answers = {(model, ranks): measure(model, ranks, args) for model in args.only for ranks in RANKS[model]}
-    found = table(HEAD, [row_of(model, ranks, each) for (model, ranks), each in answers.items()])
-    print(found)
+    print_head(*HEAD)
+    answers: dict[str, Answers] = {}
+    rows: list[list[str]] = []
+    for model in args.only:
+        for ranks in RANKS[model]:
+            found = answers[f"{model} {ranks}"] = measure(model, ranks, args)
+            rows.append(row_of(model, ranks, found))
+            print_row(*rows[-1])
     if args.json:
-        named = {f"{model} {ranks}": each for (model, ranks), each in answers.items()}
-        write_json(args.json, {"benchmark": "serving", "machine": facts, "answers": named})
+        write_json(args.json, {"benchmark": "serving", "machine": facts, "answers": answers})
     if args.output:
-        put(args.output, "serving", found)
+        put(args.output, "serving", table(HEAD, rows))
     agree = [
         len({tuple(rank["tokens"]) for rank in ranks}) == 1
         for each in answers.values()
@@ -77,7 +81,7 @@ def measure(model: str, ranks: int, args: argparse.Namespace) -> Answers:
         return lineup.ask(args.rounds, {"count": args.tokens})
 
 
-def row_of(model: str, ranks: int, found: Answers) -> list[object]:
+def row_of(model: str, ranks: int, found: Answers) -> list[str]:
     """A row of the table."""
     times = {name: [max(mean(rank["seconds"]) for rank in each) for each in rounds] for name, rounds in found.items()}
     ratios = (
@@ -85,4 +89,4 @@ def row_of(model: str, ranks: int, found: Answers) -> list[object]:
     )
     tokens = {tuple(rank["tokens"]) for rounds in found.values() for each in rounds for rank in each}
     speeds = (f"{1 / median(each):.1f}" for each in times.values())
-    return [model, ranks, *speeds, *(f"{ratio:.2f}" for ratio in ratios), "yes" if len(tokens) == 1 else "no"]
+    return [model, str(ranks), *speeds, *(f"{ratio:.2f}" for ratio in ratios), "yes" if len(tokens) == 1 else "no"]
