@@ -69,7 +69,7 @@ class Curve(list[Point]):
     """The validations of a run, the first of them before training."""
 
     def loss_at(self, step: int) -> float:
-        """The loss after so many steps, NaN if there was no validation."""
+        """The loss after so many steps; NaN without a validation there."""
         return next((point.loss for point in self if point.step == step), float("nan"))
 
     def seconds_to(self, loss: float) -> float:

@@ -1,4 +1,4 @@
-"""What `import torch` runs, as an entry point of its group "torch.backends": the backend "distopt" gets its name.
+"""An entry point of the group "torch.backends", which `import torch` runs: registers the backend "distopt".
 
 So a script need not import `distopt.torch`: the first group does. Until then, nothing else of the package is imported,
 nor NumPy. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns such entry points off.

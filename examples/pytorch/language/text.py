@@ -19,7 +19,7 @@ class Text:
         self._train, self._rest = tokens[:cut], tokens[cut:]
 
     def batch(self, worker: int, step: int, size: int) -> torch.Tensor:
-        """`size` samples, drawn by seed, worker and step, so that there is no state to save: size x (LENGTH + 1)."""
+        """`size` samples, drawn by seed, worker and step, without a state of their own: size x (LENGTH + 1)."""
         numbers = torch.Generator().manual_seed((self._seed * 1000 + worker) * 1_000_003 + step)
         starts = torch.randint(len(self._train) - LENGTH, (size, 1), generator=numbers)
         return self._train[starts + torch.arange(LENGTH + 1)]

@@ -63,7 +63,7 @@ HOOKS: dict[str, Hook] = {
 class Local:
     """A DiLoCo: how it sends changes, its outer optimizer (Nesterov's momentum), and in how many fragments.
 
-    Several fragments are averaged in turn, while training goes on for half of the time to the next one.
+    Several fragments are averaged in turn; training continues for half of the time to the next one.
     """
 
     codec: codecs.Codec
