@@ -5,7 +5,6 @@
 | `DISTOPT_TIMEOUT` | 120 | seconds after which a collective with an absent peer raises |
 | `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective, or `distopt run` without all nodes, warns |
 | `DISTOPT_TRANSPORT` | auto | `auto`, or a name of `distopt.comm.TRANSPORTS` |
-| `DISTOPT_AS_GLOO` | 0 | 1: groups of PyTorch that ask for "gloo" are distopt's; see `distopt.autoload` |
 | `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
