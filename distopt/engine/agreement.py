@@ -12,14 +12,14 @@ import contextlib
 import itertools
 import json
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..comm import Communicator
+from ..comm import Communicator, Work
 from ..errors import MismatchError, UsageError
 from ..kernels.digest import digests
 from .bucket import Parameter
@@ -28,6 +28,8 @@ STEPS = "step_counter"  # the constant that grows with every update
 
 log = logging.getLogger("distopt")
 
+# So many bytes are sent at once: over a slow link, each wait for a part of a large model ends in time.
+_UNDER_WAY_BYTES = 16 << 20
 _numbers: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -59,12 +61,14 @@ class Agreement:
     def attach(self, params: Sequence[Parameter]) -> None:
         """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
 
+        Those that have the same digests on all ranks are not sent: over a slow link, a model may take minutes.
+
         Raises:
             MismatchError: see `check`.
         """
         self.attached = {}
         self.check(params)
-        self._send_first(params)
+        self._send_first([param for param, differs in zip(params, self._differ(params), strict=True) if differs])
         self.attached = {id(p): p for p in params}
 
     def attached_in(self, names: Sequence[str]) -> list[Parameter]:
@@ -141,8 +145,12 @@ class Agreement:
 
     def _send_first(self, params: Sequence[Parameter]) -> None:
         """Collective. Give all ranks the parameters of rank 0."""
-        works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
-        for work in works:
+        under_way: deque[tuple[Work, int]] = deque()
+        for param in params:
+            under_way.append((self.communicator.broadcast(param.array, label=str(param.name)), param.array.nbytes))
+            while len(under_way) > 1 and sum(n_bytes for _, n_bytes in under_way) > _UNDER_WAY_BYTES:
+                under_way.popleft()[0].wait()
+        for work, _ in under_way:
             work.wait()
 
     # -- constants ---------------------------------------------------------------------------------------------------
@@ -210,6 +218,12 @@ class Agreement:
         gathered = np.empty(self.communicator.topology.world_size * mine.size, np.int64)
         self.communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
         return gathered.reshape(self.communicator.topology.world_size, mine.size)
+
+    def _differ(self, params: Sequence[Parameter]) -> list[bool]:
+        """Collective. For each parameter, whether any rank has other bits than rank 0."""
+        everyone = self._gather(params)
+        differ: list[bool] = (everyone != everyone[0]).any(axis=0).tolist()
+        return differ
 
     def compare(self, params: Sequence[Parameter], step: int) -> None:
         """Collective. Compare parameters over the ranks, bit by bit.
