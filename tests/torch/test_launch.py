@@ -53,12 +53,6 @@ def test_spawn_raises_an_error_that_names_the_rank_that_failed_first(port: int) 
     assert re.search(r"ValueError: the mistake of rank 1$|DistBackendError: rank 1 \(host ", last), ended.stderr
 
 
-@pytest.mark.slow
-def test_import_of_torch_alone_loads_nothing_of_distopt() -> None:
-    code = "import sys, torch; assert 'distopt' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_distopt_alone_does_not_import_torch() -> None:
     code = "import sys, distopt, distopt.opt, distopt.comm, distopt.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -103,8 +97,9 @@ kind = type(os.environ)
 read = kind.__getitem__
 
 def watched(env, name):
-    if name in _OF_RANKS:
-        print(name, "is read by", sys._getframe(2).f_globals["__name__"])
+    reader = sys._getframe(2).f_globals["__name__"]
+    if name in _OF_RANKS and reader != "tqdm.utils":  # which looks for names that begin with TQDM_
+        print(name, "is read by", reader)
     return read(env, name)
 
 kind.__getitem__ = watched

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,8 @@ class Node:
         self.ranks = LocalRanks(self._selector)
         self._outputs = [Output(fd, self._selector, print) for fd in (1, 2)]
         for rank, code in enumerate(codes):
-            self.ranks.add(Program(rank, [sys.executable, "-c", code], dict(os.environ), None, self._outputs))
+            words = [sys.executable, "-c", code]
+            self.ranks.add(Program(rank, words, dict(os.environ), Path(), [(True, False)] * 2, self._outputs))
 
     def wait(self, done) -> None:
         until = time.monotonic() + LIMIT_SECONDS
