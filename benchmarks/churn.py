@@ -99,7 +99,9 @@ class Job:
         """Start the processes of a host."""
         host, last = self.hosts[number], len(self.hosts)
         env = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        env |= {"CHURN_HOST": str(number), **self._options}
+        own = self._folder / host.name  # hosts share no files, such as what agents remember of an earlier job
+        own.mkdir(exist_ok=True)
+        env |= {"CHURN_HOST": str(number), "TMPDIR": str(own), **self._options}
         meet = ["--nnodes", f"1:{last}", "--nproc-per-node", "1"]
         meet += ["--rdzv-endpoint", f"{self.hosts[0].address}:{PORT}"]
         if self.way.startswith("torchft"):
