@@ -21,7 +21,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -194,8 +193,7 @@ def sent_bytes(hosts: Sequence[Host]) -> int:
     count = 0
     for host in hosts:
         words = ["ip", "netns", "exec", host.namespace, "cat", f"/sys/class/net/{LINK}/statistics/tx_bytes"]
-        with suppress(subprocess.CalledProcessError):
-            count += int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+        count += int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     return count
 
 

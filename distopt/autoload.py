@@ -33,8 +33,8 @@ def register() -> None:
             _take_gloos_place()
     except Exception as error:
         warnings.warn(
-            f'the backend "distopt" of torch.distributed could not be registered ({error!r}); a script that needs it '
-            "must import distopt.torch",
+            f"distopt could not be set up as a backend of torch.distributed ({error!r}); a script that needs it must "
+            "import distopt.torch, and groups of Gloo remain Gloo's",
             stacklevel=2,
         )
 
@@ -50,12 +50,10 @@ def _take_gloos_place() -> None:
     from torch.distributed import distributed_c10d
 
     config: Any = distributed_c10d.BackendConfig
-    if hasattr(config, "asked_for"):
-        return
-    config.asked_for = config.get_device_backend_map
+    asked_for = config.get_device_backend_map
 
     def served(self: Any) -> dict[str, str]:
-        asked: dict[str, str] = self.asked_for()
+        asked: dict[str, str] = asked_for(self)
         return {"cpu": "distopt"} if "cpu" in asked and {*asked.values()} == {"gloo"} else asked
 
     config.get_device_backend_map = served

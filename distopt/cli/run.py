@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ..launch.agents.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
-_ALL = -1  # see `RunOptions.redirects`
 
 _EXAMPLES = """\
 on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
@@ -133,12 +133,14 @@ def _ranks(text: str) -> int:
 
 def _streams(text: str) -> dict[int, int]:
     """Bits of streams by local rank, as of torchrun's --redirects."""
+    from ..launch.agents.options import ALL
+
     found = {}
     for part in text.split(","):
         rank, colon, streams = part.rpartition(":")
         if streams not in ("0", "1", "2", "3"):
             raise argparse.ArgumentTypeError(f"{part!r}: 0 is nothing, 1 stdout, 2 stderr, 3 both; or RANK:STREAMS,...")
-        found[at_least(0)(rank) if colon else _ALL] = int(streams)
+        found[at_least(0)(rank) if colon else ALL] = int(streams)
     return found
 
 
@@ -207,8 +209,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
             raise UsageError(f"there is no program {args.script}")
     else:
         _check_script(args.script, module=args.module)
-    to_files = bool(args.redirects or args.tee)
-    if args.workers and (to_files or args.local_ranks_filter is not None):
+    if args.workers and (args.redirects or args.tee or args.local_ranks_filter is not None):
         raise UsageError("--redirects, --tee and --local-ranks-filter are for one job; with --workers give --log-dir")
     python = () if args.no_python else (sys.executable, *(["-m"] if args.module else []))
     return RunOptions(
@@ -225,7 +226,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         run_id=args.rdzv_id,
         restarts=args.max_restarts,
         heal=args.heal,
-        log_dir=Path(tempfile.mkdtemp(prefix="distopt-logs-")) if to_files and not args.log_dir else args.log_dir,
+        log_dir=args.log_dir,
         redirects=args.redirects,
         tee=args.tee,
         shown_ranks=args.local_ranks_filter,
@@ -307,6 +308,9 @@ def _run(args: argparse.Namespace) -> int:
             os.environ["DISTOPT_WATCH"] = "1"
         if args.as_gloo:
             os.environ[AS_GLOO] = "1"
+        if (options.redirects or options.tee) and options.log_dir is None:
+            options = replace(options, log_dir=Path(tempfile.mkdtemp(prefix="distopt-logs-")))
+            sys.stderr.write(f"distopt run: output goes to files in {options.log_dir}\n")
         if options.workers:
             from ..launch.workers.supervisor import run
         else:

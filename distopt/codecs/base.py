@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from ..comm import Communicator
 from ..comm.base import Array
@@ -24,6 +25,8 @@ from ..errors import MismatchError, UsageError
 from ..recorder.statistics import Statistics
 from .reduction import CodecState, Steps
 from .state import Part
+
+_compared: WeakKeyDictionary[Communicator, set[str]] = WeakKeyDictionary()
 
 
 class Codec(ABC):
@@ -111,7 +114,9 @@ class Codec(ABC):
 
 
 def _compare_formats(mine: str, comm: Communicator, label: str) -> None:
-    """Collective. Compare what the ranks send, which releases of distopt may tell apart."""
+    """Collective, once for each communicator. Compare the formats of the ranks, which may be of other releases."""
+    if mine in _compared.setdefault(comm, set()):
+        return
     for rank, theirs in enumerate(comm.all_gather_bytes(mine.encode(), label=f"{label}: format")):
         if theirs.decode() != mine:
             me, hosts = comm.topology.rank, comm.topology.hosts
@@ -119,3 +124,4 @@ def _compare_formats(mine: str, comm: Communicator, label: str) -> None:
                 f"rank {rank} ({hosts[rank]}) sends {theirs.decode()}, rank {me} ({hosts[me]}) {mine}; install the "
                 "same release of distopt on all hosts"
             )
+    _compared[comm].add(mine)

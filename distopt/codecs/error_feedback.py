@@ -41,7 +41,7 @@ class ErrorFeedback(Codec):
 
     @property
     def wire_format(self) -> int:
-        """That of the wrapped codec."""
+        """The version of the wrapped codec."""
         return self.codec.wire_format
 
     def prepare(self, state: CodecState) -> None:

@@ -28,7 +28,6 @@ STEPS = "step_counter"  # the constant that grows with every update
 
 log = logging.getLogger("distopt")
 
-# So many bytes are sent at once: over a slow link, each wait for a part of a large model ends in time.
 _UNDER_WAY_BYTES = 16 << 20
 _numbers: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
 
@@ -61,14 +60,12 @@ class Agreement:
     def attach(self, params: Sequence[Parameter]) -> None:
         """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
 
-        Those that have the same digests on all ranks are not sent: over a slow link, a model may take minutes.
-
         Raises:
             MismatchError: see `check`.
         """
         self.attached = {}
         self.check(params)
-        self._send_first([param for param, differs in zip(params, self._differ(params), strict=True) if differs])
+        self._make_equal(params)
         self.attached = {id(p): p for p in params}
 
     def attached_in(self, names: Sequence[str]) -> list[Parameter]:
@@ -133,25 +130,37 @@ class Agreement:
         strangers = [p for p in params if id(p) not in self.attached]
         if not equal or not strangers:
             return
-        gathered = self._gather(strangers)
-        if ranks := np.flatnonzero((gathered != gathered[0]).any(axis=1)).tolist():
-            self._send_first(strangers)
-            if self.communicator.topology.rank == 0:
-                log.warning(
-                    "the parameters of ranks %s differed from those of rank 0 before the first step, and are replaced "
-                    "by them; DistOpt.attach(params) before the first forward pass does so in time",
-                    ranks,
-                )
+        ranks = self._make_equal(strangers)
+        if ranks and self.communicator.topology.rank == 0:
+            log.warning(
+                "the parameters of ranks %s differed from those of rank 0 before the first step, and are replaced "
+                "by them; DistOpt.attach(params) before the first forward pass does so in time",
+                ranks,
+            )
 
-    def _send_first(self, params: Sequence[Parameter]) -> None:
-        """Collective. Give all ranks the parameters of rank 0."""
+    def _make_equal(self, params: Sequence[Parameter]) -> list[int]:
+        """Collective. Give all ranks rank 0's values of the parameters that differ; the ranks that had others.
+
+        Parameters with equal digests are not sent: over a slow link, a model takes minutes. The others travel a few
+        megabytes at a time, so that each wait ends before its timeout.
+        """
+        if not params or self.communicator.topology.world_size == 1:
+            return []
+        everyone = self._gather(params)
+        differs = everyone != everyone[0]
         under_way: deque[tuple[Work, int]] = deque()
-        for param in params:
+        n_bytes = 0
+        for param in itertools.compress(params, differs.any(axis=0)):
             under_way.append((self.communicator.broadcast(param.array, label=str(param.name)), param.array.nbytes))
-            while len(under_way) > 1 and sum(n_bytes for _, n_bytes in under_way) > _UNDER_WAY_BYTES:
-                under_way.popleft()[0].wait()
+            n_bytes += param.array.nbytes
+            while len(under_way) > 1 and n_bytes > _UNDER_WAY_BYTES:
+                work, arrived = under_way.popleft()
+                work.wait()
+                n_bytes -= arrived
         for work, _ in under_way:
             work.wait()
+        ranks: list[int] = np.flatnonzero(differs.any(axis=1)).tolist()
+        return ranks
 
     # -- constants ---------------------------------------------------------------------------------------------------
     def note_constants(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
@@ -218,12 +227,6 @@ class Agreement:
         gathered = np.empty(self.communicator.topology.world_size * mine.size, np.int64)
         self.communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
         return gathered.reshape(self.communicator.topology.world_size, mine.size)
-
-    def _differ(self, params: Sequence[Parameter]) -> list[bool]:
-        """Collective. For each parameter, whether any rank has other bits than rank 0."""
-        everyone = self._gather(params)
-        differ: list[bool] = (everyone != everyone[0]).any(axis=0).tolist()
-        return differ
 
     def compare(self, params: Sequence[Parameter], step: int) -> None:
         """Collective. Compare parameters over the ranks, bit by bit.

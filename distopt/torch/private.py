@@ -1,5 +1,6 @@
-"""Every name outside PyTorch's documented interface that `distopt.torch` uses. No other file of the package has one.
+"""Every name outside PyTorch's documented interface that `distopt.torch` uses, and no other file of the package.
 
+`distopt.autoload`, which runs before this package is imported, has one that is in the table here.
 `USES` says what each name is for; `tests/torch/test_private.py` fails with a sentence if a version of PyTorch lacks
 one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
 """
@@ -68,6 +69,7 @@ USES = {
     "ddp._modules": _WALK,
     "torch.distributed.Reducer._set_forward_pass_work_handle": "to keep the works of DDP's join",
     "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks who has sent a message",
+    "torch.distributed.distributed_c10d.BackendConfig.get_device_backend_map": "to take Gloo's place",
     "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
     "torch.distributed.ProcessGroup._set_group_name": _GROUP,
     "torch.distributed.ProcessGroup._set_group_desc": _GROUP,

@@ -569,6 +569,26 @@ def test_ranks_that_start_from_other_parameters_are_made_equal(caplog):
     assert "parameters of ranks [1, 2] differed from those of rank 0" in record.getMessage()
 
 
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_only_parameters_that_differ_are_sent_before_the_first_step(monkeypatch, limit):
+    monkeypatch.setattr("distopt.engine.agreement._UNDER_WAY_BYTES", limit)
+
+    class Records(OracleCommunicator):
+        def broadcast(self, array, root=0, *, label=""):
+            self.sent.append(label)
+            return super().broadcast(array, root, label=label)
+
+    def body(comm):
+        comm.sent, own = [], Rank(comm)
+        for param in (own.params[1], own.params[3]):
+            param.array += 5 * (own.rank == 2)
+        own.engine.agreement.attach(own.params)
+        assert all((param.array == 1).all() for param in own.params)
+        return comm.sent
+
+    assert on_ranks(3, body, cls=Records) == [["conv.b", "fc.b"]] * 3
+
+
 # -- layouts ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("odd", "where"),

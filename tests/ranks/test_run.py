@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +94,14 @@ def test_any_program_has_torchruns_variables_and_its_output_is_where_it_is_asked
         "attempt_0/1/stdout.log": "out 1 1 trainer 2 0\n",
         "attempt_0/1/stderr.log": "err 1\n",
     }
+
+
+def test_output_that_is_redirected_without_a_folder_goes_to_one_that_is_named():
+    ended = start(1, "sh", "-c", "echo out", options=["-r", "1", "--no-python"]).end()
+    folder = Path(re.fullmatch("distopt run: output goes to files in (.+)\n", ended.stderr)[1])
+    (log,) = folder.rglob("*.log")
+    assert (ended.stdout, log.name, log.read_text()) == ("", "stdout.log", "out\n")
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow(kept=2)

@@ -238,4 +238,4 @@ class Waits:
 
 
 def _no_help() -> None:
-    """There are no other operations."""
+    """Do nothing: the communicator has no other operations."""

@@ -10,7 +10,7 @@ import argparse
 import math
 
 import torch
-from model import loss_of
+from model import validation_loss
 from text import Text, verses
 from train import prepared
 
@@ -24,9 +24,7 @@ def main() -> None:
     model, tokens = prepared(args.model, seed=1)
     if args.weights:
         model.load_state_dict(torch.load(args.weights))
-    with torch.no_grad():
-        losses = [loss_of(model, part).item() for part in Text(tokens, 1).validation(args.samples).split(8)]
-    loss = sum(losses) / len(losses)
+    loss = validation_loss(model, Text(tokens, 1).validation(args.samples))
     bits = loss / math.log(2) * len(tokens) / len(verses().encode())
     print(f"loss {loss:.4f}: a perplexity of {math.exp(loss):.2f} per token, {bits:.3f} bits per byte of text")
 

@@ -153,3 +153,9 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
         text: batch x length tokens.
     """
     return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: torch.Tensor) -> float:
+    """The `loss_of` many samples, a few of which are computed at a time."""
+    return sum(loss_of(model, part).item() * len(part) for part in text.split(8)) / len(text)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import TINY, LanguageModel, loss_of
+from model import TINY, LanguageModel, loss_of, validation_loss
 from text import Text, bytes_of, verses
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -135,7 +135,7 @@ class Report:
     def __init__(self, args: argparse.Namespace, validation: torch.Tensor) -> None:
         from tqdm import tqdm
 
-        self._is_first, self._validation = dist.get_rank() == 0, validation
+        self._is_first, self._validation, self._began = dist.get_rank() == 0, validation, time.perf_counter()
         self._bar = tqdm(total=args.steps, unit="step", disable=None if self._is_first else True)
         self._board = None
         if args.tensorboard and self._is_first:
@@ -144,8 +144,8 @@ class Report:
             self._board = SummaryWriter(args.tensorboard)
 
     def start(self, step: int, model: nn.Module) -> None:
+        """Validate, and start the clock."""
         self._bar.update(step)
-        self._began = time.perf_counter()
         self.test(step, model)
         self._began = time.perf_counter()
 
@@ -159,9 +159,7 @@ class Report:
         """On the first rank. Between two averages of a DiLoCo, its model is its own."""
         if not self._is_first:
             return
-        with torch.no_grad():
-            losses = [loss_of(model, part).item() for part in self._validation.split(8)]
-        loss = sum(losses) / len(losses)
+        loss = validation_loss(model, self._validation)
         self._bar.clear()
         print(f"step {step}: loss {loss:.4f}, {time.perf_counter() - self._began:.1f} s", flush=True)
         if self._board is not None:
