@@ -17,11 +17,12 @@ struct Address;
 struct Message;
 
 using Status = int;
-constexpr Status ok = 0, in_progress = 1, unreachable = -6, not_connected = -24, connection_reset = -25,
+constexpr Status ok = 0, in_progress = 1, unreachable = -6, canceled = -16, not_connected = -24, connection_reset = -25,
                  first_link_failure = -40, last_endpoint_failure = -89, last_error = -100;
 
+// An endpoint that fails refuses sends as canceled until its error handler has run.
 inline bool is_connection_failure(Status status) {
-  return status == unreachable || status == not_connected || status == connection_reset ||
+  return status == unreachable || status == canceled || status == not_connected || status == connection_reset ||
          (status <= first_link_failure && status >= last_endpoint_failure);
 }
 

@@ -30,8 +30,12 @@ def groups() -> None:
     names = [type(group).__name__ for group in (dist.group.WORLD, mesh, dist.new_group(), other)]
     say("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found)
     dist.destroy_process_group()
+
+
+def by_default() -> None:
+    """The group that is made where no backend is named."""
     dist.init_process_group()
-    say("default", rank, type(dist.group.WORLD).__name__)
+    say("default", dist.get_rank(), type(dist.group.WORLD).__name__)
     dist.destroy_process_group()
 
 
@@ -57,4 +61,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         torch.multiprocessing.spawn(spawned, (sys.argv[2],), nprocs=2)
     else:
-        {"imported": imported, "groups": groups, "alone": alone}[sys.argv[1]]()
+        {"imported": imported, "groups": groups, "by_default": by_default, "alone": alone}[sys.argv[1]]()

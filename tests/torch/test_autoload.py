@@ -48,7 +48,11 @@ def test_groups_that_ask_for_gloo_are_distopts(launch: list[str], debug: str) ->
         numbers = re.findall(r"[\d.]+", line.partition(f"'{GLOO}'] [")[2].partition("]")[0])
         assert [float(number) for number in numbers] == pytest.approx(total)
         assert line.endswith("[[0], [1, 1]]")
-        assert f"default {rank} {OURS}" in found.stdout
+
+
+def test_the_default_for_cpu_tensors_is_distopts() -> None:
+    found = run(*TORCHRUN, SCRIPT, "by_default", DISTOPT_AS_GLOO="1")
+    assert found.stdout.count(f"default 0 {OURS}") == found.stdout.count(f"default 1 {OURS}") == 1, found
 
 
 def test_spawned_workers_have_it(tmp_path: Path) -> None:
@@ -57,9 +61,11 @@ def test_spawned_workers_have_it(tmp_path: Path) -> None:
 
 
 def test_without_the_variable_gloo_is_gloo() -> None:
-    found = run(*TORCHRUN, SCRIPT, "groups")
-    assert f"default 0 {GLOO}" in found.stdout, found.stderr
-    assert OURS not in found.stdout
+    for scenario in ("groups", "by_default"):
+        found = run(*TORCHRUN, SCRIPT, scenario)
+        assert found.code == 0, found.stderr
+        assert GLOO in found.stdout
+        assert OURS not in found.stdout
 
 
 def test_torch_can_be_imported_without_the_native_module(tmp_path: Path) -> None:
