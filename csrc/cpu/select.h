@@ -17,7 +17,7 @@ struct Source {
                                     // new_residual[i] = residual[i] + new_momentum[i]
   float scale = 1;
   float decay = 0;
-  float* new_residual = nullptr;  // given with residual; may be the same array
+  float* new_residual = nullptr;  // given with residual; may be that array, or grad
   float* new_momentum = nullptr;  // the same with momentum
 };
 

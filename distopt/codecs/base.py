@@ -53,6 +53,11 @@ class Codec(ABC):
         """Version of the bytes that it sends, where these are a format of its own, else 0. Ranks compare it."""
         return 0
 
+    @property
+    def defers(self) -> bool:
+        """Whether its verdict may be a `Doubt`, where the front allows that; see `CodecState.defers`."""
+        return True
+
     def attach(
         self,
         bucket: Array,

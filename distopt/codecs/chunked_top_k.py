@@ -54,6 +54,11 @@ class ChunkedTopK(Codec):
         """See `Codec.wire_format`."""
         return 1
 
+    @property
+    def defers(self) -> bool:
+        """It cannot: its residual is replaced in place."""
+        return False
+
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         n_bytes, xp = _core.chunks_bytes(state.bucket.size, self.k, self.bits), array_module(state.bucket)
@@ -63,14 +68,19 @@ class ChunkedTopK(Codec):
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        kernels, wire, gathered = state.kernels, state.memory["wire"], state.memory["gathered"]
-        kernels.encode_chunks(state.bucket, state.renew_residual(), wire, self.k, self.bits, state.findings)
+        bucket, wire, gathered = state.bucket, state.memory["wire"], state.memory["gathered"]
+        # The next residual waits in the bucket, which nothing else needs until the means are decoded.
+        residuals = (None, None) if state.residual is None else (state.residual, bucket)
+        state.kernels.encode_chunks(bucket, residuals, wire, self.k, self.bits, state.findings)
         with state.comm.together():
             sent = state.send_header()
             work = state.all_gather(wire, gathered.reshape(-1))
         yield sent
         yield work
-        header = None if state.may_doubt else state.read_header(sent)
-        if header is None or header.verdict is None:
-            kernels.decode_chunks(gathered, state.bucket, self.k, self.bits, 1 / len(gathered))
-        return state.doubt(sent) if header is None else header.verdict
+        verdict = state.read_header(sent).verdict
+        if verdict is None:
+            yield None
+            if state.residual is not None:
+                state.residual[...] = bucket
+            state.kernels.decode_chunks(gathered, bucket, self.k, self.bits, 1 / len(gathered))
+        return verdict

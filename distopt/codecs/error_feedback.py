@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from ..checks import check_number
+from ..comm.base import Array
 from ..errors import UsageError
 from .base import Codec
 from .reduction import BadGradient, CodecState, Steps
@@ -44,6 +45,11 @@ class ErrorFeedback(Codec):
         """The version of the wrapped codec."""
         return self.codec.wire_format
 
+    @property
+    def defers(self) -> bool:
+        """As the wrapped codec."""
+        return self.codec.defers
+
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         state.keep("residual")
@@ -52,7 +58,7 @@ class ErrorFeedback(Codec):
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
         verdict = yield from self.codec.reduce(state)
-        if self.decay != 1 and "residual" in state.renewed and not isinstance(verdict, BadGradient):
-            _, residual = state.renew("residual")
+        if self.decay != 1 and not isinstance(verdict, BadGradient):
+            residual: Array = state.renew("residual")[1] if "residual" in state.renewed else state.residual
             residual *= self.decay
         return verdict

@@ -208,7 +208,8 @@ class CodecState(KeptArrays):
 
 
 # The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
-Steps: TypeAlias = "Generator[Work, None, Verdict]"
+# After a None, the last step changes the state in place: it is taken once the verdicts on all buckets are good.
+Steps: TypeAlias = "Generator[Work | None, None, Verdict]"
 
 
 class Reduces(Protocol):
@@ -268,6 +269,16 @@ class PendingReduction:
         if not self.finished and state.pending is not None:
             state.statistics.decode_seconds += self._run("decode", state.wait(state.pending))
 
+    def conclude(self, *, take: bool) -> None:
+        """Local. Take or leave out a last step that has waited for the verdicts on the other buckets."""
+        if self.finished:
+            return
+        if take:
+            self.state.statistics.decode_seconds += self._run("decode", perf_counter())
+        else:
+            self._steps.close()
+            self.finished = True
+
     def _run(self, part: str, began: float) -> float:
         """Run the codec up to its next wait or its end; the seconds since `began`, except for starts of collectives."""
         cost, last = self.state.statistics, self._last() if timeline.is_on else 0
@@ -315,9 +326,12 @@ def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
         under_way = False
         for reduction in reductions:
             reduction.resume()
-            under_way |= not reduction.finished
+            under_way |= reduction.state.pending is not None
+    is_bad = any(isinstance(reduction.verdict, BadGradient) for reduction in reductions)
+    for reduction in reductions:
+        reduction.conclude(take=not is_bad)
     verdicts = list(map(attrgetter("verdict"), reductions))
-    if any(isinstance(verdict, BadGradient) for verdict in verdicts):
+    if is_bad:
         return verdicts
     doubts = [verdict for verdict in verdicts if isinstance(verdict, Doubt)]
     flag = reduce(or_, [doubt.flag for doubt in doubts]) if doubts else None

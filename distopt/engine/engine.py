@@ -147,10 +147,11 @@ class Engine:
             return resumed
         if clip is not None:
             check_number("the limit of a gradient's elements (clip)", clip, "(0, inf]")
-        if not defers:
-            self.settle()
         if self.shards is not None:
             codec = self.shards.codec_for(codec, clip)
+        defers = defers and codec.defers
+        if not defers:
+            self.settle()
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import tracemalloc
 from dataclasses import replace
 from itertools import product
 
@@ -645,3 +646,22 @@ def test_ranks_that_send_another_format_are_refused(codec, wrap):
         f"{second.format('sends ')}, {first.format('')}; {cure}",
         f"{first.format('sends ')}, {second.format('')}; {cure}",
     ]
+
+
+@worlds
+def test_chunked_top_k_needs_little_memory(world_size, cls):
+    """The residual, one for each rank, and what is sent and received: 116 bytes of each 16 KiB."""
+    n_bytes = 4 * (n := 1 << 20)
+    codec, x = ErrorFeedback(ChunkedTopK(), decay=0.9), np.random.default_rng(1).standard_normal((world_size, n), F32)
+
+    def body(comm):
+        state = codec.attach(x[comm.topology.rank], comm)
+        for _ in range(2):
+            assert finish_all([PendingReduction(codec, state)]) == [None]
+
+    tracemalloc.start()
+    on_ranks(world_size, body, cls=cls)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    of_the_oracle = 0.01 * world_size  # which copies what it gathers
+    assert peak_bytes < world_size * (1.05 + of_the_oracle) * n_bytes
