@@ -422,9 +422,7 @@ class DistOpt:
             by_parameter = self._engine.shards is not None
             grads = [grad.array.reshape(-1) for _, grad in self._pairs] if by_parameter else None
             self.opt.clip_gradients(grads or [bucket.flat for bucket in layout.buckets])
-        update = self.opt.update
-        for param, grad in self._pairs:
-            update(param, grad)
+        self.opt.update_all(self._pairs)
         self.opt.step()
         if timeline.is_on:
             timeline.phase("")

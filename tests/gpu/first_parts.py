@@ -136,10 +136,10 @@ def _element_kernels(cupy: Any, n: int) -> None:
     from distopt.nn.numerics import gpu
 
     x, slots = cupy.asarray(np.sin(np.arange(n)).astype("float32")), [cupy.ones(n, "float32") for _ in range(2)]
-    gpu.update("sgd", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 0.0, 0.0, False)
-    gpu.update("adam", x, cupy.ones_like(x), slots, 1, 0.1, 0.9, 0.999, 1e-8, 0.0)
-    gpu.update("rmsprop", x, cupy.ones_like(x), slots[:1], 0.1, 0.9, 1e-8, 0.0)
-    gpu.update("adagrad", x, cupy.ones_like(x), slots[:1], 0.1, 1e-8, 0.0)
+    gpu.update("sgd", [(x, cupy.ones_like(x), slots[:1])], 0.1, 0.9, 0.0, 0.0, False)
+    gpu.update("adam", [(x, cupy.ones_like(x), slots)], 1, 0.1, 0.9, 0.999, 1e-8, 0.0)
+    gpu.update("rmsprop", [(x, cupy.ones_like(x), slots[:1])], 0.1, 0.9, 1e-8, 0.0)
+    gpu.update("adagrad", [(x, cupy.ones_like(x), slots[:1])], 0.1, 1e-8, 0.0)
     gpu.check_index(cupy.arange(n, dtype=cupy.int64), n, 0)
 
 

@@ -11,13 +11,13 @@ from distopt.nn.numerics import gpu
 
 
 def to_device(value: Any) -> Any:
-    if isinstance(value, list):
-        return [to_device(item) for item in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(to_device, value))
     return cupy.asarray(value) if isinstance(value, np.ndarray) else value
 
 
 def copy_back(value: Any, on_device: Any) -> None:
-    if isinstance(value, list):
+    if type(value) in (list, tuple):
         for pair in zip(value, on_device, strict=True):
             copy_back(*pair)
     elif isinstance(value, np.ndarray):

@@ -94,13 +94,13 @@ def zeros(*shape, kind="float32"):
         (lambda: gpu.softmax(zeros(3, 0)), ValueError),
         (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(3, kind="int64")), ValueError),
         (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(2)), TypeError),
-        (lambda: gpu.update("sgd", zeros(3), zeros(4), [None], *SGD), ValueError),
-        (lambda: gpu.update("sgd", zeros(6)[::2], zeros(3), [None], *SGD), TypeError),
-        (lambda: gpu.update("sgd", zeros(3), zeros(3, kind="float64"), [None], *SGD), TypeError),
-        (lambda: gpu.update("sgd", np.zeros(3, "float32"), zeros(3), [None], *SGD), TypeError),
+        (lambda: gpu.update("sgd", [(zeros(3), zeros(4), [None])], *SGD), ValueError),
+        (lambda: gpu.update("sgd", [(zeros(6)[::2], zeros(3), [None])], *SGD), TypeError),
+        (lambda: gpu.update("sgd", [(zeros(3), zeros(3, kind="float64"), [None])], *SGD), TypeError),
+        (lambda: gpu.update("sgd", [(np.zeros(3, "float32"), zeros(3), [None])], *SGD), TypeError),
         (lambda: gpu.relu(zeros(3, kind="float64")), TypeError),
         (
-            lambda: gpu.update("adam", zeros(3), zeros(3), [zeros(3), zeros(3)], 0, 0.1, 0.9, 0.999, 1e-8, 0.0),
+            lambda: gpu.update("adam", [(zeros(3), zeros(3), [zeros(3), zeros(3)])], 0, 0.1, 0.9, 0.999, 1e-8, 0.0),
             ValueError,
         ),
     ],
@@ -113,7 +113,8 @@ def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
 def test_kernels_of_an_array_of_the_device():
     assert numerics_of(zeros(3)) is gpu
     images = {name for name in reference.functions_of(gpu_images) if hasattr(gpu, name)}
-    assert reference.functions_of(gpu) | images == reference.functions_of(cpu)
+    assert reference.functions_of(gpu) | images | {"relu_backward"} == reference.functions_of(cpu)
+    assert gpu.relu_backward is gpu_images.relu_backward
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

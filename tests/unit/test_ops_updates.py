@@ -49,7 +49,7 @@ def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9, gates=(No
         for gate in gates:
             gated = {} if gate is None else {"gate": gate}
             rule = *counted, *(VALUES[name] | settings).values()
-            kernels.update(name, param, grad * np.nan if gate else grad, slots, *rule, **gated)
+            kernels.update(name, [(param, grad * np.nan if gate else grad, slots)], *rule, **gated)
         np.testing.assert_array_equal(grad, kept)
     return [param, *states]
 

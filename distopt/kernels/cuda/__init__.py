@@ -42,6 +42,7 @@ _STRUCTS = {
     "Window": struct.Struct("10i"),
     "Source": struct.Struct("3PfPf2P"),
     "Workspace": struct.Struct("5PI0P"),
+    "Updates": struct.Struct("128P32Q"),
     "SparseLists": struct.Struct("32P32P32II0P"),
 }
 _KERNEL = re.compile(r"(template <[^>]*>\s+)?__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)")
@@ -76,6 +77,16 @@ def launch_strided(name: str, items: int, *arguments: Any) -> None:
     """Local. Launch threads that loop over `items`, as many as the device holds at a time."""
     held = cupy.cuda.Device().attributes["MultiProcessorCount"] * (2048 // THREADS)
     launch(name, (max(1, min(blocks(items), held)),), (THREADS,), *arguments)
+
+
+def launch_lanes(name: str, rows: int, columns: int, *arguments: Any, most: int = THREADS) -> None:
+    """Local. Launch threads that share the columns of each row: one for a few columns, a warp, or `most` for many.
+
+    How many they are is the kernel's last argument; see `row_of` in device.cuh.
+    """
+    lanes = 1 if columns <= 16 else 32 if columns <= 2048 else most
+    if rows:
+        launch(name, (blocks(rows * lanes),), (THREADS,), *arguments, lanes)
 
 
 def launch_planes(name: str, planes: int, pixels: int, *arguments: Any) -> None:

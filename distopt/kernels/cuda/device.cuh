@@ -105,6 +105,31 @@ __device__ T block_sum(T value) {
   return total;
 }
 
+// For `launch_lanes`: the row whose columns this thread shares with its neighbours, of which it is number `own_lane`.
+__device__ inline size_t row_of(unsigned lanes) { return thread_index() / lanes; }
+__device__ inline unsigned own_lane(unsigned lanes) { return threadIdx.x % lanes; }
+
+// Sum over the lanes of a row, always in the same order; valid in its first. All threads must call it.
+template <class T>
+__device__ T sum_lanes(T value, unsigned lanes) {
+  if (lanes == block_threads) return block_sum<block_threads>(value);
+  for (unsigned step = lanes / 2; step; step /= 2) value += __shfl_down_sync(all_lanes, value, step);
+  return value;
+}
+
+// For rows of one lane or a warp: the value of the first lane, and the maximum, valid in the first. All threads must call.
+template <class T>
+__device__ T from_first(T value, unsigned lanes) {
+  return lanes == 1 ? value : __shfl_sync(all_lanes, value, 0);
+}
+__device__ inline float maximum_of_lanes(float value, unsigned lanes) {
+  for (unsigned step = lanes / 2; step; step /= 2) {
+    const float other = __shfl_down_sync(all_lanes, value, step);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 // Sum of the values of the lanes up to this one. All lanes must call it.
 template <class T>
 __device__ T warp_scan(T value) {

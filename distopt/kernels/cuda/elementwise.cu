@@ -3,23 +3,24 @@
 #include "device.cuh"
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
-// A block for each plane: its sums of a and of a * b, where b is normalized if a mean is given. A float's square is
-// exact in float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
-__global__ void plane_sums(int channels, int pixels, const float* a, const float* b, const float* mean,
-                           const float* inverse_deviation, double* sums, double* products) {
-  const unsigned channel = blockIdx.x % unsigned(channels);
+// The sums of each plane, of a and of a * b, where b is normalized if a mean is given. A float's square is exact in
+// float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
+__global__ void plane_sums(size_t planes, int channels, int pixels, const float* a, const float* b, const float* mean,
+                           const float* inverse_deviation, double* sums, double* products, unsigned lanes) {
+  const size_t plane = row_of(lanes), first = plane * pixels;
+  const auto channel = static_cast<unsigned>(plane % channels);
   const float center = mean ? mean[channel] : 0.0f, inverse = mean ? inverse_deviation[channel] : 1.0f;
-  const size_t first = size_t(blockIdx.x) * pixels;
   double sum = 0, product = 0;
-  for (int i = int(threadIdx.x); i < pixels; i += block_threads) {
-    sum += double(a[first + i]);
-    product += double(a[first + i]) * double((b[first + i] - center) * inverse);
-  }
-  sum = block_sum<block_threads>(sum);
-  product = block_sum<block_threads>(product);
-  if (threadIdx.x != 0) return;
-  sums[blockIdx.x] = sum;
-  products[blockIdx.x] = product;
+  if (plane < planes)
+    for (unsigned i = own_lane(lanes); i < unsigned(pixels); i += lanes) {
+      sum += double(a[first + i]);
+      product += double(a[first + i]) * double((b[first + i] - center) * inverse);
+    }
+  sum = sum_lanes(sum, lanes);
+  product = sum_lanes(product, lanes);
+  if (plane >= planes || own_lane(lanes) != 0) return;
+  sums[plane] = sum;
+  products[plane] = product;
 }
 
 // Mean and inverse deviation of every channel; the running statistics are updated. `count` is that of its values.
@@ -64,6 +65,12 @@ __global__ void normalize_backward(Batch batch, int pixels, const float* dy, con
   });
 }
 
+// -- ReLU --------------------------------------------------------------------------------------------------------------
+// dx = dy where y, the result of ReLU, is above 0, or NaN.
+__global__ void relu_backward(size_t count, const float* dy, const float* y, float* dx) {
+  for_each(count, [&](size_t i) { dx[i] = y[i] <= 0 ? 0.0f : dy[i]; });
+}
+
 // -- indices ----------------------------------------------------------------------------------------------------------
 // In memory of the host, what is out of range: {1, kind, its position, the value, the length of its range}, if found[0]
 // was 0; of several values, one is reported. The kind is 0 for a label, or 1 + the axis of an index.
@@ -86,37 +93,41 @@ __global__ void check_index(const long long* index, size_t count, size_t length,
 }
 
 // -- cross entropy ----------------------------------------------------------------------------------------------------
-// A thread for each row, as on the CPU: its share of the loss, and the gradient of the logits. Labels are class
-// indices, or `target`, one distribution per row; the other is null. A label out of range makes its row NaN, so that
-// nothing is learnt from it.
+// Of each row its share of the loss, and the gradient of the logits; a thread alone adds as the CPU does. Labels are
+// class indices, or `target`, one distribution per row; the other is null. A label out of range makes its row NaN, so
+// that nothing is learnt from it.
 __global__ void cross_entropy(const float* logits, const long long* labels, const float* target, size_t rows,
-                              int columns, float* gradient, double* losses, unsigned long long* found) {
+                              int columns, float* gradient, double* losses, unsigned long long* found,
+                              unsigned lanes) {
   const float factor = float(1 / double(rows));
-  for_each(rows, [&](size_t r) {
-    const float* row = logits + r * columns;
-    float* slope = gradient + r * columns;
-    float maximum = row[0], sum = 0.0f, share = 1.0f;
-    for (int c = 1; c < columns; ++c) maximum = row[c] > maximum ? row[c] : maximum;
-    for (int c = 0; c < columns; ++c) sum += slope[c] = exp(row[c] - maximum);
-    const float log_sum = maximum + log(sum);
-    double loss = 0;
-    if (target) {
-      share = 0.0f;
-      for (int c = 0; c < columns; ++c) {
-        share += target[r * columns + c];
-        loss += double(target[r * columns + c] * (log_sum - row[c]));
-      }
-    } else if (labels[r] >= 0 && labels[r] < columns) {
-      loss = double(log_sum - row[labels[r]]);
-    } else {
-      loss = not_a_number();
-      share = float(loss);
-      report(found, 0, r, labels[r], columns);
+  const size_t r = row_of(lanes), begin = r * columns;
+  const int first = int(own_lane(lanes)), end = r < rows ? columns : 0, step = int(lanes);
+  const float* row = logits + begin;
+  float* slope = gradient + begin;
+  float maximum = end ? row[0] : 0.0f, sum = 0.0f, share = 0.0f;
+  for (int c = first; c < end; c += step) maximum = row[c] > maximum ? row[c] : maximum;
+  maximum = from_first(maximum_of_lanes(maximum, lanes), lanes);
+  for (int c = first; c < end; c += step) sum += slope[c] = exp(row[c] - maximum);
+  sum = from_first(sum_lanes(sum, lanes), lanes);
+  const float log_sum = maximum + log(sum);
+  double loss = 0;
+  if (target) {
+    for (int c = first; c < end; c += step) {
+      share += target[begin + c];
+      loss += double(target[begin + c] * (log_sum - row[c]));
     }
-    for (int c = 0; c < columns; ++c) {
-      const float wanted = target ? target[r * columns + c] : float(labels[r] == c);
-      slope[c] = (slope[c] / sum * share - wanted) * factor;
-    }
-    losses[r] = loss / double(rows);
-  });
+    share = from_first(sum_lanes(share, lanes), lanes);
+    loss = sum_lanes(loss, lanes);
+  } else if (end) {
+    const long long label = labels[r];
+    const bool is_valid = label >= 0 && label < columns;
+    loss = is_valid ? double(log_sum - row[label]) : not_a_number();
+    share = is_valid ? 1.0f : float(loss);
+    if (!is_valid && first == 0) report(found, 0, r, label, columns);
+  }
+  for (int c = first; c < end; c += step) {
+    const float wanted = target ? target[begin + c] : float(labels[r] == c);
+    slope[c] = (slope[c] / sum * share - wanted) * factor;
+  }
+  if (end && first == 0) losses[r] = loss / double(rows);
 }

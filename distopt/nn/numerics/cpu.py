@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -347,14 +347,16 @@ def channel_sums(x: Array) -> Array:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def update(
-    rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float, gate: Array | None = None
-) -> None:
-    """Update `param` and `slots` in place by one of these rules, described in `optim.rules`; `grad` does not change.
+Update: TypeAlias = "tuple[Array, Array, Sequence[Array | None]]"  # a parameter, its gradient, and its slots
+UPDATES_AT_ONCE = 1  # how many gain from being done together
+
+
+def update(rule: str, several: Sequence[Update], *values: float, gate: Array | None = None) -> None:
+    """Update parameters and slots in place by one of these rules, described in `optim.rules`; gradients do not change.
 
     Nothing changes if `gate`, bool [], is true.
 
-    | rule | slots, of the shape of `param` | values |
+    | rule | slots, of the shape of the parameter | values |
     | --- | --- | --- |
     | "sgd" | momentum buffer or None | lr, momentum, dampening, weight_decay, nesterov |
     | "adam" | m, v | step from 1 on, lr, beta_1, beta_2, epsilon, weight_decay |
@@ -362,4 +364,5 @@ def update(
     | "adagrad" | sum of squares | lr, epsilon, weight_decay |
     """
     if gate is None or not gate:
-        getattr(_core, rule)(param, grad, *slots, *values)
+        for param, grad, slots in several:
+            getattr(_core, rule)(param, grad, *slots, *values)

@@ -9,6 +9,7 @@ that shapes alone determine, without atomics, so equal inputs give equal bits on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import sqrt
 from typing import Any
 
@@ -16,11 +17,11 @@ import cupy
 import numpy as np
 
 from ...errors import UsageError
-from ...kernels.cuda import THREADS, launch, launch_each, launch_planes
+from ...kernels.cuda import THREADS, check_device, launch_each, launch_lanes, launch_planes
 from ..devices.device import device_of
 from . import gpu_images
-from .cpu import SavedLinear, SavedNorm
-from .gpu_base import Array, checked, checked_or_none, product
+from .cpu import SavedLinear, SavedNorm, Update
+from .gpu_base import Array, checked, checked_or_none, product, relu_backward
 
 empty = cupy.empty
 conv2d, conv2d_backward = gpu_images.conv2d, gpu_images.conv2d_backward
@@ -84,11 +85,6 @@ def relu(x: Array) -> Array:
     return cupy.maximum(checked(x, x.shape), 0)
 
 
-def relu_backward(dy: Array, y: Array) -> Array:
-    """See `cpu.relu_backward`."""
-    return cupy.where(checked(y, dy.shape) <= 0, 0, checked(dy, dy.shape))
-
-
 def sigmoid(x: Array) -> Array:
     """See `cpu.sigmoid`."""
     return 1 / (1 + cupy.exp(-x))
@@ -125,7 +121,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
         raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
     gradient, losses = cupy.empty(logits.shape, np.float32), cupy.empty(rows, np.float64)
     found = device_of(logits).out_of_range.ctypes.data
-    launch_each("cross_entropy", rows, logits, index, target, rows, columns, gradient, losses, found)
+    launch_lanes("cross_entropy", rows, columns, logits, index, target, rows, columns, gradient, losses, found, most=32)
     return losses.sum().astype(np.float32), gradient
 
 
@@ -178,8 +174,7 @@ def _plane_sums(a: Array, b: Array, mean: Array | None = None, inverse: Array | 
     """The sums of a and of a * b, which is normalized if a mean is given, over each plane: [2, N, C] in float64."""
     n, c, h, w = a.shape
     sums = cupy.empty((2, n, c), np.float64)
-    if n * c:
-        launch("plane_sums", (n * c,), (THREADS,), c, h * w, a, b, mean, inverse, *sums)
+    launch_lanes("plane_sums", n * c, h * w, n * c, c, h * w, a, b, mean, inverse, *sums)
     return sums
 
 
@@ -192,14 +187,28 @@ def channel_sums(x: Array) -> Array:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def update(
-    rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float, gate: Array | None = None
-) -> None:
+UPDATES_AT_ONCE = 32  # Updates in update.cu
+
+
+def update(rule: str, several: Sequence[Update], *values: float, gate: Array | None = None) -> None:
     """See `cpu.update`; the gate is read on the device."""
-    arrays = [checked_or_none(array, param.shape) for array in (param, grad, *slots)]
-    gate = checked_or_none(gate, (), np.bool_)
-    kernel = "rmsprop" if rule == "adagrad" else rule
-    launch_each(kernel, param.size, gate, *arrays, param.size, *_COEFFICIENTS[rule](*values))
+    gate, coefficients = checked_or_none(gate, (), np.bool_), _COEFFICIENTS[rule](*values)
+    device = cupy.cuda.runtime.getDevice()
+    for first in range(0, len(several), UPDATES_AT_ONCE):
+        some = several[first : first + UPDATES_AT_ONCE]
+        fields = [[0] * UPDATES_AT_ONCE for _ in range(5)]
+        for i, (param, grad, slots) in enumerate(some):
+            for field, array in zip(fields, (param, grad, *slots), strict=False):
+                if (given := checked_or_none(array, param.shape)) is not None:
+                    check_device(given, device)
+                    field[i] = given.data.ptr
+            fields[4][i] = param.size
+        largest = max(fields[4])
+        # Blocks for the elements of the largest, and rows of the grid for parameters.
+        launch_planes(
+            "rmsprop" if rule == "adagrad" else rule, len(some), min(largest, THREADS << 12), gate, chain(*fields),
+            *coefficients,
+        )  # fmt: skip
 
 
 def _adam_coefficients(

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from ...errors import MissingDependencyError, pip_install
-from ...kernels.cuda import check_device
+from ...kernels.cuda import check_device, launch_each
 
 Array: TypeAlias = Any  # cupy.ndarray
 
@@ -42,6 +42,13 @@ def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any = np
     return None if array is None else checked(array, shape, dtype)
 
 
+def relu_backward(dy: Array, y: Array) -> Array:
+    """See `cpu.relu_backward`."""
+    dx = cupy.empty(dy.shape, np.float32)
+    launch_each("relu_backward", dy.size, dy.size, checked(dy, dy.shape), checked(y, dy.shape), dx)
+    return dx
+
+
 # -- products ----------------------------------------------------------------------------------------------------------
 def product(
     a: Array,
@@ -52,7 +59,7 @@ def product(
     b_transposed: bool = False,
     accumulate: bool = False,
 ) -> Array:
-    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of float32, or of as many pairs of them.
+    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of float32, or of several pairs of them.
 
     Args:
         a: if `a_transposed`, [inner, rows].
@@ -62,19 +69,20 @@ def product(
         b_transposed: see `b`.
         accumulate: add to what `out` holds.
 
-    With pairs, all of them have one more dimension in front; one call of cuBLAS computes all products.
+    With pairs, `out` and a or b have one more dimension in front, or both; one call of cuBLAS computes all products.
 
     Raises:
         ValueError: the shapes do not fit.
         MissingDependencyError: cuBLAS cannot be loaded.
         UsageError: see `check_device`.
     """
-    *pairs, inner, rows = a.shape if a_transposed else (*a.shape[:-2], a.shape[-1], a.shape[-2])
-    columns = b.shape[-2] if b_transposed else b.shape[-1]
+    inner, rows = a.shape[-2:] if a_transposed else (a.shape[-1], a.shape[-2])
+    columns, pairs = b.shape[-2] if b_transposed else b.shape[-1], a.shape[:-2] or b.shape[:-2]
     if out is None:
         out = cupy.empty((*pairs, rows, columns), np.float32)
     checked(a, a.shape)
-    checked(b, (*pairs, columns, inner) if b_transposed else (*pairs, inner, columns))
+    own = b.shape[:-2] and pairs
+    checked(b, (*own, columns, inner) if b_transposed else (*own, inner, columns))
     checked(out, (*pairs, rows, columns))
     if not out.size:
         return out
@@ -95,7 +103,7 @@ def product(
     given = int(b_transposed), int(a_transposed), columns, rows, inner, one
     matrices = (b, inner if b_transposed else columns), (a, rows if a_transposed else inner), (out, columns)
     if pairs:
-        apart = [(_address(x), width, ctypes.c_longlong(x[0].size)) for x, width in matrices]
+        apart = [(_address(x), width, ctypes.c_longlong(x[0].size if x.ndim > 2 else 0)) for x, width in matrices]
         _call("cublasSgemmStridedBatched", *given, *apart[0], *apart[1], beta, *apart[2], *pairs)
     else:
         alone = [(_address(x), width) for x, width in matrices]

@@ -2,6 +2,7 @@
 
 A convolution is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made in chunks of
 images that bound the memory; with groups of channels, a product for each. Chunks of gradients are added in their order.
+One of 1 x 1 without stride, border or groups is *pointwise*: the images are its columns, and each image is a product.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from ...kernels.cuda import launch_planes
 from .geometry import Pair, out_size, pool_out
-from .gpu_base import Array, checked, checked_or_none, product
+from .gpu_base import Array, checked, checked_or_none, product, relu_backward
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: Window in images.cu
 
@@ -53,6 +54,15 @@ def _lowered(x: Array, window: Sizes) -> Array:
     return columns
 
 
+def _is_pointwise(window: Sizes, groups: int) -> bool:
+    return groups == 1 and window[2:8] == (1, 1, 1, 1, 0, 0)
+
+
+def _matrices(images: Array) -> Array:
+    """Of each image, the matrix [channels, pixels]."""
+    return images.reshape(*images.shape[:2], -1)
+
+
 def _groups(x: Array, w: Array) -> int:
     groups: int = x.shape[1] // max(w.shape[1], 1)
     return max(groups, 1)
@@ -82,11 +92,23 @@ def conv2d(
     checked(w, (m // groups * groups, x.shape[1] // groups, *kernel))
     checked_or_none(b, (m,))
     y = cupy.empty((len(x), m, *size), np.float32)
+    if _is_pointwise(window, groups):
+        product(w.reshape(m, -1), _matrices(x), _matrices(y))
+        if b is not None:
+            y += b[:, None, None]
+        return _passed(x, w, window, y, relu, pool)
     for first, images in _chunks(x, window):
         some, rows = slice(first, first + images), cupy.empty((m, images * prod(size)), np.float32)
         _products(groups, w.reshape(m, -1), _lowered(x[some], window), rows)
         planes = rows.reshape(m, images, *size).swapaxes(0, 1)
         cupy.add(planes, 0 if b is None else b[:, None, None], out=y[some])
+    return _passed(x, w, window, y, relu, pool)
+
+
+def _passed(
+    x: Array, w: Array, window: Sizes, y: Array, relu: bool, pool: tuple[Pair, Pair, Pair] | None
+) -> tuple[Array, Any]:
+    """The end of `conv2d`: ReLU and pooling of y."""
     if relu:
         cupy.maximum(y, 0, out=y)
     pooled, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
@@ -102,21 +124,34 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
     checked(dy, (len(x), m, *size))
     checked_or_none(dw, w.shape)
     if y is not None:
-        dy = cupy.where(y <= 0, 0, dy)
+        dy = relu_backward(dy, y)
     if db is not None:
         dy.sum(axis=(2, 3), dtype=np.float64).sum(axis=0, dtype=np.float64, out=checked(db, (m,)))
     dx = cupy.empty(x.shape, np.float32) if need_dx else None
+    if is_pointwise := _is_pointwise(window, groups):
+        if dx is not None:
+            product(w.reshape(m, c), _matrices(dy), _matrices(dx), a_transposed=True)
+        if dw is None or _fits_images(x, m):
+            if dw is not None:
+                product(_matrices(dy), _matrices(x), b_transposed=True).sum(axis=0, out=dw.reshape(m, c))
+            return dx
     for first, images in _chunks(x, window):
         some = slice(first, first + images)
         rows = cupy.ascontiguousarray(dy[some].swapaxes(0, 1)).reshape(m, images * prod(size))
         if dw is not None:
             total = dw.reshape(m, -1)
             _products(groups, rows, _lowered(x[some], window), total, b_transposed=True, accumulate=first > 0)
-        if dx is not None:
+        if dx is not None and not is_pointwise:
             columns = cupy.empty((prod((c, *window[2:4])), images * prod(size)), np.float32)
             _products(groups, w.reshape(m, -1), rows, columns, a_transposed=True)
             launch_planes("gather_columns", images * c, prod(window[:2]), (images, c), window, columns, dx[some])
     return dx
+
+
+def _fits_images(x: Array, m: int) -> bool:
+    """Whether the gradients of a weight [m, C] take less memory, one for each image, than their copies in rows."""
+    n, c, h, w = x.shape
+    return bool(m * c <= h * w * (m + c) and 4 * n * m * c <= SCRATCH_BYTES)
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------

@@ -108,8 +108,7 @@ class Optimizer:
         if self._clip_grad_norm is not None:
             pairs = list(pairs)
             self.clip_gradients([grad.array.reshape(-1) for _, grad in pairs])
-        for param, grad in pairs:
-            self.update(param, grad)
+        self.update_all(pairs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Local. In the body of a `with`, a call of the optimizer only adds the gradients of its loss to earlier ones.
@@ -179,6 +178,11 @@ class Optimizer:
             self.apply(param.name or f"{id(param):#x}", param, grad)
         finally:
             mode.training = training
+
+    def update_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Local. `update` of each parameter by its gradient, as they come; rules may do several at once on a GPU."""
+        for param, grad in pairs:
+            self.update(param, grad)
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
         """Local. Update a parameter in place.

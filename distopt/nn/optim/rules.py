@@ -6,13 +6,16 @@ or a schedule. For `clip_grad_norm` see `Optimizer.clip_gradients`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from numpy.typing import DTypeLike
 
 from ...errors import UsageError
 from ..core.array import Array, float32
+from ..core.tensor import Tensor
 from ..numerics import numerics_of
+from ..numerics.cpu import Update
 from .hyperparameters import Hyperparameter
 from .optimizer import Optimizer
 from .schedules import Constant, DecayScheduler
@@ -27,6 +30,7 @@ class _Rule(Optimizer):
     _kernel: ClassVar[str]  # its name
     _kernel_slots: ClassVar[tuple[str, ...]]  # the slots that it takes, in its order; a missing one is None
     _kernel_values: ClassVar[tuple[str, ...]]  # the hyperparameters that it takes, in its order
+    _waiting: list[Update] | None = None  # inside `update_all`
 
     @property
     def can_gate(self) -> bool:
@@ -35,9 +39,33 @@ class _Rule(Optimizer):
         own = kind.apply, kind.update, kind.step, kind._apply
         return own == (base.apply, base.update, base.step, base._apply) and self._clip_grad_norm is None
 
+    def update_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Local. See `Optimizer.update_all`; one by one if a subclass has its own `update` or `apply`."""
+        if (type(self).apply, type(self).update) != (_Rule.apply, _Rule.update):
+            return super().update_all(pairs)
+        self._waiting = []
+        try:
+            super().update_all(pairs)
+            self._update_waiting()
+        finally:
+            self._waiting = None
+
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        arrays = [slots.get(name) for name in self._kernel_slots]
-        numerics_of(param).update(self._kernel, param, grad, arrays, *self._numbers(), gate=self._gate)
+        one = param, grad, [slots.get(name) for name in self._kernel_slots]
+        if self._waiting is None:
+            self._update([one])
+            return
+        self._waiting.append(one)
+        if len(self._waiting) >= numerics_of(param).UPDATES_AT_ONCE:
+            self._update_waiting()
+
+    def _update_waiting(self) -> None:
+        if self._waiting:
+            self._update(self._waiting)
+            self._waiting = []
+
+    def _update(self, several: Sequence[Update]) -> None:
+        numerics_of(several[0][0]).update(self._kernel, several, *self._numbers(), gate=self._gate)
 
     def _numbers(self) -> list[float]:
         """The numbers that the kernel takes."""
