@@ -117,7 +117,8 @@ __device__ T sum_lanes(T value, unsigned lanes) {
   return value;
 }
 
-// For rows of one lane or a warp: the value of the first lane, and the maximum, valid in the first. All threads must call.
+// For rows of one lane or a warp: the value of the first lane, and the maximum, valid in the first. All threads must
+// call.
 template <class T>
 __device__ T from_first(T value, unsigned lanes) {
   return lanes == 1 ? value : __shfl_sync(all_lanes, value, 0);

@@ -23,12 +23,27 @@ __global__ void plane_sums(size_t planes, int channels, int pixels, const float*
   products[plane] = product;
 }
 
+// A channel's sum over the images.
+__device__ inline double channel_sum(Batch batch, const double* of_planes, size_t channel) {
+  double sum = 0;
+  for (int image = 0; image < batch.images; ++image) sum += of_planes[size_t(image) * batch.channels + channel];
+  return sum;
+}
+
+__global__ void channel_sums(Batch batch, const double* sums, const double* products, float* sum, float* product) {
+  for_each(size_t(batch.channels), [&](size_t channel) {
+    sum[channel] = float(channel_sum(batch, sums, channel));
+    product[channel] = float(channel_sum(batch, products, channel));
+  });
+}
+
 // Mean and inverse deviation of every channel; the running statistics are updated. `count` is that of its values.
-__global__ void channel_moments(int channels, double count, const double* sums, const double* squares, float* mean,
+__global__ void channel_moments(Batch batch, double count, const double* sums, const double* squares, float* mean,
                                 float* inverse_deviation, float* running_mean, float* running_var, float momentum,
                                 float epsilon) {
-  for_each(size_t(channels), [&](size_t channel) {
-    const double average = sums[channel] / count, square = squares[channel] / count;
+  for_each(size_t(batch.channels), [&](size_t channel) {
+    const double average = channel_sum(batch, sums, channel) / count,
+                 square = channel_sum(batch, squares, channel) / count;
     const float center = float(average),
                 variance = float(rectify(square - average * average));  // rounding may leave less than 0
     mean[channel] = center;
@@ -65,8 +80,9 @@ __global__ void normalize_backward(Batch batch, int pixels, const float* dy, con
   });
 }
 
-// -- ReLU --------------------------------------------------------------------------------------------------------------
-// dx = dy where y, the result of ReLU, is above 0, or NaN.
+// -- ReLU
+// -------------------------------------------------------------------------------------------------------------- dx =
+// dy where y, the result of ReLU, is above 0, or NaN.
 __global__ void relu_backward(size_t count, const float* dy, const float* y, float* dx) {
   for_each(count, [&](size_t i) { dx[i] = y[i] <= 0 ? 0.0f : dy[i]; });
 }
@@ -97,8 +113,7 @@ __global__ void check_index(const long long* index, size_t count, size_t length,
 // class indices, or `target`, one distribution per row; the other is null. A label out of range makes its row NaN, so
 // that nothing is learnt from it.
 __global__ void cross_entropy(const float* logits, const long long* labels, const float* target, size_t rows,
-                              int columns, float* gradient, double* losses, unsigned long long* found,
-                              unsigned lanes) {
+                              int columns, float* gradient, double* losses, unsigned long long* found, unsigned lanes) {
   const float factor = float(1 / double(rows));
   const size_t r = row_of(lanes), begin = r * columns;
   const int first = int(own_lane(lanes)), end = r < rows ? columns : 0, step = int(lanes);

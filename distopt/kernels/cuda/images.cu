@@ -39,7 +39,21 @@ __global__ void lower(Batch batch, Window s, const float* x, float* columns) {
   });
 }
 
-// The reverse: dx = for each pixel the sum of its entries in the columns.
+// y [images, channels, places] = the product with lowered images, rows [channels, images * places], plus the bias of
+// each channel if there is one, and ReLU.
+__global__ void from_rows(Batch batch, int places, const float* rows, const float* bias, bool relu, float* y) {
+  for_planes(planes_of(batch), [&](unsigned plane) {
+    const unsigned image = plane / unsigned(batch.channels), channel = plane % unsigned(batch.channels);
+    const float* row = rows + (size_t(channel) * batch.images + image) * places;
+    const float shift = bias ? bias[channel] : 0.0f;
+    for_each(size_t(places), [&](size_t place) {
+      const float value = row[place] + shift;
+      y[size_t(plane) * places + place] = relu ? rectify(value) : value;
+    });
+  });
+}
+
+// The reverse of `lower`: dx = for each pixel the sum of its entries in the columns.
 __global__ void gather_columns(Batch batch, Window s, const float* columns, float* dx) {
   const size_t width = batch.images * places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {

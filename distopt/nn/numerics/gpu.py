@@ -151,7 +151,7 @@ def batch_norm2d(
     if training and x.size:
         mean, inverse = cupy.empty((2, c), np.float32)
         results = mean, inverse, running_mean, running_var, momentum, eps
-        launch_each("channel_moments", c, c, n * h * w, *_plane_sums(x, x).sum(axis=1), *results)
+        launch_each("channel_moments", c, (n, c), n * h * w, *_plane_sums(x, x), *results)
     else:
         mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
     launch_planes("normalize", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
@@ -163,8 +163,8 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
     dx = cupy.empty(checked(dy, x.shape).shape, np.float32)
-    for of_planes, sums in zip(_plane_sums(dy, x, mean, inverse), (dbeta, dgamma), strict=True):
-        of_planes.sum(axis=0, out=checked(sums, (c,)))
+    sums = checked(dbeta, (c,)), checked(dgamma, (c,))
+    launch_each("channel_sums", c, (n, c), *_plane_sums(dy, x, mean, inverse), *sums)
     given = (n, c), h * w, dy, x, mean, inverse, gamma, training, dgamma, dbeta, dx
     launch_planes("normalize_backward", n * c, h * w, *given)
     return dx
