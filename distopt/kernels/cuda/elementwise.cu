@@ -80,9 +80,16 @@ __global__ void normalize_backward(Batch batch, int pixels, const float* dy, con
   });
 }
 
-// -- ReLU
-// -------------------------------------------------------------------------------------------------------------- dx =
-// dy where y, the result of ReLU, is above 0, or NaN.
+// -- bias and ReLU ----------------------------------------------------------------------------------------------------
+// y [.., channels, width], in place: plus the bias of each channel if there is one, and ReLU.
+__global__ void finish(size_t count, size_t width, int channels, const float* bias, bool relu, float* y) {
+  for_each(count, [&](size_t i) {
+    const float value = bias ? y[i] + bias[i / width % channels] : y[i];
+    y[i] = relu ? rectify(value) : value;
+  });
+}
+
+// dx = dy where y, the result of ReLU, is above 0, or NaN.
 __global__ void relu_backward(size_t count, const float* dy, const float* y, float* dx) {
   for_each(count, [&](size_t i) { dx[i] = y[i] <= 0 ? 0.0f : dy[i]; });
 }

@@ -21,7 +21,7 @@ from ...kernels.cuda import THREADS, check_device, launch_each, launch_lanes, la
 from ..devices.device import device_of
 from . import gpu_images
 from .cpu import SavedLinear, SavedNorm, Update
-from .gpu_base import Array, checked, checked_or_none, product, relu_backward
+from .gpu_base import Array, checked, checked_or_none, finish, product, relu_backward
 
 empty = cupy.empty
 conv2d, conv2d_backward = gpu_images.conv2d, gpu_images.conv2d_backward
@@ -52,17 +52,14 @@ def check_index(index: Array, length: int, axis: int) -> Array | None:
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
-    """See `cpu.linear`; bias and ReLU are passes of their own."""
+    """See `cpu.linear`; bias and ReLU are a pass of their own."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     checked(x, x.shape)
     checked(w, (x.shape[1], w.shape[1]))
     checked_or_none(b, (w.shape[1],))
     y = product(x, w)
-    if b is not None:
-        y += b
-    if relu:
-        cupy.maximum(y, 0, out=y)
+    finish(y, 1, b, relu)
     return y, SavedLinear(x, w, y if relu else None)
 
 
@@ -122,7 +119,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     gradient, losses = cupy.empty(logits.shape, np.float32), cupy.empty(rows, np.float64)
     found = device_of(logits).out_of_range.ctypes.data
     launch_lanes("cross_entropy", rows, columns, logits, index, target, rows, columns, gradient, losses, found, most=32)
-    return losses.sum().astype(np.float32), gradient
+    return losses.sum(dtype=np.float64, out=cupy.empty((), np.float32)), gradient
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:

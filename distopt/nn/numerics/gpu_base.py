@@ -42,6 +42,12 @@ def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any = np
     return None if array is None else checked(array, shape, dtype)
 
 
+def finish(y: Array, width: int, bias: Array | None, relu: bool) -> None:
+    """Local. Add the bias of each channel to y [.., channels, width], in place, and apply ReLU, where wanted."""
+    if relu or bias is not None:
+        launch_each("finish", y.size, y.size, width, 1 if bias is None else bias.size, bias, relu, y)
+
+
 def relu_backward(dy: Array, y: Array) -> Array:
     """See `cpu.relu_backward`."""
     dx = cupy.empty(dy.shape, np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...kernels.cuda import launch_planes
 from .geometry import Pair, out_size, pool_out
-from .gpu_base import Array, checked, checked_or_none, product, relu_backward
+from .gpu_base import Array, checked, checked_or_none, finish, product, relu_backward
 
 Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: Window in images.cu
 
@@ -84,7 +84,7 @@ def conv2d(
     relu: bool = False,
     pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
-    """See `cpu.conv2d`; ReLU and pooling are passes of their own."""
+    """See `cpu.conv2d`; pooling is a pass of its own."""
     m, kernel, groups = len(w), w.shape[2:], _groups(x, w)
     size = out_size(x.shape, kernel, stride, padding)
     window = (*x.shape[2:], *kernel, *stride, *padding, *size)
@@ -94,23 +94,12 @@ def conv2d(
     y = cupy.empty((len(x), m, *size), np.float32)
     if _is_pointwise(window, groups):
         product(w.reshape(m, -1), _matrices(x), _matrices(y))
-        if b is not None:
-            y += b[:, None, None]
-        return _passed(x, w, window, y, relu, pool)
-    for first, images in _chunks(x, window):
-        some, rows = slice(first, first + images), cupy.empty((m, images * prod(size)), np.float32)
-        _products(groups, w.reshape(m, -1), _lowered(x[some], window), rows)
-        planes = rows.reshape(m, images, *size).swapaxes(0, 1)
-        cupy.add(planes, 0 if b is None else b[:, None, None], out=y[some])
-    return _passed(x, w, window, y, relu, pool)
-
-
-def _passed(
-    x: Array, w: Array, window: Sizes, y: Array, relu: bool, pool: tuple[Pair, Pair, Pair] | None
-) -> tuple[Array, Any]:
-    """The end of `conv2d`: ReLU and pooling of y."""
-    if relu:
-        cupy.maximum(y, 0, out=y)
+        finish(y, prod(size), b, relu)
+    else:
+        for first, images in _chunks(x, window):
+            some, rows = slice(first, first + images), cupy.empty((m, images * prod(size)), np.float32)
+            _products(groups, w.reshape(m, -1), _lowered(x[some], window), rows)
+            launch_planes("from_rows", images * m, prod(size), (images, m), prod(size), rows, b, relu, y[some])
     pooled, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
     return pooled, _Conv(x, w, window, y if relu else None, pooling)
 
