@@ -3,8 +3,8 @@
     python -m tests.emulation.launches [NETWORK [BATCH]]
 
 Kernels, products and CuPy's operations are counted and not computed, so that a large network takes seconds. Bytes are
-those of the arrays of each launch, each array once, whether or not a cache holds them. Launches depend on the batch only
-where the lowered images exceed `SCRATCH_BYTES`.
+those of the arrays of each launch, each array once, whether or not a cache holds them. Launches depend on the batch
+only where the lowered images exceed `SCRATCH_BYTES`.
 """
 
 from __future__ import annotations
