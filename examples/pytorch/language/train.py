@@ -95,7 +95,7 @@ LOCAL = {
     "sparse-loco": Local(
         codecs.create("chunked-top-k", k=64, bits=2, error_feedback=True, decay=0.95),
         # Few of a pretrained model's parameters move far in few averages, where AdamW would move all of them a little.
-        rate={"tiny": 1.0, "smollm2": 16.0},
+        rate={"tiny": 1.0, "smollm2": 8.0},
         momentum=0.0,
         sync_every=10,
     ),
@@ -120,7 +120,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="(300)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step (8)")
     parser.add_argument("--learning-rate", type=float, help="of AdamW (tiny: 0.003, smollm2: 0.00003)")
-    parser.add_argument("--outer-rate", type=float, help="of DiLoCo (0.7; sparse-loco: 1, with smollm2 16)")
+    parser.add_argument("--outer-rate", type=float, help="of DiLoCo (0.7; sparse-loco: 1, with smollm2 8)")
     parser.add_argument("--sync-every", type=int, help="steps from one average to the next (30; sparse-loco: 10)")
     parser.add_argument("--min-workers", type=int, help="of a job by --workers: fewer wait for others")
     parser.add_argument("--test-every", type=int, default=30, metavar="STEPS", help="(30)")
