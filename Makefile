@@ -215,7 +215,7 @@ format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-# The commands of README's table, for one epoch.
+# The examples under each launcher of one machine, README's commands among them, for one epoch.
 examples: $(VENV)/.with-mpi
 	$(BIN)/python examples/mnist_multiprocess.py 2 --max-epoch 1
 	$(BIN)/mpiexec --hostfile examples/hosts $(BIN)/python examples/mnist_dist.py --max-epoch 1
