@@ -25,17 +25,16 @@ from distopt.errors import DistoptError, UsageError
 
 from . import output
 from .__main__ import main
-from .models import PARAMETERS
 from .options import byte_sizes, names_of
 from .output import ROOT, put, write_json
 from .peers.ranks.libraries import COLLECTIVES
 
-# Bits per second; what the unshaped link carries is about that of the first.
-RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
+# Bits per second; the unshaped link carries about 10 Gbit/s.
+RATES = {"unshaped": 1e10, "1gbit": 1e9, "100mbit": 1e8}
 OTHERS_AT = ("unshaped", "1gbit")  # the rates of the collectives other than all_reduce
-SPOKEN = {"unshaped": "unshaped", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-SIZES = [*(256 * 4**i for i in range(7)), 4 * PARAMETERS, 4 << 20, 25_600_000, 102_400_000]
-LARGEST = {"100mbit": 25_600_000}
+SPOKEN = {"unshaped": "unshaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+SIZES = [256, 4 << 10, 64 << 10, 1 << 20, 25_600_000]
+LARGEST = {"100mbit": 4 << 20}
 LONG_SECONDS = 0.05  # of the bytes on the wire; such sizes get a quarter of the samples, and no warm-up
 TRANSPORTS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
 PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
@@ -173,7 +172,7 @@ def ratio(value: float) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="tables with all of these, as 2x1,1gbit,all_reduce")
     parser.add_argument("--samples", type=at_least(1), default=20, help="batches per size (20)")
-    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
+    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 25600000)")
     parser.add_argument("--peers", type=names_of(PEERS), default=list(PEERS), help=f"(all: {','.join(PEERS)})")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "collectives.json", help="of all runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/results/network.md", help="page with the marks")
