@@ -132,14 +132,14 @@ def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, .
     table = Table(
         f"## {ranks} ranks{what}: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave "
         "each of two nodes: a gradient per step.",
-        ("started by", "nodes", "last line", "lines", "same digits", "MB on the wire", "of what must be", "seconds"),
+        ("started by", "nodes", "result", "same digits", "MB on the wire", "of what must be"),
     )
     expected: dict[object, list[str]] = {}
     for way in of:
         if quick and not way.quick:
             continue
         with contextlib.suppress(subprocess.TimeoutExpired):
-            outcome = Outcome("no end", 1, 0.0, 0)
+            outcome = Outcome("no end", 1, 0)
             outcome = try_way(cluster, way, data, ranks)
         digits = digits_of(outcome.output)
         # Two ranks' sums are those of any two. Of four, two nodes add in another order than one, and Gloo in another.
@@ -151,12 +151,10 @@ def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, .
         table.add(
             way.name,
             way.nodes,
-            digits[-1] if digits else DOUBT,
-            len(digits),
+            digits[-1].rpartition(": ")[2] if digits else DOUBT,
             "yes" if same else DOUBT,
             f"{outcome.wire_bytes / 1e6:.1f}",
             share if on_wire else f"{share} {DOUBT}",
-            f"{outcome.seconds:.1f}",
             holds=outcome.code == 0 and same and on_wire,
             output=outcome.output,
         )
