@@ -191,7 +191,7 @@ wheels-quick: $(RELEASE)/.made
 wheels-test: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.versions $(ROWS)
 release: $(RELEASE)/.made
-	$(RELEASE)/bin/python -m release.check $(PYTHONS)
+	$(RELEASE)/bin/python -m release.check $(if $(CLONE_URL),--clone-url $(CLONE_URL)) $(PYTHONS)
 
 lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
