@@ -49,10 +49,14 @@ class Table:
     collective: str
 
     @property
+    def a_host(self) -> str:
+        """Ranks on each host."""
+        return self.ranks.removeprefix("2x")
+
+    @property
     def title(self) -> str:
-        """Its heading."""
-        a_host = self.ranks.removeprefix("2x")
-        return f"{self.collective}, {a_host} rank{'s' if a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
+        """A line that names it."""
+        return f"{self.collective}, {self.a_host} rank{'s' if self.a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
 
 
 TABLES = [
@@ -121,12 +125,16 @@ def own_peer(result: dict) -> str:
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 def page(results: dict[str, dict]) -> str:
+    """A table for each collective, over each MPI that distopt has run over."""
     parts = ["; ".join(dict.fromkeys(described(result) for result in results.values()))]
     for own in PEERS:
         found = [(table, results[name]) for table in TABLES if (name := " ".join([own, *astuple(table)])) in results]
         if found:
             parts.append(f"### distopt over {' and '.join(dict.fromkeys(library(result) for _, result in found))}")
-        parts += [f"#### {table.title}\n\n{markdown(table, result)}" for table, result in found]
+        parts += [
+            markdown(collective, [pair for pair in found if pair[0].collective == collective])
+            for collective in dict.fromkeys(table.collective for table, _ in found)
+        ]
     return "\n\n".join(parts)
 
 
@@ -139,26 +147,25 @@ def described(result: dict) -> str:
     )
 
 
-def markdown(table: Table, result: dict) -> str:
-    """Rows by size; times in ms, and how much longer than distopt the best that must not be faster takes."""
-    own = own_peer(result)
-    ours, rivals = TRANSPORTS[table.ranks], [own, "gloo"]
-    peers = [own, *(peer for peer in PEERS if peer != own)]
-    ratios = [f"{PEERS[own]} or Gloo / {transport}" for transport in ours]
-    head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
-    rows = []
-    for size in sorted({row[0] for row in result["rows"]}):
-        best: dict[str, float] = {}
-        for _, who, buffers, seconds in (row for row in result["rows"] if row[0] == size):
-            if who not in ours or buffers == "wire":
-                best[who] = min(seconds, best.get(who, math.inf))
-        cells = [three_digits(1e3 * best[who]) if who in best else "-" for who in (*ours, *peers)]
-        rival = min((best[who] for who in rivals if who in best), default=None)
-        cells += [ratio(rival / best[who]) if rival and who in best else "-" for who in ours]
-        rows.append([f"{size:,}", *cells])
-    lines = [output.table(head, rows)]
-    lines += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
-    return "\n".join(lines)
+def markdown(collective: str, found: list[tuple[Table, dict]]) -> str:
+    """Rows by ranks, rate and transport, columns by size: the time in ms, and the best peer's time divided by it."""
+    sizes = sorted({row[0] for _, result in found for row in result["rows"]})
+    rows, missing = [], []
+    for table, result in found:
+        rivals = [own_peer(result), "gloo"]
+        best: dict[tuple[int, str], float] = {}
+        for size, who, buffers, seconds in result["rows"]:
+            if who not in TRANSPORTS[table.ranks] or buffers == "wire":
+                best[size, who] = min(seconds, best.get((size, who), math.inf))
+        for transport in TRANSPORTS[table.ranks]:
+            cells = []
+            for size in sizes:
+                own, rival = best.get((size, transport)), [best[size, who] for who in rivals if (size, who) in best]
+                cells.append(f"{three_digits(1e3 * own)}: {ratio(min(rival) / own)}" if own and rival else "")
+            rows.append([f"{table.a_host}, {SPOKEN[table.rate]}", transport, *cells])
+        missing += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
+    head = ["ranks a host, rate", collective, *(f"{size:,}" for size in sizes)]
+    return "\n".join([output.table(head, rows), *dict.fromkeys(missing)])
 
 
 def three_digits(value: float) -> str:
