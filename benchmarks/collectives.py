@@ -161,7 +161,8 @@ def markdown(collective: str, found: list[tuple[Table, dict]]) -> str:
             cells = []
             for size in sizes:
                 own, rival = best.get((size, transport)), [best[size, who] for who in rivals if (size, who) in best]
-                cells.append(f"{three_digits(1e3 * own)}: {ratio(min(rival) / own)}" if own and rival else "")
+                compared = f": {ratio(min(rival) / own)}" if own and rival else ""
+                cells.append(f"{three_digits(1e3 * own)}{compared}" if own else "")
             rows.append([f"{table.a_host}, {SPOKEN[table.rate]}", transport, *cells])
         missing += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
     head = ["ranks a host, rate", collective, *(f"{size:,}" for size in sizes)]
