@@ -191,7 +191,7 @@ wheels-quick: $(RELEASE)/.made
 wheels-test: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.versions $(ROWS)
 release: $(RELEASE)/.made
-	$(RELEASE)/bin/python -m release.check $(PYTHONS)
+	$(RELEASE)/bin/python -m release.check $(if $(CLONE_URL),--clone-url $(CLONE_URL)) $(PYTHONS)
 
 lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
@@ -215,7 +215,7 @@ format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-# The commands of README's table, for one epoch.
+# The examples under each launcher of one machine, README's commands among them, for one epoch.
 examples: $(VENV)/.with-mpi
 	$(BIN)/python examples/mnist_multiprocess.py 2 --max-epoch 1
 	$(BIN)/mpiexec --hostfile examples/hosts $(BIN)/python examples/mnist_dist.py --max-epoch 1

@@ -25,17 +25,16 @@ from distopt.errors import DistoptError, UsageError
 
 from . import output
 from .__main__ import main
-from .models import PARAMETERS
 from .options import byte_sizes, names_of
 from .output import ROOT, put, write_json
 from .peers.ranks.libraries import COLLECTIVES
 
-# Bits per second; what the unshaped link carries is about that of the first.
-RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
+# Bits per second; the unshaped link carries about 10 Gbit/s.
+RATES = {"unshaped": 1e10, "1gbit": 1e9, "100mbit": 1e8}
 OTHERS_AT = ("unshaped", "1gbit")  # the rates of the collectives other than all_reduce
-SPOKEN = {"unshaped": "unshaped", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-SIZES = [*(256 * 4**i for i in range(7)), 4 * PARAMETERS, 4 << 20, 25_600_000, 102_400_000]
-LARGEST = {"100mbit": 25_600_000}
+SPOKEN = {"unshaped": "unshaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+SIZES = [256, 4 << 10, 64 << 10, 1 << 20, 25_600_000]
+LARGEST = {"100mbit": 4 << 20}
 LONG_SECONDS = 0.05  # of the bytes on the wire; such sizes get a quarter of the samples, and no warm-up
 TRANSPORTS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
 PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
@@ -50,10 +49,14 @@ class Table:
     collective: str
 
     @property
+    def a_host(self) -> str:
+        """Ranks on each host."""
+        return self.ranks.removeprefix("2x")
+
+    @property
     def title(self) -> str:
-        """Its heading."""
-        a_host = self.ranks.removeprefix("2x")
-        return f"{self.collective}, {a_host} rank{'s' if a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
+        """A line that names it."""
+        return f"{self.collective}, {self.a_host} rank{'s' if self.a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
 
 
 TABLES = [
@@ -122,12 +125,16 @@ def own_peer(result: dict) -> str:
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 def page(results: dict[str, dict]) -> str:
+    """A table for each collective, over each MPI that distopt has run over."""
     parts = ["; ".join(dict.fromkeys(described(result) for result in results.values()))]
     for own in PEERS:
         found = [(table, results[name]) for table in TABLES if (name := " ".join([own, *astuple(table)])) in results]
         if found:
             parts.append(f"### distopt over {' and '.join(dict.fromkeys(library(result) for _, result in found))}")
-        parts += [f"#### {table.title}\n\n{markdown(table, result)}" for table, result in found]
+        parts += [
+            markdown(collective, [pair for pair in found if pair[0].collective == collective])
+            for collective in dict.fromkeys(table.collective for table, _ in found)
+        ]
     return "\n\n".join(parts)
 
 
@@ -140,26 +147,26 @@ def described(result: dict) -> str:
     )
 
 
-def markdown(table: Table, result: dict) -> str:
-    """Rows by size; times in ms, and how much longer than distopt the best that must not be faster takes."""
-    own = own_peer(result)
-    ours, rivals = TRANSPORTS[table.ranks], [own, "gloo"]
-    peers = [own, *(peer for peer in PEERS if peer != own)]
-    ratios = [f"{PEERS[own]} or Gloo / {transport}" for transport in ours]
-    head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
-    rows = []
-    for size in sorted({row[0] for row in result["rows"]}):
-        best: dict[str, float] = {}
-        for _, who, buffers, seconds in (row for row in result["rows"] if row[0] == size):
-            if who not in ours or buffers == "wire":
-                best[who] = min(seconds, best.get(who, math.inf))
-        cells = [three_digits(1e3 * best[who]) if who in best else "-" for who in (*ours, *peers)]
-        rival = min((best[who] for who in rivals if who in best), default=None)
-        cells += [ratio(rival / best[who]) if rival and who in best else "-" for who in ours]
-        rows.append([f"{size:,}", *cells])
-    lines = [output.table(head, rows)]
-    lines += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
-    return "\n".join(lines)
+def markdown(collective: str, found: list[tuple[Table, dict]]) -> str:
+    """Rows by ranks, rate and transport, columns by size: the time in ms, and the best peer's time divided by it."""
+    sizes = sorted({row[0] for _, result in found for row in result["rows"]})
+    rows, missing = [], []
+    for table, result in found:
+        rivals = [own_peer(result), "gloo"]
+        best: dict[tuple[int, str], float] = {}
+        for size, who, buffers, seconds in result["rows"]:
+            if who not in TRANSPORTS[table.ranks] or buffers == "wire":
+                best[size, who] = min(seconds, best.get((size, who), math.inf))
+        for transport in TRANSPORTS[table.ranks]:
+            cells = []
+            for size in sizes:
+                own, rival = best.get((size, transport)), [best[size, who] for who in rivals if (size, who) in best]
+                compared = f": {ratio(min(rival) / own)}" if own and rival else ""
+                cells.append(f"{three_digits(1e3 * own)}{compared}" if own else "")
+            rows.append([f"{table.a_host}, {SPOKEN[table.rate]}", transport, *cells])
+        missing += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
+    head = ["ranks a host, rate", collective, *(f"{size:,}" for size in sizes)]
+    return "\n".join([output.table(head, rows), *dict.fromkeys(missing)])
 
 
 def three_digits(value: float) -> str:
@@ -173,7 +180,7 @@ def ratio(value: float) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="tables with all of these, as 2x1,1gbit,all_reduce")
     parser.add_argument("--samples", type=at_least(1), default=20, help="batches per size (20)")
-    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
+    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 25600000)")
     parser.add_argument("--peers", type=names_of(PEERS), default=list(PEERS), help=f"(all: {','.join(PEERS)})")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "collectives.json", help="of all runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/results/network.md", help="page with the marks")

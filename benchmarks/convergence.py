@@ -252,8 +252,6 @@ def write(records: dict[str, dict], args: argparse.Namespace) -> None:
         return
     errors = {name: 100 * (1 - np.array(record["accuracies"])) for name, record in records.items()}
     plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
-    per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
-    results += ["Test accuracy (%) after each epoch:", table(["sent", *range(1, args.epochs + 1)], per_epoch)]
     put(args.output, "convergence", "\n\n".join(results))
 
 

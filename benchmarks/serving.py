@@ -1,7 +1,7 @@
 """Tokens from a language model in tensor-parallel ranks: one process, ranks over Gloo and ranks over distopt.
 
-Serves `tiny` and SmolLM2 of examples/pytorch/language, and a Llama of 12 layers with random parameters, also in more ranks
-than there may be cores. A rank computes with one thread; a second candidate with one process has as many threads as the
+Serves `tiny` and SmolLM2 of examples/pytorch/language, and two Llamas of 12 layers with random parameters, also in more
+ranks than there may be cores. A rank computes with one thread; a second candidate with one process has as many threads as the
 others have ranks, or cores if these are fewer. All take turns.
 
     python -m benchmarks serving
@@ -26,7 +26,7 @@ from .peers.lineup import Lineup, Setup, torch_crew
 from .pytorch import DISTOPT, GLOO, Answers, print_head, print_row
 
 # model -> numbers of ranks
-RANKS = {"tiny": [2], "smollm2": [3], "llama": [2, 4]}
+RANKS = {"tiny": [2], "smollm2": [3], "llama-512": [2], "llama": [2, 4]}
 ONE, THREADS = "one process", "with threads"
 HEAD = ("model", "ranks", "one process (tokens/s)", "with threads", "Gloo", "distopt", "distopt / Gloo")
 HEAD += ("distopt / one process", "same tokens")

@@ -1,34 +1,59 @@
-"""Make in dist all that a release uploads, and check it: python -m release.check [PYTHON ...]
+"""Make in dist all that a release uploads, and check it: python -m release.check [--clone-url URL] [PYTHON ...]
 
 The wheels and the archive of the sources, which is built, installed and run here; so this machine
-needs a compiler. The version in pyproject.toml must be that of the newest section of CHANGELOG.md, and of a tag of the
-commit if it has one.
+needs a compiler. The version in pyproject.toml must be that of the newest section of CHANGELOG.md, of CITATION.cff, and
+of a tag of the commit if it has one. In README.md and SECURITY.md, CLONE_URL is the place of the repository's address;
+`--clone-url`, or `make release CLONE_URL=...`, fills it in.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .wheels import PYTHONS, ROOT, make, run, tool
 
 DIST = ROOT / "dist"
+PLACEHOLDER = "CLONE_URL"
+WITH_ADDRESS = (ROOT / "README.md", ROOT / "SECURITY.md")
 
 
-def disagreement(project: str, changelog: str, tags: Sequence[str]) -> str:
+def fill_address(pages: Sequence[Path], url: str) -> list[str]:
+    """Write the repository's address into pages.
+
+    Args:
+        pages: files that have the placeholder.
+        url: the address; empty: the files stay as they are.
+
+    Returns:
+        The names of the files that still have the placeholder.
+    """
+    if url:
+        for page in pages:
+            page.write_text(page.read_text().replace(PLACEHOLDER, url))
+    return [page.name for page in pages if PLACEHOLDER in page.read_text()]
+
+
+def disagreement(project: str, changelog: str, citation: str, tags: Sequence[str]) -> str:
     """The first version that is not that of the project, in a sentence; empty if all agree.
 
     Args:
         project: text of pyproject.toml.
         changelog: text of CHANGELOG.md.
+        citation: text of CITATION.cff.
         tags: the tags of the commit.
     """
     version = re.search(r'^version = "(.*)"$', project, re.M)[1]
     newest = re.search(r"^## \[(.*?)\]", changelog, re.M)[1]
     if newest != version:
         return f"the newest section of CHANGELOG.md is {newest}, the version in pyproject.toml is {version}"
+    cited = re.search(r"^version: (.*)$", citation, re.M)[1]
+    if cited != version:
+        return f"the version in CITATION.cff is {cited}, the version in pyproject.toml is {version}"
     wrong = [tag for tag in tags if tag.startswith("v") and tag != f"v{version}"]
     return f"the commit has the tag {wrong[0]}, the version in pyproject.toml is {version}" if wrong else ""
 
@@ -36,7 +61,8 @@ def disagreement(project: str, changelog: str, tags: Sequence[str]) -> str:
 def check_versions() -> None:
     """Exits if versions disagree."""
     tags = run("git", "tag", "--points-at", "HEAD").split()
-    said = disagreement((ROOT / "pyproject.toml").read_text(), (ROOT / "CHANGELOG.md").read_text(), tags)
+    texts = [(ROOT / name).read_text() for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    said = disagreement(*texts, tags)
     if said:
         sys.exit(f"release: {said}")
 
@@ -58,6 +84,13 @@ def check_sources() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clone-url", default="", metavar="URL", help="address of the repository, for git clone")
+    parser.add_argument("pythons", nargs="*", default=PYTHONS, metavar="PYTHON")
+    options = parser.parse_args()
     check_versions()
-    make(DIST, sys.argv[1:] or PYTHONS)
+    unfilled = fill_address(WITH_ADDRESS, options.clone_url)
+    make(DIST, options.pythons)
     check_sources()
+    if unfilled:
+        print(f"not to be uploaded yet: {' and '.join(unfilled)} have {PLACEHOLDER}; pass --clone-url URL")

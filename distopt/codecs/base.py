@@ -37,11 +37,13 @@ class Codec(ABC):
             ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
         needs: by name, options of which one must be given, each with an example.
         dtypes: types of bucket that it can reduce.
+        defers: whether its verdict may be a `Doubt`, where the front allows that; see `CodecState.defers`.
     """
 
     lossy: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, float]] = {}
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    defers: bool = True
 
     @cached_property
     def kind(self) -> str:
@@ -52,11 +54,6 @@ class Codec(ABC):
     def wire_format(self) -> int:
         """Version of the bytes that it sends, where these are a format of its own, else 0. Ranks compare it."""
         return 0
-
-    @property
-    def defers(self) -> bool:
-        """Whether its verdict may be a `Doubt`, where the front allows that; see `CodecState.defers`."""
-        return True
 
     def attach(
         self,

@@ -33,6 +33,8 @@ class ChunkedTopK(Codec):
         bits: of a value: 2, 4, 8 or 16.
     """
 
+    defers = False  # the residual is replaced in place
+
     k: int = 64
     _: KW_ONLY
     bits: int = 2
@@ -53,11 +55,6 @@ class ChunkedTopK(Codec):
     def wire_format(self) -> int:
         """See `Codec.wire_format`."""
         return 1
-
-    @property
-    def defers(self) -> bool:
-        """It cannot: its residual is replaced in place."""
-        return False
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""

@@ -33,6 +33,7 @@ class ErrorFeedback(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec) or isinstance(self.codec, ErrorFeedback) or not self.codec.lossy:
             raise UsageError(f"error feedback wraps a codec that loses something, not {self.codec!r}")
+        object.__setattr__(self, "defers", self.codec.defers)
         check_number("decay of error feedback", self.decay, "(0, 1]")
 
     @cached_property
@@ -44,11 +45,6 @@ class ErrorFeedback(Codec):
     def wire_format(self) -> int:
         """The version of the wrapped codec."""
         return self.codec.wire_format
-
-    @property
-    def defers(self) -> bool:
-        """As the wrapped codec."""
-        return self.codec.defers
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""

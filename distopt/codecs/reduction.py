@@ -270,9 +270,7 @@ class PendingReduction:
             state.statistics.decode_seconds += self._run("decode", state.wait(state.pending))
 
     def conclude(self, *, take: bool) -> None:
-        """Local. Take or leave out a last step that has waited for the verdicts on the other buckets."""
-        if self.finished:
-            return
+        """Local. Take or leave out the last step, which has waited for the verdicts on the other buckets."""
         if take:
             self.state.statistics.decode_seconds += self._run("decode", perf_counter())
         else:
@@ -329,7 +327,8 @@ def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
             under_way |= reduction.state.pending is not None
     is_bad = any(isinstance(reduction.verdict, BadGradient) for reduction in reductions)
     for reduction in reductions:
-        reduction.conclude(take=not is_bad)
+        if not reduction.finished:
+            reduction.conclude(take=not is_bad)
     verdicts = list(map(attrgetter("verdict"), reductions))
     if is_bad:
         return verdicts

@@ -43,21 +43,28 @@ class Result:
 
     @property
     def row(self) -> str:
-        run = self.run
-        equal = "-" if run.ranks == 1 or not self.digests else "yes" if len(set(self.digests)) == 1 else "no"
-        if equal == "no" and not run.equal:
-            equal = "not promised"
         cells = [
-            f"`{run.label.replace('{added}/', '').replace('{data}', 'DATA')}`",
+            f"`{self.command}`",
             "time limit" if self.exit_code is None else str(self.exit_code),
             f"{self.losses[0]:.4g}" if self.losses else "-",
             f"{self.losses[-1]:.4g}" if self.losses else "-",
             f"{self.accuracies[-1]:.3f}" if self.accuracies else "-",
-            equal,
+            self.equal,
             f"{self.seconds:.1f}",
             self.verdict,
         ]
         return f"| {' | '.join(cells)} |"
+
+    @property
+    def command(self) -> str:
+        return self.run.label.replace("{added}/", "").replace("{data}", "DATA")
+
+    @property
+    def equal(self) -> str:
+        """Whether the ranks ended with equal parameters."""
+        if self.run.ranks == 1 or not self.digests:
+            return "-"
+        return "yes" if len(set(self.digests)) == 1 else "no" if self.run.equal else "not promised"
 
     @property
     def verdict(self) -> str:
@@ -70,6 +77,10 @@ class Result:
 
 HEADER = """| command | exit code | first loss | last loss | accuracy | ranks equal | seconds | result |
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
+COUNTS = """| below `examples` | runs | equal bits | end by a fault of the script | fail |
+| --- | --- | --- | --- | --- |"""
+FAULTS = """| below `examples` | command | its own fault |
+| --- | --- | --- |"""
 
 
 def prepare(checkout: Path, folder: Path, variables: dict[str, str]) -> None:
@@ -144,8 +155,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     args = parser.parse_args()
     numpy = packages(NUMPY)
-    report: list[str] = []
-    wrong = total = 0
+    results: list[Result] = []
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="singa-") as scratch:
         folder = Path(scratch)
@@ -154,37 +164,46 @@ def main() -> None:
             runs = [run for run in GROUPS[group]() if args.match in run.label]
             for i, run in enumerate(runs):
                 if i == 0 or run.folder != runs[i - 1].folder:
-                    say(report, f"\nIn `examples/{run.folder}`:\n\n{HEADER}")
+                    print(f"\nIn `examples/{run.folder}`:\n\n{HEADER}")
                 path = environment(ADDED, numpy, folder / "examples" / run.folder.split("/")[0])
-                result = execute(run, folder, path)
-                say(report, result.row)
-                wrong += bool(result.trouble)
-                total += 1
+                results.append(execute(run, folder, path))
+                print(results[-1].row, flush=True)
     minutes = (time.perf_counter() - start) / 60
-    say(report, f"\n{total} runs in {minutes:.0f} minutes, {wrong} failed.")
+    wrong = sum(bool(result.trouble) for result in results)
+    print(f"\n{len(results)} runs in {minutes:.0f} minutes, {wrong} failed.")
     if args.output:
-        args.output.write_text(heading() + "\n".join(report) + "\n")
+        args.output.write_text(heading() + summary(results, minutes))
     sys.exit(wrong > 0)
 
 
-def say(report: list[str], text: str) -> None:
-    print(text, flush=True)
-    report.append(text)
+def summary(results: list[Result], minutes: float) -> str:
+    """Two tables: counts for each folder, and the scripts that end by a fault of their own."""
+    rows = []
+    for folder in dict.fromkeys(result.run.folder for result in results):
+        own = [result for result in results if result.run.folder == folder]
+        equal = [result.equal for result in own if result.equal != "-"]
+        broken = sum(bool(result.run.breaks) and not result.trouble for result in own)
+        failed = sum(bool(result.trouble) for result in own)
+        cells = (len(own), f"{equal.count('yes')} of {len(equal)}" if equal else "", broken or "", failed)
+        rows.append(f"| `{folder}` | {' | '.join(map(str, cells))} |")
+    faults = [
+        f"| `{r.run.folder}` | `{r.command}` | {r.run.breaks} |" for r in results if r.run.breaks and not r.trouble
+    ]
+    return "\n".join([COUNTS, *rows, "", FAULTS, *faults, "", f"{len(results)} runs in {minutes:.0f} minutes.", ""])
 
 
 def heading() -> str:
     return f"""# SINGA's example scripts on distopt
 
-Written by `tests/singa/scripts CHECKOUT --output docs/results/singa.md`, on {platform.machine()} with {os.cpu_count()}
-cores, Python {platform.python_version()} and NumPy {NUMPY}. [Coming from Apache SINGA](../guide/singa.md) says how the
-scripts are changed.
+Counts by `tests/singa/scripts CHECKOUT --output docs/results/singa.md`, on {platform.machine()} with {os.cpu_count()}
+cores, Python {platform.python_version()} and NumPy {NUMPY}. The command prints a row for each run: losses, accuracy,
+equal bits, seconds. [Coming from Apache SINGA](../guide/singa.md) says how the scripts are changed.
 
 - **Data.** MNIST: 2,560 real digits, and 640 for evaluation. CIFAR-10 and CIFAR-100 are replaced by such digits in ten
   colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images in batches of 2: their
   accuracies mean nothing, and losses rise where a learning rate for larger batches is a constant in the script.
-- **Loss.** That of the first and of the last epoch, as the script prints it: a sum over batches and ranks. Of those
-  that print none, that of the first and of the last step, as a mean over the ranks; these take three steps.
-- **Ranks equal.** Whether the parameters of all ranks have the same bits at the end. A partial update promises it only
-  where all parameters lie in one partition.
-- `-g` is `--disable-graph`, `-d` and `--op` what is sent, `-p` the precision, `-w` the number of processes.
+- **A run fails** unless all ranks train, with finite losses, as many as expected.
+- **Equal bits** of the parameters of all ranks at the end, in the runs with several ranks. A partial update promises
+  them only where all parameters lie in one partition.
+
 """

@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,13 +137,11 @@ class Outcome:
     Attributes:
         output: of the job.
         code: exit code of the command.
-        seconds: from the command to its end.
         wire_bytes: what the node sent that sent less; Slurm's own messages included.
     """
 
     output: str
     code: int
-    seconds: float
     wire_bytes: int
 
 
@@ -201,11 +198,11 @@ def try_way(cluster: Cluster, way: Way, data: Path, ranks: int) -> Outcome:
     """Run it."""
     here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', way.name)}-{ranks}"
     here.mkdir(parents=True)
-    before, began = cluster.bytes_sent(), time.monotonic()
+    before = cluster.bytes_sent()
     done = cluster.run(
         ours(way.command, here, ranks, way.nodes, OPTIONS), env=environment(data, by_mpi=way.by_mpi), timeout=SECONDS
     )
-    seconds, after = time.monotonic() - began, cluster.bytes_sent()
+    after = cluster.bytes_sent()
     logs = sorted([*here.glob("*.out"), *here.glob("submitit/*_log.out"), *here.glob("submitit/*_log.err")])
     output = done.stdout + "".join(log.read_text() for log in logs)
-    return Outcome(output, done.returncode, seconds, min(after[node] - before[node] for node in before))
+    return Outcome(output, done.returncode, min(after[node] - before[node] for node in before))

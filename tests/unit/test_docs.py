@@ -12,7 +12,10 @@ from distopt import opt
 from tests.docs.site import pages
 from tests.processes import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FOLDERS = "distopt|csrc|docs|tests|benchmarks|release"
 ARCHITECTURE = (ROOT / "docs/reference/architecture.md").read_text()
 ADDITIONS = re.findall(r"^\| (an? .*?) \| (.*) \| `(.*)` \|$", ARCHITECTURE, re.M)
@@ -73,25 +76,19 @@ def test_the_picture_has_every_room():
     assert rooms | {file.parent.name for file in (ROOT / "csrc").glob("*/*.h")} <= picture
 
 
-# -- README: each command runs here, or in .ci/run, or is a Makefile target that one of them runs ----------------------
+# -- README: each command runs in .ci/run, or in a Makefile target that it runs ---------------------------------------
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
-IN_TABLE = re.findall(r"\| `([^`]*\.py[^`]*)` \|", README)
 
 
 def test_shell_commands_are_run_by_ci():
-    ci = (ROOT / ".ci/run").read_text()
-    assert SHELL
+    """Scripts by `make examples`."""
+    run = (ROOT / ".ci/run").read_text() + (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    assert "make examples\n" in run
+    assert {"make mnist", "make test"} < set(SHELL)
     for command in SHELL:
-        assert re.search(rf"^{re.escape(command)}\b", ci, re.M), f"{command!r} stands in README and not in .ci/run"
-
-
-def test_commands_of_the_table_are_run_by_the_makefile():
-    examples = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
-    assert len(IN_TABLE) == 4
-    for command in IN_TABLE:
-        assert command in examples, f"{command!r} stands in README and not in the Makefile"
+        assert re.search(rf"^\t?{re.escape(command)}\b", run, re.M), f"{command!r} is in README and not in .ci/run"
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S))
@@ -106,8 +103,9 @@ def test_python_snippets_run(code, tmp_path):
     assert lines == ["[rank 1] loss", "loss"]
 
 
-def test_messages_of_the_table_are_those_of_the_code():
-    table = README[README.index("| you see |") :]
+def test_common_errors_are_those_of_the_code():
+    page = (ROOT / "docs/guide/faults.md").read_text()
+    table = page[page.index("| you see |") :].partition("\n\n")[0]
     quoted = re.findall(r"^\| `(.*?)` \|", table, re.M)
     pieces = [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|\d+|all_reduce|[(),#]", text)]
     files = [
@@ -116,7 +114,7 @@ def test_messages_of_the_table_are_those_of_the_code():
     sources = re.sub(r'"\s+f?"', "", "\n".join(path.read_text() for path in files))
     assert len(quoted) == 6
     for piece in pieces:
-        assert piece in sources, f"README quotes {piece!r}, which no code says"
+        assert piece in sources, f"docs/guide/faults.md quotes {piece!r}, which no code says"
 
 
 # -- docs/guide/training.md --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distopt.errors import _PACKAGES, pip_install
-from release.check import disagreement
+from release.check import disagreement, fill_address
 
 ROOT = Path(__file__).parents[2]
 # On the package index, distopt is another project, and distopt-train is not there. A folder or a wheel follows a slash.
@@ -100,16 +100,26 @@ PROJECT = '[project]\nname = "distopt-train"\nversion = "1.2.0"\n[tool.scikit-bu
 
 
 @pytest.mark.parametrize(
-    ("sections", "tags", "said"),
+    ("sections", "cited", "tags", "said"),
     [
-        (["1.2.0", "1.1.0"], [], ""),
-        (["1.2.0"], ["v1.2.0", "before-review"], ""),
-        (["Unreleased", "1.2.0"], [], "the newest section of CHANGELOG.md is Unreleased, "),
-        (["1.1.0", "1.2.0"], [], "the newest section of CHANGELOG.md is 1.1.0, "),
-        (["1.2.0"], ["v1.2.0", "v1.1.0"], "the commit has the tag v1.1.0, "),
+        (["1.2.0", "1.1.0"], "1.2.0", [], ""),
+        (["1.2.0"], "1.2.0", ["v1.2.0", "before-review"], ""),
+        (["Unreleased", "1.2.0"], "1.2.0", [], "the newest section of CHANGELOG.md is Unreleased, "),
+        (["1.1.0", "1.2.0"], "1.2.0", [], "the newest section of CHANGELOG.md is 1.1.0, "),
+        (["1.2.0"], "1.1.0", [], "the version in CITATION.cff is 1.1.0, "),
+        (["1.2.0"], "1.2.0", ["v1.2.0", "v1.1.0"], "the commit has the tag v1.1.0, "),
     ],
 )
-def test_versions_that_disagree(sections, tags, said):
+def test_versions_that_disagree(sections, cited, tags, said):
     changelog = "# Changelog\n\n" + "".join(f"## [{section}] - 2026-11-27\n\n- A change.\n\n" for section in sections)
-    found = disagreement(PROJECT, changelog, tags)
+    found = disagreement(PROJECT, changelog, f"cff-version: 1.0.0\nversion: {cited}\n", tags)
     assert found == (said and f"{said}the version in pyproject.toml is 1.2.0")
+
+
+def test_the_address_of_the_repository_is_filled_in(tmp_path):
+    pages = [tmp_path / "README.md", tmp_path / "SECURITY.md"]
+    for page in pages:
+        page.write_text("git clone CLONE_URL && cd distopt\n")
+    assert fill_address(pages, "") == ["README.md", "SECURITY.md"]
+    assert fill_address(pages, "https://host.example/distopt") == []
+    assert all(page.read_text() == "git clone https://host.example/distopt && cd distopt\n" for page in pages)

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "pytorch" / "lan
 from model import LanguageModel, Shape
 from serve import MODELS, divide, generate
 
-# 146 million random parameters.
-LLAMA = Shape(vocabulary=4096, hidden=1024, n_layers=12, n_heads=16, n_key_heads=8, feed_forward=2816)
+# Random parameters: 36 and 146 million.
+LLAMAS = {
+    "llama-512": Shape(vocabulary=1000, hidden=512, n_layers=12, n_heads=8, n_key_heads=4, feed_forward=1376),
+    "llama": Shape(vocabulary=4096, hidden=1024, n_layers=12, n_heads=16, n_key_heads=8, feed_forward=2816),
+}
 PROMPT = list(range(1, 17))
 
 
@@ -31,7 +34,8 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
     rank = join_torch(setup, rank, world_size)
     torch.set_num_threads(setup["threads"])
     torch.manual_seed(1)
-    model = LanguageModel(LLAMA) if setup["model"] == "llama" else MODELS[setup["model"]]().model
+    name = setup["model"]
+    model = LanguageModel(LLAMAS[name]) if name in LLAMAS else MODELS[name]().model
     divide(model)
     return {"rank": rank, "about": f"torch {torch.__version__}"}, partial(measure, model)
 

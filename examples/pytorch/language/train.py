@@ -63,19 +63,23 @@ HOOKS: dict[str, Hook] = {
 class Local:
     """A DiLoCo: how it sends changes, its outer optimizer (Nesterov's momentum), and in how many fragments.
 
-    Several fragments are averaged in turn; training continues for half of the time to the next one.
+    `rate` is the outer learning rate, for all models or for each. Several fragments are averaged in turn; training
+    continues for half of the time to the next one.
     """
 
     codec: codecs.Codec
-    rate: float = 0.7
+    rate: float | dict[str, float] = 0.7
     momentum: float = 0.9
     fragments: int = 1
     sync_every: int = 30
 
+    def rate_of(self, model: str) -> float:
+        return self.rate[model] if isinstance(self.rate, dict) else self.rate
+
     def start(
-        self, model: nn.Module, inner: torch.optim.Optimizer, sync_every: int, **options: Any
+        self, model: nn.Module, inner: torch.optim.Optimizer, rate: float, sync_every: int, **options: Any
     ) -> distopt.torch.DiLoCo:
-        outer = torch.optim.SGD(model.parameters(), self.rate, self.momentum, nesterov=self.momentum > 0)
+        outer = torch.optim.SGD(model.parameters(), rate, self.momentum, nesterov=self.momentum > 0)
         if self.fragments > 1:
             options["fragment_sync_delay"] = sync_every // self.fragments // 2
             options["fragment_update_alpha"] = 0.5
@@ -90,7 +94,8 @@ LOCAL = {
     "diloco-streams": Local(codecs.create("quantized", bits=4), fragments=3),
     "sparse-loco": Local(
         codecs.create("chunked-top-k", k=64, bits=2, error_feedback=True, decay=0.95),
-        rate=1.0,
+        # Few of a pretrained model's parameters move far in few averages, where AdamW would move all of them a little.
+        rate={"tiny": 1.0, "smollm2": 8.0},
         momentum=0.0,
         sync_every=10,
     ),
@@ -115,6 +120,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="(300)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step (8)")
     parser.add_argument("--learning-rate", type=float, help="of AdamW (tiny: 0.003, smollm2: 0.00003)")
+    parser.add_argument("--outer-rate", type=float, help="of DiLoCo (0.7; sparse-loco: 1, with smollm2 8)")
     parser.add_argument("--sync-every", type=int, help="steps from one average to the next (30; sparse-loco: 10)")
     parser.add_argument("--min-workers", type=int, help="of a job by --workers: fewer wait for others")
     parser.add_argument("--test-every", type=int, default=30, metavar="STEPS", help="(30)")
@@ -182,7 +188,8 @@ def train(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     if args.way in LOCAL:
         sync_every = args.sync_every or LOCAL[args.way].sync_every
         ends = {"averages": -(-args.steps // sync_every), "min_workers": args.min_workers}
-        local = LOCAL[args.way].start(model, optimizer, sync_every, **ends)
+        outer_rate = args.outer_rate or LOCAL[args.way].rate_of(args.model)
+        local = LOCAL[args.way].start(model, optimizer, outer_rate, sync_every, **ends)
         parts["diloco"] = local
         if args.min_workers:  # every worker has other samples, also one that starts again
             stream += local.worker * dist.get_world_size()
