@@ -146,3 +146,11 @@ def test_work_stays_on_the_current_stream():
         with stream:
             check(*map(gpu.relu, given), padding=(1, 0))
             stream.synchronize()
+
+
+@pytest.mark.parametrize("case", [(3, 4, 5, 6, 7, (1, 1), (1, 1), (0, 0)), (2, 33, 2, 2, 40, (1, 1), (1, 1), (0, 0))])
+def test_pointwise(case):
+    """The gradient of a weight comes from one product for each image, or where that takes more memory, from rows."""
+    x, weight, bias, dy = map(to_device, parts(case))
+    assert gpu_images._fits_images(x, len(weight)) is (case[2] > 2)
+    check(x, weight, bias, dy)

@@ -133,6 +133,17 @@ def test_products(sizes, pairs, transposed, accumulate, dtype):
     np.testing.assert_array_equal(gpu_base.product(*given, **flags).get(), gpu_base.product(*given, **flags).get())
 
 
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("transposed", [(False, False), (True, True)])
+def test_products_of_one_matrix_with_several(shared, transposed, dtype):
+    given = [array((3, 4, 5), dtype), array((3, 5, 6), dtype, 1)]
+    given[shared] = given[shared][1]
+    expected = given[0] @ given[1]
+    on_device = [to_device(np.ascontiguousarray(x.mT if t else x)) for x, t in zip(given, transposed, strict=True)]
+    flags = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
+    np.testing.assert_allclose(gpu_base.product(*on_device, **flags).get(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_products_of_shapes_that_do_not_fit():
     for b, options in ((zeros(4, 2), {}), (zeros(2, 4), {"b_transposed": True}), (zeros(3, 2), {"out": zeros(2, 5)})):
         with pytest.raises(ValueError, match="expected an array of shape"):
