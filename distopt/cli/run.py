@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
 _TIMEOUTS = {"join_timeout", "timeout"}  # keys of --rdzv-conf with the meaning of --rdzv-timeout
 
-# Options of torchrun: those that concern only how it works, and those of which a line says that they do nothing here.
+# Options of torchrun that concern only how it works, and options that do nothing here, as a line then says.
 _MEANINGLESS = ("start-method", "monitor-interval", "event-log-handler")
 _WITHOUT_EFFECT = (
     *("local-addr", "logs-specs", "log-line-prefix-template", "duplicate-stdout-filters", "duplicate-stderr-filters"),
