@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE = 2
 SECONDS = 600  # then what runs has hung
 OF_ACCELERATE = "accelerate.test_utils.scripts"
-# In test_distributed_data_loop ranks call other collectives: Gloo hangs, distopt raises an error. The script test_metrics
-# reads a data set from a hub. The sources of torchmetrics, Lightning, DeepSpeed and sentence-transformers on the package
-# index have no tests of groups.
+# In test_distributed_data_loop ranks call other collectives: Gloo hangs, distopt raises an error. The script
+# test_metrics reads a data set from a hub. The sources of torchmetrics, Lightning, DeepSpeed and sentence-transformers
+# on the package index have no tests of groups.
 MODULES = [f"{OF_ACCELERATE}.{name}" for name in ("test_ops", "test_sync", "test_script", "test_distributed_data_loop")]
 # Paths in the unpacked sources, and further words for pytest: ignite's tests run in each of two workers of xdist.
 EACH = ["-m", "distributed", "--dist=each", "--tx", f"{SIZE}*popen//python={sys.executable}"]
