@@ -132,11 +132,16 @@ torch-newest:
 RUNS ?= 500
 ends: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.torch.ends --runs $(RUNS)
-# Libraries over PyTorch, of the versions that the index has, in that environment: over Gloo and over distopt.
+# Libraries over PyTorch that ask for Gloo, and tests of theirs, over Gloo and over distopt: prints a table. ROUNDS=3 on a
+# machine that does nothing else, for its times.
+LIBRARIES := .venv-libraries
+ROUNDS ?= 1
 torch-libraries:
-	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch
-	$(NEWEST)/bin/python -m pip install --quiet accelerate transformers lightning
-	$(NEWEST)/bin/python -W ignore -m tests.torch.libraries
+	$(MAKE) VENV=$(LIBRARIES) $(LIBRARIES)/.with-mpi,test,torch
+	$(LIBRARIES)/bin/python -m pip install --quiet -r tests/torch/libraries.txt
+	$(LIBRARIES)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest build/libraries accelerate==1.15.0 pytorch-ignite==0.5.5
+	for source in build/libraries/*.tar.gz; do tar -xzf $$source -C build/libraries; done
+	$(LIBRARIES)/bin/python -W ignore -m tests.torch.libraries --rounds $(ROUNDS) --sources build/libraries
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/guide/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and
@@ -265,4 +270,4 @@ $(VENV)/.with-%: pyproject.toml | $(VENV)/.base
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sanitize $(KERNELS) $(NEWEST) $(RELEASE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sanitize $(KERNELS) $(NEWEST) $(LIBRARIES) $(RELEASE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

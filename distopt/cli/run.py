@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from ..launch.agents.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
+_TIMEOUTS = {"join_timeout", "timeout"}  # keys of --rdzv-conf with the meaning of --rdzv-timeout
+
+# Options of torchrun that concern only how it works, and options that do nothing here, as a line then says.
+_MEANINGLESS = ("start-method", "monitor-interval", "event-log-handler")
+_WITHOUT_EFFECT = (
+    *("local-addr", "logs-specs", "log-line-prefix-template", "duplicate-stdout-filters", "duplicate-stderr-filters"),
+    *("numa-binding", "signals-to-handle", "shutdown-timeout"),
+)
 
 _EXAMPLES = """\
 on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
@@ -98,8 +106,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add("tee", "-t", type=_streams, default={}, metavar="STREAMS", help="the same, shown as well")
     add("local-ranks-filter", type=_local_ranks, metavar="N,N", help="show the output of these local ranks alone")
     add("role", default="default", metavar="NAME", help="the variable ROLE_NAME of the ranks")
-    for name, metavar in (("start-method", "NAME"), ("monitor-interval", "SECONDS"), ("event-log-handler", "NAME")):
-        add(name, metavar=metavar, help=argparse.SUPPRESS)  # torchrun's; they have no meaning here
+    add("rdzv-conf", type=_pairs, default={}, metavar="KEY=VALUE,...", help="join_timeout or timeout: --rdzv-timeout")
+    for name in (*_MEANINGLESS, *_WITHOUT_EFFECT):
+        add(name, metavar="VALUE", help=argparse.SUPPRESS)
+    add("run-path", action="store_true", help=argparse.SUPPRESS)  # how torchrun starts Python; ranks find no difference
     add("timeline", type=Path, metavar="DIR", help="write a timeline of each rank there; see distopt timeline --help")
     add("watch", action="store_const", const="table", default="", help="show once a second what each rank does")
     # An option of its own: an optional value would take SCRIPT.
@@ -146,6 +156,19 @@ def _streams(text: str) -> dict[int, int]:
 
 def _local_ranks(text: str) -> frozenset[int]:
     return frozenset(at_least(0)(part) for part in text.split(","))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Keys and values of torchrun's --rdzv-conf. A timeout is the text of a positive number."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{part!r} is no KEY=VALUE")
+        found[key] = value
+    for key in _TIMEOUTS & found.keys():
+        positive(found[key])
+    return found
 
 
 def _renamed(text: str) -> None:
@@ -231,7 +254,9 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         tee=args.tee,
         shown_ranks=args.local_ranks_filter,
         role=args.role,
-        timeout=args.rdzv_timeout,
+        timeout=max(
+            (positive(args.rdzv_conf[key]) for key in _TIMEOUTS & args.rdzv_conf.keys()), default=args.rdzv_timeout
+        ),
         alone=args.alone,
         watch=args.watch,
         workers=args.workers,
@@ -302,6 +327,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         options = options_of(args)
         _check_tasks(options)
+        given = [f"--{name}" for name in _WITHOUT_EFFECT if getattr(args, name.replace("-", "_")) is not None]
+        given += [f"{key} of --rdzv-conf" for key in args.rdzv_conf.keys() - _TIMEOUTS]
+        for name in given:
+            sys.stderr.write(f"distopt run: {name} is torchrun's, and does nothing here\n")
         if args.timeline is not None:
             os.environ["DISTOPT_TIMELINE"] = str(args.timeline)
         if args.watch:

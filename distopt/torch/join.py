@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,17 +27,20 @@ if TYPE_CHECKING:
     from ..comm.base import Communicator
 
 
-def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001
+def join(options: Any, backend_options: object = None) -> DistoptProcessGroup:
     """Collective. Make the group of the ranks that `options` describes, as `Backend.register_backend` asks for it.
 
     Args:
         options: PyTorch's `DistributedBackendOptions`.
-        backend_options: the `pg_options` of `init_process_group`; the backend has none.
+        backend_options: the `pg_options` of `init_process_group`; the backend has none, and a warning says so.
 
     Raises:
         DistBackendError: the ranks did not find each other.
         ValueError: the timeout is not positive.
     """
+    if backend_options is not None:
+        kind = type(backend_options).__qualname__
+        warnings.warn(f"pg_options: distopt, which serves this group, has none, and ignores {kind}", stacklevel=2)
     ranks = options.global_ranks_in_group
     if not ranks:  # the default group; ranks of an earlier one may have ended
         StoreJob.known.clear()

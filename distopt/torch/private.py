@@ -1,6 +1,6 @@
 """Every name outside PyTorch's documented interface that `distopt.torch` uses, and no other file of the package.
 
-`distopt.autoload`, which runs before this package is imported, has one that is in the table here.
+`distopt.autoload`, which runs before this package is imported, has two that are in the table here.
 `USES` says what each name is for; `tests/torch/test_private.py` fails with a sentence if a version of PyTorch lacks
 one. Tried on PyTorch 2.13.0, the oldest supported, and 2.14.1.
 """
@@ -11,6 +11,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,6 +70,7 @@ USES = {
     "ddp._modules": _WALK,
     "torch.distributed.Reducer._set_forward_pass_work_handle": "to keep the works of DDP's join",
     "torch.distributed.Work._source_rank": "to answer torch.distributed.recv, which asks who has sent a message",
+    "torch.distributed.Backend.backend_type_map": "to serve the CPU tensors of a group beside another backend",
     "torch.distributed.distributed_c10d.BackendConfig.get_device_backend_map": "to take Gloo's place",
     "torch.distributed.distributed_c10d.monitored_barrier": "to have the function serve groups of distopt, too",
     "torch.distributed.ProcessGroup._set_group_name": _GROUP,
@@ -290,6 +292,7 @@ class NamedGroup(Abilities, dist.ProcessGroup):
 
     Attributes:
         count: operations that have been called, the same on all ranks. Subclasses define it.
+        seconds: how long operations wait for a rank. Subclasses define it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -303,6 +306,11 @@ class NamedGroup(Abilities, dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
         """Local. "distopt"."""
         return "distopt"
+
+    @property
+    def options(self) -> Any:
+        """Local. Name and timeout, as of a backend of C++."""
+        return _bindings.Backend.Options("distopt", timedelta(seconds=self.seconds))
 
     def getGroupName(self) -> str:  # noqa: N802 - PyTorch's
         """Local. The name that PyTorch has given the group."""
@@ -352,6 +360,9 @@ class _Backend(Abilities, torch._C._distributed_c10d.Backend):
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the group keeps its backend
 
+    def __repr__(self) -> str:
+        return f"<backend of {self._group()!r}>"
+
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
         return "distopt"
 
@@ -380,9 +391,42 @@ for _name in (
     *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_single_coalesced", "broadcast", "allgather", "allgather_coalesced", "all_gather_single"),
     *("all_gather_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier"),
-    *("send", "recv", "recv_anysource"),
+    *("send", "recv", "recv_anysource", "set_timeout"),
 ):
     setattr(_Backend, _name, _forwarded(_name))
+
+
+class _Part(_Backend):
+    """The backend for CPU tensors of a group of C++, which has others for other devices. Lasts until it is shut down.
+
+    C++ alone does not keep a backend of Python, nor does that keep its group.
+    """
+
+    supports_splitting = False
+    _kept: dict[_Part, dist.ProcessGroup] = {}  # noqa: RUF012 - of all
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._kept[self] = group
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
+        """Collective. See `DistoptProcessGroup.monitored_barrier`."""
+        self._asked().monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        """Local. Leave the group; idempotent."""
+        if self in self._kept:
+            self._kept.pop(self).shutdown()
+
+    def abort(self) -> None:
+        """Local. Leave the group without finishing its operations; idempotent."""
+        if self in self._kept:
+            self._kept.pop(self).abort()
+
+
+def part_of(group: dist.ProcessGroup) -> Any:
+    """Local. A backend for PyTorch to put into a group of C++, whose CPU tensors `group` then serves. From 2.14 on."""
+    return _Part(group)
 
 
 def give_backend(group: dist.ProcessGroup) -> object:

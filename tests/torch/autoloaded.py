@@ -28,7 +28,27 @@ def groups() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,)).get_group()
     other = dist.new_group(backend="cuda:gloo")
     names = [type(group).__name__ for group in (dist.group.WORLD, mesh, dist.new_group(), other)]
-    say("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found)
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    say("group", rank, dist.get_backend(), repr(dist.group.WORLD), names, total.tolist(), found, timeout)
+    dist.destroy_process_group()
+
+
+def mixed() -> None:
+    """A group with another backend for another device, and another group after it."""
+    import torch.testing._internal.distributed.fake_pg
+
+    dist.init_process_group("cpu:gloo,cuda:fake")
+    rank = dist.get_rank()
+    total = torch.arange(5.0) * (rank + 1)
+    dist.all_reduce(total)
+    if torch.__version__ >= (2, 14):  # earlier ones take the name "gloo" alone
+        dist.monitored_barrier()
+    layer = torch.nn.Linear(2, 1, bias=False)
+    ddp = torch.nn.parallel.DistributedDataParallel(layer)
+    ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
+    devices = [str(dist.group.WORLD._get_backend(torch.device(name))) for name in ("cpu", "cuda")]
+    other = dist.new_group()._get_backend(torch.device("cpu"))
+    say("mixed", rank, dist.get_backend(), devices, other, total.tolist(), layer.weight.grad.tolist())
     dist.destroy_process_group()
 
 
@@ -61,4 +81,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         torch.multiprocessing.spawn(spawned, (sys.argv[2],), nprocs=2)
     else:
-        {"imported": imported, "groups": groups, "by_default": by_default, "alone": alone}[sys.argv[1]]()
+        {each.__name__: each for each in (imported, groups, mixed, by_default, alone)}[sys.argv[1]]()

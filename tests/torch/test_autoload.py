@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import ROOT, Ended, Program
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 SCRIPT = str(ROOT / "tests" / "torch" / "autoloaded.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -47,7 +47,24 @@ def test_groups_that_ask_for_gloo_are_distopts(launch: list[str], debug: str) ->
         assert line.startswith(f"gloo {group} {[OURS, OURS, OURS, GLOO]} "), line
         numbers = re.findall(r"[\d.]+", line.partition(f"'{GLOO}'] [")[2].partition("]")[0])
         assert [float(number) for number in numbers] == pytest.approx(total)
-        assert line.endswith("[[0], [1, 1]]")
+        assert line.endswith("[[0], [1, 1]] 0:30:00")
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_beside_another_backend_distopt_serves_cpu_tensors(debug: str) -> None:
+    can = torch.__version__ >= (2, 14)
+    if debug == "DETAIL" and not can:
+        pytest.skip('before 2.14, PyTorch puts no wrapper around the backend "fake"')
+    found = run(*TORCHRUN, SCRIPT, "mixed", TORCH_DISTRIBUTED_DEBUG=debug, DISTOPT_AS_GLOO="1")
+    assert found.code == 0, found.stderr
+    assert ("takes no backend of Python beside others" in found.stderr) != can
+    for rank in (0, 1):
+        (line,) = re.findall(rf"mixed {rank} (.*)", found.stdout)
+        assert line.startswith("cpu:gloo,cuda:fake ['")
+        if debug == "OFF":
+            assert line.count(f"<backend of <{OURS}: rank {rank} of 2 over shm>>") == 2 * can, line
+            assert "FakeProcessGroup" in line
+        assert line.endswith(" [0.0, 3.0, 6.0, 9.0, 12.0] [[1.5, 1.5]]"), line
 
 
 def test_the_default_for_cpu_tensors_is_distopts() -> None:

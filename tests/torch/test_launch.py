@@ -1,5 +1,6 @@
 """Groups under every launcher and init method; how their jobs end."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -10,12 +11,31 @@ import pytest
 
 pytest.importorskip("torch")
 
+from distopt.cli.run import add_parser
+
 from .ends import LAUNCHERS, PROGRAMS, run
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 BIN = Path(sys.executable).parent
 ROOT = str(Path(__file__).resolve().parents[2])
 MPIEXEC = [str(BIN / "mpiexec"), "-n", "2", sys.executable, SCRIPT]
+
+
+def test_distopt_run_has_torchruns_options() -> None:
+    """Each has its row in the documentation, and takes a value if torchrun's does; two are refused."""
+    from torch.distributed.run import get_args_parser
+
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_parser(commands)
+    ours = commands.choices["run"]._option_string_actions
+    page = Path(ROOT, "docs", "guide", "launching.md").read_text()
+    for action in get_args_parser()._actions[1:]:
+        for name in action.option_strings:
+            if "_" not in name:
+                assert f"`{name}" in page, f"docs/guide/launching.md does not name {name}"
+            if "virtual" not in name and "completion" not in name:
+                assert name in ours, f"distopt run does not know torchrun's {name}"
+                assert (ours[name].nargs == 0) == (action.nargs == 0), name
 
 
 @pytest.mark.slow(kept=1)

@@ -277,6 +277,24 @@ def test_ucx_row(answer, found, state, text):
     assert (finding.state, text in finding.found) == (state, True)
 
 
+@pytest.mark.parametrize(
+    ("variable", "served_by", "state", "text"),
+    [
+        (None, "gloo", "ok", "are Gloo's (without DISTOPT_AS_GLOO=1)"),
+        ("1", "distopt", "ok", "are distopt's (DISTOPT_AS_GLOO=1)"),
+        ("1", "gloo", "failed", "are Gloo's (DISTOPT_AS_GLOO=1)"),
+        ("1", ModuleNotFoundError("torch"), "absent", "not installed"),
+    ],
+)
+def test_pytorch_row_says_who_serves_gloos_groups(answer, monkeypatch, variable, served_by, state, text):
+    monkeypatch.delenv("DISTOPT_AS_GLOO", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DISTOPT_AS_GLOO", variable)
+    answer["torch"] = served_by if isinstance(served_by, Exception) else {"version": "2.13.0", "gloo": served_by}
+    finding = host.torch()
+    assert (finding.state, text in finding.found) == (state, True), finding
+
+
 # -- MPI ---------------------------------------------------------------------------------------------------------------
 HYDRA = Ended(0, "HYDRA build details: Version: 5.0.2", "")
 

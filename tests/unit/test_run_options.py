@@ -88,6 +88,10 @@ def program(*words):
                 role="x",
             ),
         ),
+        (
+            "--rdzv-conf join_timeout=30,read_timeout=5 --rdzv-timeout 9 --local-addr a --run-path train.py",
+            RunOptions(program("train.py"), timeout=30.0),
+        ),
         ("--no-python sh -c true", RunOptions(("sh", "-c", "true"))),
         (
             "--nnodes 2 --rdzv-endpoint=node0:29411 --rdzv-id j7 --rdzv-backend c10d --rdzv-timeout 9 train.py",
@@ -126,6 +130,13 @@ def test_where_output_goes(parse, line, streams):
     assert [parse(line).streams_of(local_rank) for local_rank in (0, 1)] == streams
 
 
+def test_options_without_effect_are_named(parse, capsys):
+    parse("--numa-binding node --rdzv-conf timeout=3,keep_alive_interval=5 train.py")
+    lines = ("--numa-binding", "keep_alive_interval of --rdzv-conf")
+    said = "".join(f"distopt run: {each} is torchrun's, and does nothing here\n" for each in lines)
+    assert capsys.readouterr().err == said
+
+
 def test_ranks_per_core(parse):
     assert parse("--nproc-per-node cpu train.py").ranks == len(os.sched_getaffinity(0))
 
@@ -141,7 +152,6 @@ def test_ranks_per_core(parse):
         ("--no-python --heal sh", "--heal is for Python"),
         ("--heal --workers rank -r 3 train.py", "with --workers give --log-dir"),
         ("-m nowhere.at.all", "no module nowhere.at.all"),
-        ("--rdzv-conf a=1 train.py", "unrecognized arguments: --rdzv-conf"),
         ("--nproc train.py", "unrecognized arguments: --nproc"),
         ("--nproc-per-node 0 train.py", "'0' is not a whole number of at least 1"),
         ("--nproc-per-node gpu train.py", "'gpu' is not counted here"),
@@ -182,6 +192,8 @@ def test_ranks_per_core(parse):
         ("--rdzv-id a/b train.py", "'a/b' is not a name"),
         ("--rdzv-timeout -1 train.py", "'-1'"),
         ("--rdzv-timeout nan train.py", "'nan' is not a positive number"),
+        ("--rdzv-conf join_timeout train.py", "'join_timeout' is no KEY=VALUE"),
+        ("--rdzv-conf timeout=soon train.py", "'soon' is not a positive number"),
         ("--rdzv-backend etcd train.py", "invalid choice: 'etcd'"),
     ],
 )

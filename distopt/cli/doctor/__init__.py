@@ -21,6 +21,7 @@ PROBES = (
     Probe("packages", host.packages, needed=True),
     Probe("NumPy", host.numpy, needed=True),
     Probe("_core", host.core, needed=True),
+    Probe("PyTorch", host.torch),
     Probe("cores", host.cores),
     Probe("shared memory", host.shared_memory, needed=True),
     Probe("healing", host.healing),

@@ -211,6 +211,12 @@ def _ucx() -> dict[str, Any]:
     return {"version": ucp.ucp_get_version_string().decode(), "path": _loaded("libucp")}
 
 
+def _torch() -> dict[str, Any]:
+    from ...autoload import serving
+
+    return serving()
+
+
 def _resolve(name: str) -> dict[str, Any]:
     import socket
 
@@ -219,5 +225,5 @@ def _resolve(name: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _nccl, _ucx, _resolve)
+    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _nccl, _ucx, _torch, _resolve)
 }

@@ -9,7 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
-from ...errors import DistoptError, LaunchError
+from ...autoload import AS_GLOO, is_in_gloos_place
+from ...errors import DistoptError, LaunchError, pip_install
 from ...settings import Settings
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
@@ -18,6 +19,7 @@ _REQUIRED = ("numpy", "threadpoolctl")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
+_IMPORT_SECONDS = 60.0
 _RESOLVE_SECONDS = 5.0  # then the doctor reports that the name has no address
 
 
@@ -76,6 +78,23 @@ def core() -> Finding:
         )
     isas = ", ".join(f"[{isa}]" if isa == answer["isa"] else isa for isa in answer["isas"])
     return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}")
+
+
+def torch() -> Finding:
+    """PyTorch, and whose groups it makes by the name "gloo"."""
+    try:
+        answer = ask("torch", seconds=_IMPORT_SECONDS)
+    except ModuleNotFoundError:
+        return absent("not installed", pip_install("torch"))
+    except DistoptError as error:
+        return failed(str(error), "pip install --force-reinstall torch")
+    ours, asked = answer["gloo"] == "distopt", is_in_gloos_place()
+    whose = "distopt's" if ours else "Gloo's"
+    by = f"{AS_GLOO}={os.environ[AS_GLOO]}" if AS_GLOO in os.environ else f"without {AS_GLOO}=1"
+    found = f'{answer["version"]}; groups for CPU tensors that ask for "gloo" are {whose} ({by})'
+    if asked and not ours:
+        return failed(found, "unset TORCH_DEVICE_BACKEND_AUTOLOAD=0, and install distopt, not only its folder")
+    return ok(found)
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------

@@ -80,9 +80,9 @@ class DistoptProcessGroup(NamedGroup):
     ) -> None:
         super().__init__(rank, size)
         self._store = store
-        self._seconds = check_timeout(timeout)
+        self.seconds = check_timeout(timeout)
         self._make = make
-        self._channels = Channels(Channel(name, communicator, who, self._seconds), connect)
+        self._channels = Channels(Channel(name, communicator, who, self.seconds), connect)
         self._mail = Mail(communicator)
         self._who = who
         self._barriers = 0
@@ -263,7 +263,7 @@ class DistoptProcessGroup(NamedGroup):
         """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
-        seconds = self._seconds if timeout is None else seconds_of(timeout)
+        seconds = self.seconds if timeout is None else seconds_of(timeout)
         monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class DistoptProcessGroup(NamedGroup):
         if is_profiling():
             start = _recorded(start, start)
         try:
-            work = start(tensor, *args, self._seconds)
+            work = start(tensor, *args, self.seconds)
         except DistoptError as error:
             raise as_torch(error) from error
         register_work(work, (tensor,))
@@ -306,7 +306,7 @@ class DistoptProcessGroup(NamedGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Local. Set how long operations that are called from now on wait for a rank."""
-        self._seconds = check_timeout(timeout)
+        self.seconds = check_timeout(timeout)
 
     @property
     def count(self) -> int:
@@ -331,7 +331,7 @@ class DistoptProcessGroup(NamedGroup):
         name = group_name or f"{self.group_name}:split:{list(ranks)}"
         store = dist.PrefixStore(f"{name}/", self._store)
         global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
-        timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
+        timeout = timedelta(seconds=self.seconds) if timeout is None else timeout
         group = self._make(store, list(ranks).index(self.rank()), global_ranks, name, timeout)
         group.set_names(name, group_desc or f"{self.group_desc}:split")
         return group
@@ -402,7 +402,7 @@ class DistoptProcessGroup(NamedGroup):
 
     def _seconds_of(self, opts: Any) -> float:
         seconds = seconds_of(opts.timeout)
-        return seconds if seconds > 0 else self._seconds
+        return seconds if seconds > 0 else self.seconds
 
     def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
         seconds = self._seconds_of(opts)
