@@ -33,7 +33,7 @@ from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, exchanged, snapshot_of
 from .folder import MARK, OWN, SHARED, WRITER, share_of, under_prefix
 from .live import Gifts, LiveStates
-from .records import MOST_BYTES, Records, Wanted, assembled, wanted_of
+from .records import MOST_BYTES, Arrivals, Records, Wanted, assembled, wanted_of
 from .state_files import Held, Label, States, StateSlot, copies
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class Memory:
         mine = [place, *(i for i in range(len(places)) if i != place and i % n_ranks == place)]
         self._held = [slot for i in mine for slot in slots[i]]
         self._counts = [places[i].done for i in mine]
+        self._arrivals = Arrivals(fds.arrivals())
+        self._n_before = 0  # ranks of the node whose own states come to this one
         self._gifts = Gifts(fds.gifts)
         self._live = LiveStates(self._gifts, place, n_ranks, fds.asks)
         self._before = fds.before
@@ -170,7 +172,9 @@ class Memory:
             own += [States.read(part).held for part in parts_of(self._before)]
         gathered = exchanged(self._ranks, [self._node, own])
         self._nodes = [node for node, _ in gathered]
-        self._sends = len(set(self._nodes)) > 1
+        order = list(dict.fromkeys(self._nodes))
+        self._sends = len(order) > 1
+        self._n_before = self._nodes.count(order[order.index(self._node) - 1])
         self._records.post = TO_SEND if self._sends else STAYS
         held = [[Held.of_json(each) for each in those] for _, those in gathered]
         labels = {each.label for those in held for each in those if each.label.epoch >= 0}
@@ -257,6 +261,8 @@ class Memory:
 
     def before_update(self) -> None:
         """Local. An optimizer is about to change shared arrays."""
+        if self._sends and self._writes_records and self._records.fits and not self._in_shards:
+            self._arrivals.wait(self._step + 1, self._n_before, lambda: self._live.is_given)
         self._live.close()
 
     def after_forward(self) -> None:
