@@ -45,6 +45,7 @@ _RECORD_COST = 0.01  # and records, without which copies count
 _RECORDS_SEEN = 32
 _TRIALS = 3  # records that are written where none are, to learn what they would cost
 _MOST_STEPS = 1000  # most steps between two copies
+_PIECE_BYTES = 1 << 26  # that each rank gives at a time
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 
 
@@ -219,7 +220,7 @@ class Memory:
                 text = json.dumps(notes)
             file = io.BytesIO()
             write_arrays(file, given, MARK, text)
-            for payload in self._ranks.all_gather_bytes(file.getvalue(), label=LABEL):
+            for payload in self._gathered(file.getbuffer()):
                 views, metadata = arrays_in(payload, MARK, WRITER)
                 contents |= {name: view.data for name, view in under_prefix(OWN, views).items()}
                 if "notes" in metadata and not shared:
@@ -227,6 +228,15 @@ class Memory:
         owns = [_own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
         exchanged(self._ranks, None)  # no rank writes before all have read
         return shared, owns
+
+    def _gathered(self, payload: memoryview) -> list[memoryview]:
+        """Collective. The payload of every rank, in pieces: PyTorch pads each of them to the longest."""
+        gathered = [memoryview(bytearray(size)) for size in exchanged(self._ranks, len(payload))]
+        for at in range(0, max(map(len, gathered)), _PIECE_BYTES):
+            pieces = self._ranks.all_gather_bytes(bytes(payload[at : at + _PIECE_BYTES]), label=LABEL)
+            for whole, piece in zip(gathered, pieces, strict=True):
+                whole[at : at + len(piece)] = piece
+        return gathered
 
     def _contents(self) -> Iterator[tuple[str, Any]]:
         """The own states that the agent has, by their names."""
