@@ -64,7 +64,7 @@ class WorkersMonitor:
 
 
 def _state_of(worker: Worker) -> str:
-    """The state of the ranks of a worker that is no member; else nothing."""
+    """The state of the ranks of a worker that takes no part; else nothing."""
     if worker.is_away:
         return "no sign of life"
     if worker.phase == "done":
