@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .adapters import Adapter
 
 MOST_BYTES = 1 << 20  # most bytes of own states that are written in each step
-_LOSS_SECONDS = 3.0  # then a node whose agent is silent has been noticed
+_LOSS_SECONDS = 6.0  # then the loss of a silent agent has been noticed, on a busy machine, too
 _WAITING_COST = 0.01  # the share of training time that waits for records may take
 _POLL_SECONDS = 0.0002
 

@@ -232,9 +232,9 @@ def test_an_update_waits_for_the_records_of_the_node_before(monkeypatch: pytest.
     assert waited(7) == 0.0
     assert waited(8) == 0.0  # waits have taken too long
     clock.now += 100.0
-    assert waited(8) == pytest.approx(3.0, abs=0.01)
+    assert waited(8) == pytest.approx(6.0, abs=0.01)
     clock.now += 100.0
     assert waited(8) == 0.0
     words[8 % N_RECORDS] = words[N_RECORDS + 8 % N_RECORDS] = valid_word(8)
-    clock.now += 300.0
+    clock.now += 700.0
     assert waited(8) == 0.0
