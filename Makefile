@@ -73,13 +73,14 @@ faults: $(VENV)/.with-$(TEST_EXTRAS)
 	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --minutes 1.3 --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
 	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 4 $(LOST) --faults 9 --most-lost 0 -- -m tests.ranks.healed $(LONG)
 
-# Nodes killed, frozen and cut off, one after another: steps lost by jobs of both fronts. An hour and a half; needs root.
+# Nodes killed, frozen and cut off, one after another: steps lost by jobs of both fronts, and digests. Two hours; needs root.
 LOST = --ranks 1 --kinds node,frozen,cut
 LONG = --pause 0.3 --samples 20000
 lost-nodes: $(VENV)/.with-$(TEST_EXTRAS)
 	for hosts in 2 4; do \
 	  for job in "ranks.healed --no-shards" "torch.elastic plain" "torch.elastic plain --backend gloo"; do \
 	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 1 --no-digests -- -m tests.$$job $(LONG) || exit 1; \
+	    $(BIN)/python -m tests.faults.healing --hosts $$hosts --nnodes $$hosts $(LOST) --faults 12 --most-lost 1 -- -m tests.$$job $(LONG) || exit 1; \
 	  done; \
 	  for job in ranks.healed "torch.elastic ddp" "torch.elastic ddp --backend gloo"; do \
 	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 0 -- -m tests.$$job $(LONG) || exit 1; \

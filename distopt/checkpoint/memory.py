@@ -33,7 +33,7 @@ from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, exchanged, snapshot_of
 from .folder import MARK, OWN, SHARED, WRITER, share_of, under_prefix
 from .live import Gifts, LiveStates
-from .records import MOST_BYTES, Records, Wanted, assembled, wanted_of
+from .records import MOST_BYTES, Arrivals, Records, Wanted, assembled, wanted_of
 from .state_files import Held, Label, States, StateSlot, copies
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _RECORD_COST = 0.01  # and records, without which copies count
 _RECORDS_SEEN = 32
 _TRIALS = 3  # records that are written where none are, to learn what they would cost
 _MOST_STEPS = 1000  # most steps between two copies
+_PIECE_BYTES = 1 << 26  # that each rank gives at a time
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 
 
@@ -121,6 +122,8 @@ class Memory:
         mine = [place, *(i for i in range(len(places)) if i != place and i % n_ranks == place)]
         self._held = [slot for i in mine for slot in slots[i]]
         self._counts = [places[i].done for i in mine]
+        self._arrivals = Arrivals(fds.arrivals())
+        self._n_before = 0  # ranks of the node whose own states come to this one
         self._gifts = Gifts(fds.gifts)
         self._live = LiveStates(self._gifts, place, n_ranks, fds.asks)
         self._before = fds.before
@@ -170,7 +173,9 @@ class Memory:
             own += [States.read(part).held for part in parts_of(self._before)]
         gathered = exchanged(self._ranks, [self._node, own])
         self._nodes = [node for node, _ in gathered]
-        self._sends = len(set(self._nodes)) > 1
+        order = list(dict.fromkeys(self._nodes))
+        self._sends = len(order) > 1
+        self._n_before = self._nodes.count(order[order.index(self._node) - 1])
         self._records.post = TO_SEND if self._sends else STAYS
         held = [[Held.of_json(each) for each in those] for _, those in gathered]
         labels = {each.label for those in held for each in those if each.label.epoch >= 0}
@@ -215,7 +220,7 @@ class Memory:
                 text = json.dumps(notes)
             file = io.BytesIO()
             write_arrays(file, given, MARK, text)
-            for payload in self._ranks.all_gather_bytes(file.getvalue(), label=LABEL):
+            for payload in self._gathered(file.getbuffer()):
                 views, metadata = arrays_in(payload, MARK, WRITER)
                 contents |= {name: view.data for name, view in under_prefix(OWN, views).items()}
                 if "notes" in metadata and not shared:
@@ -223,6 +228,15 @@ class Memory:
         owns = [_own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
         exchanged(self._ranks, None)  # no rank writes before all have read
         return shared, owns
+
+    def _gathered(self, payload: memoryview) -> list[memoryview]:
+        """Collective. The payload of every rank, in pieces: PyTorch pads each of them to the longest."""
+        gathered = [memoryview(bytearray(size)) for size in exchanged(self._ranks, len(payload))]
+        for at in range(0, max(map(len, gathered)), _PIECE_BYTES):
+            pieces = self._ranks.all_gather_bytes(bytes(payload[at : at + _PIECE_BYTES]), label=LABEL)
+            for whole, piece in zip(gathered, pieces, strict=True):
+                whole[at : at + len(piece)] = piece
+        return gathered
 
     def _contents(self) -> Iterator[tuple[str, Any]]:
         """The own states that the agent has, by their names."""
@@ -257,6 +271,8 @@ class Memory:
 
     def before_update(self) -> None:
         """Local. An optimizer is about to change shared arrays."""
+        if self._sends and self._writes_records and self._records.fits and not self._in_shards:
+            self._arrivals.wait(self._step + 1, self._n_before, lambda: self._live.is_given)
         self._live.close()
 
     def after_forward(self) -> None:

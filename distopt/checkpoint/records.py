@@ -1,38 +1,45 @@
-"""A rank's own states after each step, such as random generators and buffers: small, and written in two slots in turns.
+"""A rank's own states after each step, such as random generators and buffers: small, and written in slots in turns.
 
 If the others have done a step before a rank is lost, the job resumes after that step, and needs the rank's own states
 there. The others cannot finish a step before that rank has ended its forward pass. So own states are written twice in
 each step: after the forward pass those that it changes, and at the end all. A rank compares the two. Where they have
 been equal, the former stand for the latter in the next step. Other objects, such as schedules, are taken from a rank
 that has done the step, if they were equal on all ranks before.
+
+A rank updates parameters only when the records of the node before have come to its own node: if they do not, since the
+agent there is lost, the step before stays whole here (`Arrivals`).
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..launch.heal.state_slots import STAYS
+from ..launch.heal.state_slots import N_RECORDS, STAYS
 from .adapters import State, on_host
-from .state_files import Held, Label, States, StateSlot
+from .state_files import Held, Label, States, StateSlot, valid_word
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ..files import Arrays
     from .adapters import Adapter
 
 MOST_BYTES = 1 << 20  # most bytes of own states that are written in each step
+_LOSS_SECONDS = 6.0  # then the loss of a silent agent has been noticed, on a busy machine, too
+_WAITING_COST = 0.01  # the share of training time that waits for records may take
+_POLL_SECONDS = 0.0002
 
 
 class Records:
     """Writes the own states of this rank.
 
     Args:
-        slots: two slots of this rank.
+        slots: of this rank.
         rank: its number.
 
     Attributes:
@@ -87,6 +94,37 @@ class Records:
         for key, array in sorted(state.arrays.items()):
             checksum = zlib.crc32(np.ascontiguousarray(on_host(array)).data, zlib.crc32(key.encode(), checksum))
         return checksum
+
+
+class Arrivals:
+    """The records of the node before that have come to the agent of this node.
+
+    Args:
+        words: see `distopt.launch.heal.state_slots.StateFds.arrivals`.
+    """
+
+    def __init__(self, words: memoryview[int]) -> None:
+        self._words = words
+        self._begin = time.monotonic()
+        self._waited = 0.0
+
+    def wait(self, step: int, n_ranks: int, is_over: Callable[[], bool]) -> None:
+        """Local. Wait until those of a step's forward pass have come, of all `n_ranks` ranks there.
+
+        They normally have, since the gradients came later. The wait ends when `is_over`, when the loss of the agent has
+        been noticed, and at once where waits have taken more than 1 % of the time, as with a slow link.
+        """
+        places = range(step % N_RECORDS, N_RECORDS * n_ranks, N_RECORDS)
+        slots = [slot for slot in places if slot < len(self._words)]
+        begin = now = time.monotonic()
+        if self._waited > _WAITING_COST * (begin - self._begin):
+            return
+        while any(self._words[slot] < valid_word(step) for slot in slots) and not is_over():
+            if now > begin + _LOSS_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+        self._waited += now - begin
 
 
 class Wanted(NamedTuple):

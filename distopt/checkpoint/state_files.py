@@ -113,6 +113,11 @@ def _prefix(held: Held) -> str:
     return OWN if held.kind in ("own", "record") else SHARED
 
 
+def valid_word(step: int, *, is_end: bool = False) -> int:
+    """Local. The word of a slot with states of this step; it tells the two records of a step apart."""
+    return 2 * step + 1 + is_end
+
+
 def copies(arrays: Arrays) -> Arrays:
     """Local. Copies of views."""
     return {key: array.copy() for key, array in arrays.items()}
@@ -152,7 +157,7 @@ class StateSlot:
         own = states[0].held
         self.held = [each.held for each in states]
         self._words[POST] = post
-        self._words[VALID] = 2 * own.label.step + 1 + bool(own.record.get("end"))  # tells a step's two records apart
+        self._words[VALID] = valid_word(own.label.step, is_end=bool(own.record.get("end")))
 
     @property
     def post(self) -> int:

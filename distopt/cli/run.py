@@ -196,8 +196,6 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         raise UsageError("a range of nodes or ranks needs --heal: all ranks start again, with states from memory")
     if args.workers and not args.heal:
         raise UsageError("--workers needs --heal: workers that are lost start again, and the others go on without them")
-    if args.workers and args.watch:
-        raise UsageError("--watch shows the ranks of one job, and --workers starts several; leave one of them out")
     if least < nodes and (args.node_rank is not None or args.rdzv_backend == "static" or args.master_addr):
         raise UsageError("nodes of a range get new numbers when one is lost; leave --node-rank out, and --master-addr")
     if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):

@@ -1,16 +1,18 @@
-"""`distopt run --heal`: each healing states what it has cost, and the numbers are true."""
+"""`distopt run --heal`: each healing states what it has cost, the numbers are true, and the bits undisturbed ones."""
 
 import contextlib
 import os
+import random
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from benchmarks.networks.emulation import HostsUnavailableError, near_hosts
 from tests.processes import free_port, patience
 
-from .healing import JOB, RUN, Job, signal_all
+from .healing import JOB, RUN, Job, commands, disturb, signal_all
 
 COST = (
     r"; healed: step (\d+) was done after [\d.]+ s "
@@ -99,3 +101,50 @@ def test_a_fault_in_the_first_step_of_an_epoch_costs_none(script: list[str]) -> 
         assert job.end() == want
     finally:
         job.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_agent_that_is_lost_before_its_rank_costs_one_step_at_most(tmp_path: Path, count: int) -> None:
+    """Its rank takes part in more steps, and its own states no longer leave the node."""
+    end = tmp_path / "end"
+    port = free_port()
+    run = [*RUN[:-1], "1", "--heal", "--nnodes", f"1:{count}", "--rdzv-endpoint", f"127.0.0.1:{port}", *JOB]
+    run += ["--no-shards", "--steps", "200", "--pause", f"{patience(0.05)}", "--until", str(end)]
+    job = Job(*[run] * count, after=lambda: listens(port))
+    try:
+        job.wait_for(rf"rank {count - 1} is \d+ after \d+, one of {count}, ")
+        healed = sum("; healed: " in line for line in job.lines)
+        job.more_steps()
+        job.agents[-1].send_signal(signal.SIGSTOP)
+        assert lost_steps(job, healed + 1) <= 1
+        job.kill_agent(count - 1)
+        end.touch()
+        job.agents.pop()
+        job.end()
+    finally:
+        job.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
+@pytest.mark.parametrize(("kind", "backend"), [("node", "distopt"), ("frozen", "gloo"), ("cut", "distopt")])
+def test_ddp_ends_with_the_bits_of_an_undisturbed_job(tmp_path: Path, kind: str, backend: str) -> None:
+    """A node is lost for a while, at most one step with it."""
+    pytest.importorskip("torch")
+    end = tmp_path / "end"
+    script = ["-m", "tests.torch.elastic", "plain", "--backend", backend, "--steps", "40", "--until", str(end)]
+    want = Job([*RUN, *script, "--pause", "0"]).end()
+    try:
+        with near_hosts(2, "bits") as hosts:
+            job = Job(*commands(hosts, [*script, "--pause", f"{patience(0.1)}"], n_ranks=1))
+            try:
+                run_to(job, 3)  # before records may have been found to take too long
+                disturb(job, hosts, kind, random.Random(1))
+                assert lost_steps(job, 1) <= 1
+                end.touch()
+                assert job.end() == want
+            finally:
+                job.kill()
+    except HostsUnavailableError as reason:
+        pytest.skip(str(reason))

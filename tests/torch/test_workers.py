@@ -1,6 +1,7 @@
 """`distopt run --workers`: workers of one machine that are killed, frozen, late, and refused."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -9,13 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from examples.data import idx, synthetic
 from tests.faults.healing import Job, children_of
-from tests.processes import LIMIT_SECONDS, ROOT
+from tests.processes import LIMIT_SECONDS, ROOT, on_a_terminal
+from tests.terminal import Terminal
 
 pytest.importorskip("torch")
 
@@ -106,6 +109,74 @@ def test_killed_workers_stop_no_other_and_join_again(count: int, killed: int, di
             assert steps_of(job, worker) == [*range(5, 2001, 5)]  # not one repeated, none left out
         for worker, first in joined.items():
             assert steps_of(job, worker) == [*range(first, 2001, 5)]
+
+
+def facts_of(job: Job, key: str) -> list[dict[str, Any]]:
+    """The lines of --watch=json that have this key."""
+    rows = [json.loads(line) for line in list(job.lines) if line.startswith('{"time": ')]
+    return [row for row in rows if key in row]
+
+
+def wait_for_facts(job: Job, **wanted: object) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not any(facts.items() >= wanted.items() for facts in facts_of(job, next(iter(wanted)))[-3:]):
+        assert time.monotonic() < end, job.lines
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_watch_shows_members_and_losses(digits: Path) -> None:
+    launch = ("--watch=json", "--workers", "rank", *THREE)
+    with started(digits, "--averages", "150", "--pause", "0.02", launch=launch) as job:
+        wait_for_facts(job, members=[0, 1, 2], lost=[])
+        pids = {worker: int(job.wait_for(STEP.format(worker))[-1][1]) for worker in range(3)}
+        for worker, pid in pids.items():
+            wait_for_facts(job, worker=worker, rank=0, pid=pid, state="running")
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for_facts(job, members=[0, 2, 3], lost=[1])
+        assert len(ends_of(job)) == 1
+        last = facts_of(job, "worker")[-3:]
+        assert [(row["worker"], row["state"], row["memory_bytes"]) for row in last] == [
+            (worker, "ended", None) for worker in (0, 2, 3)
+        ]
+        assert max(row["steps"] for row in last) > max(row["steps"] for row in facts_of(job, "worker")[:3])
+        assert facts_of(job, "members")[-1]["lost"] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(rest=1)
+def test_watch_shows_the_workers_of_all_nodes_where_the_members_are_named(digits: Path, port: int) -> None:
+    meet = ["--workers", "node", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--alone"]
+    command = [*RUN, "--heal", "--watch=json", *meet, SCRIPT, "--data", str(digits), "--batch-size", "4"]
+    command += ["--sync-every", "5", "--averages", "5000", "--pause", "0.02"]
+    job = Job(command, command, after=lambda: listens_at(port))
+    try:
+        wait_for_facts(job, members=[0, 1], lost=[])
+        for worker in range(2):
+            wait_for_facts(job, worker=worker, state="running")
+        lost = next(w for w in range(2) if int(job.wait_for(STEP.format(w))[0][1]) in tree_of(job.agents[0].pid))
+        job.kill_agent(0)
+        wait_for_facts(job, members=[1 - lost], lost=[lost])
+        assert {row["worker"] for row in facts_of(job, "worker")[-1:]} == {1 - lost}
+    finally:
+        job.kill()
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_workers_below_the_output(digits: Path) -> None:
+    options = ["--averages", "20", "--batch-size", "4", "--sync-every", "5", "--pause", "0.02"]
+    run = ["--heal", "--watch", "--workers", "rank", "--nproc-per-node", "2"]
+    words = ["-m", "distopt", "run", *run, SCRIPT, "--data", str(digits), *options]
+    code, shown = on_a_terminal(words, {"PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"})
+    assert code == 0
+    terminal = Terminal(24, 120)
+    terminal.feed(shown.encode())
+    head, first, second, summary = terminal.lines[-4:]
+    assert head.split()[:3] == ["worker", "rank", "host"]
+    assert [line.split()[:2] for line in (first, second)] == [["0", "0"], ["1", "0"]]
+    assert [line.rstrip().endswith("ended") for line in (first, second)] == [True, True]
+    assert summary == "average 20"
+    assert not any('"time"' in line for line in terminal.lines)
 
 
 @pytest.mark.slow

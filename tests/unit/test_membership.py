@@ -200,6 +200,28 @@ def test_a_newcomer_listens_and_counts_from_the_first_fragment_on(fragments: int
     net.check()
 
 
+def test_the_summary_names_members_and_those_that_are_lost() -> None:
+    """One that is frozen is lost until it is back; those that end with the training are not lost."""
+    net = Net(goal=100)
+    assert net.membership.summary == {"average": None, "members": [], "lost": []}
+    workers = [Worker(net) for _ in range(3)]
+    net.run(4)
+    net.lose(workers[1])
+    workers[2].reached = False
+    net.run(SILENT_SECONDS + 0.7)
+    summary = net.membership.summary
+    assert (summary["members"], summary["lost"]) == ([0], [1, 2])
+    workers[2].reached = True
+    net.run(3)
+    summary = net.membership.summary
+    assert (summary["members"], summary["lost"]) == ([0, 2], [1])
+    assert abs(summary["average"] - workers[0].average) <= 1
+    net.run(100)
+    for worker in list(net.workers):
+        net.lose(worker)
+    assert net.membership.summary == {"average": 100, "members": [], "lost": [1]}
+
+
 def test_too_few_wait_and_say_so() -> None:
     net = Net(goal=1000)
     first, second = (Worker(net, least=2) for _ in range(2))

@@ -389,7 +389,9 @@ def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
         ["1", "0", "0"],  # the nodes have other numbers
     ],
 )
-def test_other_ranks_get_all_states(nodes, after):
+@pytest.mark.parametrize("piece_bytes", [100, 1 << 20])  # several pieces, and one
+def test_other_ranks_get_all_states(nodes, after, piece_bytes, monkeypatch):
+    monkeypatch.setattr("distopt.checkpoint.memory._PIECE_BYTES", piece_bytes)
     newest = 5
 
     def resume(rank: int, memory: Memory) -> None:

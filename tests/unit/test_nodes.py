@@ -339,7 +339,7 @@ def test_a_failure_while_a_node_comes_is_told():
     job.say("h0", "ended", [RAISED], steps=[1, 1])
     assert job.orders() == {"h0": (0, 0, 2, 4), "h1": (1, 2, 2, 4)}
     job.say("h0", "stepped", step=2)
-    assert job.lines[-1].startswith(f"{RAISED.text}; healed: ")
+    assert re.match(rf"h1 \(pid \d\) has come; {re.escape(RAISED.text)}; healed: ", job.lines[-1])
 
 
 def test_another_owner_goes_on_counting_attempts():

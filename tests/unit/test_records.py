@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distopt.checkpoint import live
+from distopt.checkpoint import live, records
 from distopt.checkpoint.adapters import Adapter, InPlace, Random, State, generator_of
 from distopt.checkpoint.live import Gifts
-from distopt.checkpoint.records import MOST_BYTES, Records, assembled, wanted_of
-from distopt.checkpoint.state_files import Held, Label, States, StateSlot
-from distopt.launch.heal.state_slots import StateSlots
+from distopt.checkpoint.records import MOST_BYTES, Arrivals, Records, assembled, wanted_of
+from distopt.checkpoint.state_files import Held, Label, States, StateSlot, valid_word
+from distopt.launch.heal.state_slots import N_RECORDS, StateSlots
 
 SIZE = 3
 
@@ -80,7 +80,7 @@ def test_a_rank_that_is_lost_after_its_forward_pass_has_done_the_step():
     assert wanted is not None
     arrays, notes = assembled(*(kept_of(ranks, held) for held in wanted[2]))
     ranks[2].finish(4)
-    expected = States.read(ranks[2].slots[0].content())
+    expected = States.read(ranks[2].slots[4 % N_RECORDS].content())
     assert notes == expected.notes
     assert arrays.keys() == expected.arrays.keys() == {"model/buffer", "schedule/rate"}
     for key, array in arrays.items():
@@ -199,3 +199,42 @@ def test_generators_go_on_from_arrays_and_from_lists_of_older_files(kind):
         adapter.check(given)
         adapter.put(given)
         assert [other.random() for _ in range(3)] == expected
+
+
+class Clock:
+    """In the place of `time`: a sleep is over at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_an_update_waits_for_the_records_of_the_node_before(monkeypatch: pytest.MonkeyPatch):
+    """Of two ranks there; for one percent of the time."""
+    clock = Clock()
+    monkeypatch.setattr(records, "time", clock)
+    words = memoryview(bytearray(8 * 2 * N_RECORDS)).cast("Q")
+    arrivals = Arrivals(words)
+
+    def waited(step: int, over_at: float = float("inf")) -> float:
+        begin = clock.now
+        arrivals.wait(step, 2, lambda: clock.now >= over_at)
+        return clock.now - begin
+
+    words[7 % N_RECORDS] = valid_word(7)
+    assert waited(7, over_at=0.5) == pytest.approx(0.5, abs=0.01)  # for the second rank
+    words[N_RECORDS + 7 % N_RECORDS] = valid_word(7, is_end=True)
+    assert waited(7) == 0.0
+    assert waited(8) == 0.0  # waits have taken too long
+    clock.now += 100.0
+    assert waited(8) == pytest.approx(6.0, abs=0.01)
+    clock.now += 100.0
+    assert waited(8) == 0.0
+    words[8 % N_RECORDS] = words[N_RECORDS + 8 % N_RECORDS] = valid_word(8)
+    clock.now += 700.0
+    assert waited(8) == 0.0

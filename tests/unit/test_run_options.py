@@ -158,7 +158,6 @@ def test_ranks_per_core(parse):
         ("--nproc-per-node 1_0 train.py", "'1_0' is not a whole number"),
         ("--nnodes 1:4 --rdzv-endpoint a train.py", "a range of nodes or ranks needs --heal"),
         ("--workers rank train.py", "--workers needs --heal"),
-        ("--heal --workers rank --watch train.py", "--watch shows the ranks of one job"),
         ("--heal --workers host train.py", "invalid choice: 'host'"),
         ("--nproc-per-node 1:2 --max-restarts 3 train.py", "a range of nodes or ranks needs --heal"),
         ("--nnodes 4:1 train.py", "'4:1' is no range; give the smaller number first"),

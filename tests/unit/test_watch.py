@@ -6,12 +6,26 @@ import os
 import selectors
 import struct
 import termios
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from distopt.launch.agents.monitor import Monitor, Row, _Meter, as_json, as_text, chosen, states, straggler, table
+from distopt.launch.agents.monitor import (
+    Display,
+    Monitor,
+    Row,
+    _Meter,
+    as_json,
+    as_text,
+    chosen,
+    row_of,
+    states,
+    straggler,
+    table,
+)
 from distopt.launch.supervise.screen import Screen
 from distopt.recorder.flight import FlightRecord
 from distopt.recorder.ring import STEPS, NotedOperation
@@ -79,12 +93,12 @@ def test_ranks_that_there_are_no_more_are_forgotten():
         def write(self, text: bytes) -> None:
             self.text += text
 
-    monitor, shown = Monitor("json", Lines(), "a"), Lines()
+    shown = Lines()
+    monitor = Monitor(Display("json", shown), "a")
     for rank in range(4):
         monitor.take(asdict(running(rank)))
     monitor.forget(3)
-    monitor._output = shown
-    monitor._show([monitor._rows[rank] for rank in sorted(monitor._rows)], 0.0, at_the_end=True)
+    monitor.report([SimpleNamespace(rank=0, pid=1, exit_code=0, ring=None)], at_the_end=True)
     assert [json.loads(line)["rank"] for line in shown.text.splitlines()] == [0, 1, 2]
 
 
@@ -92,32 +106,44 @@ def test_a_table_of_64_ranks_fits_a_screen_of_24_lines():
     rows = [waiting(q, 9) if q in (17, 40) else running(q, numbers={"world": 9}) for q in range(64)]
     rows[50] = Row(50, "b", "was ended by SIGKILL")
     words = states(rows)
-    shown = table(rows, words, 80, 24)
+    rows = [replace(row, state=words[row.rank]) for row in rows]
+    shown = table(rows, 80, 24)
     assert len(shown) <= 12
     assert all(len(line) < 80 for line in shown)
     assert [line.split()[0] for line in shown[1:-1]] == ["0", "1", "2", "3", "4", "5", "6", "17", "40", "50"]
     assert shown[-1] == "and 54 ranks more; of all 64: 20.0 steps/s, wait 0% to 20%"
     assert [line.split("MB  ")[1] for line in shown if " 17 " in line] == ["waiting in all_reduce #9"]
-    assert [row.rank for row in chosen(rows, words, 3)] == [17, 40, 50]
-    assert len(table(rows, words, 80, 300)) == 65
-    heads = [table(rows, words, columns, 24)[0].split() for columns in (90, 80, 70, 50, 40)]
+    assert [row.rank for row in chosen(rows, 3)] == [17, 40, 50]
+    assert len(table(rows, 80, 300)) == 65
+    heads = [table(rows, columns, 24)[0].split() for columns in (90, 80, 70, 50, 40)]
     rest = ["steps/s", "wait", "state"]
     assert heads[0] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
     assert heads[1] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
     assert heads[-1] == ["rank", *rest]
     assert [len(head) for head in heads] == sorted((len(head) for head in heads), reverse=True)
-    assert all(len(line) < 30 for line in table(rows, words, 30, 24))
+    assert all(len(line) < 30 for line in table(rows, 30, 24))
 
 
 def test_text_and_json_of_a_row():
-    row = running(3, samples_per_s=640.0, waits=True)
+    row = running(3, samples_per_s=640.0, waits=True, pid=7)
+    row.state = "waiting"
     text = "rank 3 on a: waiting, 103 steps, 20.0 steps/s, 640 samples/s, 20% of the time waiting, 53 MB"
-    assert as_text(row, "waiting") == text
-    assert as_text(Row(0, "a", "ended"), "ended") == "rank 0 on a: ended"
-    found = json.loads(as_json(row, "waiting"))
+    assert as_text(row) == text
+    assert as_text(Row(0, "a", "ended")) == "rank 0 on a: ended"
+    assert row_of(as_json(row).encode()) == replace(row, waits=False, at=pytest.approx(time.monotonic(), abs=60.0))
+    assert [row_of(line) for line in (b"", b"step 1\n", b'{"time": 1}\n', b'{"time": 1, "loss": 2}\n')] == [None] * 4
+    found = json.loads(as_json(row))
     assert found.pop("time") > 0
     rates = {"steps_per_s": 20.0, "samples_per_s": 640.0, "wait_share": 0.2}
-    assert found == {"rank": 3, "host": "a", "state": "waiting", "memory_bytes": 53_000_000, "steps": 103, **rates}
+    assert found == {
+        "rank": 3,
+        "pid": 7,
+        "host": "a",
+        "state": "waiting",
+        "memory_bytes": 53_000_000,
+        "steps": 103,
+        **rates,
+    }
 
 
 class Progress:

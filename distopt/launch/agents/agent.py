@@ -78,9 +78,9 @@ class _Agent:
         self._print = self._streams.print
         self._monitor: Monitor | None = None
         if options.watch:
-            from .monitor import Monitor
+            from .monitor import Display, Monitor
 
-            self._monitor = Monitor(options.watch, self._streams.outputs[1], socket.gethostname())
+            self._monitor = Monitor(Display(options.watch, self._streams.outputs[1]), socket.gethostname())
         self._held = self._hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from ..gate import FOR_STATES, Calling, Gate, Link
 from ..heal.state_slots import POST, SENT, TO_SEND, VALID, Place
 
-# The slot, whether its states have changed meanwhile, the bytes of all, where the part begins, and the bytes of that.
-_FRAME = struct.Struct("<IIQQQ")
+# The slot, the word that names its states (0 if they have changed meanwhile), the bytes of all, where the part begins,
+# and the bytes of that.
+_FRAME = struct.Struct("<IQQQQ")
 _PART_BYTES = 1 << 17  # most bytes of a part
 
 
@@ -142,9 +143,9 @@ class Sender:
     def _frame(self, sending: _Sending, begin: int, end: int) -> None:
         files = self._slots[sending.slot]
         part = os.pread(files.own, end - begin, begin).ljust(end - begin, b"\0")  # the file may be shorter by now
-        has_changed = files.words[VALID] != sending.valid
-        self._rest = memoryview(_FRAME.pack(sending.slot, has_changed, sending.n_bytes, begin, end - begin) + part)
-        if end == sending.n_bytes and not has_changed:
+        valid = sending.valid if files.words[VALID] == sending.valid else 0
+        self._rest = memoryview(_FRAME.pack(sending.slot, valid, sending.n_bytes, begin, end - begin) + part)
+        if end == sending.n_bytes and valid:
             files.words[POST] = SENT
 
 
@@ -162,13 +163,18 @@ class Receiver(Gate):
     Args:
         key: of all nodes.
         selector: waits for the connections.
+        listener: takes them.
+        arrivals: for each slot, the word that names the states which have come last.
 
     Attributes:
         port: where it listens.
     """
 
-    def __init__(self, key: bytes, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+    def __init__(
+        self, key: bytes, selector: selectors.BaseSelector, listener: socket.socket, arrivals: memoryview[int]
+    ) -> None:
         super().__init__(key, selector)
+        self._arrivals = arrivals
         self.port = int(listener.getsockname()[1])
         self._parts: dict[tuple[int, int], _Receiving] = {}  # by node and slot
         self._whole: dict[tuple[int, int], bytes] = {}
@@ -195,7 +201,7 @@ class Receiver(Gate):
 
     def _take(self, link: Link) -> None:
         while len(link.received) >= _FRAME.size:
-            slot, has_changed, n_bytes, begin, length = _FRAME.unpack_from(link.received)
+            slot, valid, n_bytes, begin, length = _FRAME.unpack_from(link.received)
             if len(link.received) < _FRAME.size + length:
                 return
             key = link.rank, slot
@@ -204,10 +210,12 @@ class Receiver(Gate):
                 self._parts[key] = _Receiving(bytearray(n_bytes))
             if (states := self._parts.get(key)) is not None:
                 states.content[begin : begin + length] = part
-                states.is_valid &= not has_changed
+                states.is_valid &= valid != 0
                 if begin + length == n_bytes:
                     del self._parts[key]
                     if states.is_valid:
                         self._whole[key] = bytes(states.content)
+                        if slot < len(self._arrivals):
+                            self._arrivals[slot] = valid
             part.release()
             del link.received[: _FRAME.size + length]

@@ -10,8 +10,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +52,8 @@ class Row:
         operation: its oldest one that has not ended, if it waits or may.
         numbers: of the last operation, by group.
         at: when the row was made or has arrived, by `time.monotonic`.
+        pid: of the process.
+        worker: number of its worker, under --workers.
     """
 
     rank: int
@@ -65,6 +68,8 @@ class Row:
     operation: NotedOperation | None = None
     numbers: dict[str, int] = field(default_factory=dict)
     at: float = 0.0
+    pid: int = 0
+    worker: int | None = None
 
 
 class _Meter:
@@ -77,7 +82,7 @@ class _Meter:
 
     def row(self, rank: Rank, host: str, beginning: str) -> Row:
         """The present activity of the rank; `beginning` is its state until its first step."""
-        row = Row(rank.rank, host, "running", at=time.monotonic())
+        row = Row(rank.rank, host, "running", at=time.monotonic(), pid=rank.pid)
         idle = False
         if rank.exit_code is not None:
             row.state = describe_exit(rank.exit_code)[1].partition(";")[0] if rank.exit_code else "ended"
@@ -132,21 +137,60 @@ class _Meter:
             row.operation = ring.oldest(time.monotonic_ns() - int(_WAITING * 1e9))
 
 
-class Monitor:
-    """Shows all rows, or sends those of this node.
+class Display:
+    """Shows rows whose states are in words.
 
     Args:
         kind: "table", or "json" for lines of JSON; where there is no `Screen`, a table is lines of text.
         output: where they go.
+    """
+
+    def __init__(self, kind: str, output: Output) -> None:
+        self._kind, self._output = kind, output
+        self._look_at = self._show_at = 0.0
+        self._pause = _PERIOD
+
+    def is_due(self, *, at_the_end: bool) -> bool:
+        """Whether to look now, once a second and `at_the_end`; otherwise, the table is drawn again below new output."""
+        now = time.monotonic()
+        if now >= self._look_at or at_the_end:
+            self._look_at = max(self._look_at + _PERIOD, now + _PERIOD / 2)
+            return True
+        if isinstance(self._output, Screen):
+            self._output.show()
+        return False
+
+    def show(self, rows: Sequence[Row], *, at_the_end: bool, summary: Mapping[str, Any] | None = None) -> None:
+        """Show the rows, and below them a summary, whose "text" is for readers; `at_the_end`, let the table stand."""
+        facts = dict(summary or {})
+        texts = [text] if (text := facts.pop("text", "")) else []
+        now = time.monotonic()
+        if self._kind == "json":
+            lines = [as_json(row) for row in rows] + ([_stamped(facts)] if facts else [])
+            self._output.write("".join(lines).encode())
+        elif isinstance(self._output, Screen):
+            columns, n_lines = self._output.size
+            self._output.show([*table(rows, columns, n_lines), *(text[: columns - 1] for text in texts)])
+            if at_the_end:
+                self._output.leave()
+        elif now >= self._show_at or at_the_end:
+            self._show_at, self._pause = now + self._pause - _PERIOD / 2, min(2 * self._pause, _LONGEST_PAUSE)
+            lines = [f"distopt run: {text}\n" for text in [*map(as_text, rows), *texts]]
+            self._output.write("".join(lines).encode())
+
+
+class Monitor:
+    """Shows all rows, or sends those of this node.
+
+    Args:
+        display: shows them.
         host: of this node.
     """
 
-    def __init__(self, kind: str, output: Output, host: str) -> None:
-        self._kind, self._output, self._host = kind, output, host
+    def __init__(self, display: Display, host: str) -> None:
+        self._display, self._host = display, host
         self._meters: dict[int, _Meter] = {}
         self._rows: dict[int, Row] = {}
-        self._look_at = self._show_at = 0.0
-        self._pause = _PERIOD
 
     def report(
         self,
@@ -164,18 +208,17 @@ class Monitor:
             send: sends a row to the owner, which shows it.
             at_the_end: the job has ended: look now, and let the table stand.
         """
-        now = time.monotonic()
-        if now >= self._look_at or at_the_end:
-            self._look_at = max(self._look_at + _PERIOD, now + _PERIOD / 2)
+        if self._display.is_due(at_the_end=at_the_end):
             rows = [self._meters.setdefault(rank.rank, _Meter()).row(rank, self._host, beginning) for rank in ranks]
             for row in rows:
                 if send is not None:
                     send({"say": "watch", "row": asdict(row)})
                 self._rows[row.rank] = row
             if send is None and rows:
-                self._show([self._rows[rank] for rank in sorted(self._rows)], now, at_the_end=at_the_end)
-        elif isinstance(self._output, Screen):
-            self._output.show()
+                known = [self._rows[rank] for rank in sorted(self._rows)]
+                words = states(known)
+                known = [replace(row, state=words[row.rank]) for row in known]
+                self._display.show(known, at_the_end=at_the_end)
 
     def forget(self, n_ranks: int) -> None:
         """Drop the rows of ranks from this number on, which no longer exist."""
@@ -188,18 +231,6 @@ class Monitor:
         taken.at = time.monotonic()
         self._rows[taken.rank] = taken
 
-    def _show(self, rows: Sequence[Row], now: float, *, at_the_end: bool) -> None:
-        words = states(rows)
-        if self._kind == "json":
-            self._output.write("".join(as_json(row, words[row.rank]) for row in rows).encode())
-        elif isinstance(self._output, Screen):
-            self._output.show(table(rows, words, *self._output.size))
-            if at_the_end:
-                self._output.leave()
-        elif now >= self._show_at or at_the_end:
-            self._show_at, self._pause = now + self._pause - _PERIOD / 2, min(2 * self._pause, _LONGEST_PAUSE)
-            self._output.write("".join(f"distopt run: {as_text(row, words[row.rank])}\n" for row in rows).encode())
-
 
 # -- what rows say ---------------------------------------------------------------------------------------------------
 def states(rows: Sequence[Row]) -> dict[int, str]:
@@ -207,8 +238,8 @@ def states(rows: Sequence[Row]) -> dict[int, str]:
     numbers = {row.rank: row.numbers for row in rows}
     said, now = {row.rank: row.state for row in rows}, max(row.at for row in rows)
     for row in rows:
-        if now - row.at > _LATE:
-            said[row.rank] = f"no report for {now - row.at:.0f} s"
+        if silent := silence(row, now):
+            said[row.rank] = silent
         elif row.operation is not None:
             group, ranks, kind, number = row.operation
             missing = [q for q in ranks if q in numbers and numbers[q].get(group, -1) < number]
@@ -223,6 +254,12 @@ def states(rows: Sequence[Row]) -> dict[int, str]:
     return said
 
 
+def silence(row: Row, now: float) -> str:
+    """The state of a rank that has not ended, and of which no row has come for long; else nothing."""
+    is_late = row.memory_bytes is not None and now - row.at > _LATE
+    return f"no report for {now - row.at:.0f} s" if is_late else ""
+
+
 def straggler(rows: Sequence[Row]) -> int | None:
     """The rank that waits least, if the others wait for much of their time, and it does not."""
     shares = {row.rank: row.wait_share for row in rows if row.wait_share is not None}
@@ -233,37 +270,57 @@ def straggler(rows: Sequence[Row]) -> int | None:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = len(ranks) - _NAMED
-    first, last = (ranks[:_NAMED], f"{more} more") if more > 0 else (ranks[:-1], str(ranks[-1]))
-    return f"ranks {', '.join(map(str, first))} and {last}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
-def as_json(row: Row, state: str) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers in words; of many, the first ones."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    more = len(numbers) - _NAMED
+    first, last = (numbers[:_NAMED], f"{more} more") if more > 0 else (numbers[:-1], str(numbers[-1]))
+    return f"{', '.join(map(str, first))} and {last}"
+
+
+def as_json(row: Row) -> str:
     """A line of JSON."""
-    hidden = {"waits", "operation", "numbers", "at"}
+    hidden = {"waits", "operation", "numbers", "at", *(["worker"] if row.worker is None else [])}
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(row).items()}
-    shown = {key: value for key, value in shown.items() if key not in hidden}
-    return json.dumps({"time": round(time.time(), 3), **shown, "state": state}) + "\n"
+    return _stamped({key: value for key, value in shown.items() if key not in hidden})
 
 
-def as_text(row: Row, state: str) -> str:
+def _stamped(facts: Mapping[str, Any]) -> str:
+    return json.dumps({"time": round(time.time(), 3), **facts}) + "\n"
+
+
+def row_of(line: bytes) -> Row | None:
+    """The inverse of `as_json`; None for another line."""
+    with suppress(ValueError, TypeError):
+        facts = json.loads(line) if line.startswith(b'{"time": ') else {}
+        if facts.pop("time", None) is not None:
+            return Row(**facts, at=time.monotonic())
+    return None
+
+
+def as_text(row: Row) -> str:
     """A line for a log."""
     units = ("{} steps", "{:.1f} steps/s", "{:.0f} samples/s", "{:.0%} of the time waiting", "{:.0f} MB")
     parts = [unit.format(value) for value, unit in zip(_figures(row), units, strict=True) if value is not None]
-    return ", ".join([f"rank {row.rank} on {row.host}: {state}", *parts])
+    worker = "" if row.worker is None else f"worker {row.worker}, "
+    return ", ".join([f"{worker}rank {row.rank} on {row.host}: {row.state}", *parts])
 
 
 _LESS = ("memory", "samples/s", "host", "steps")  # columns that a narrow terminal goes without, the first one first
-_COLUMNS = ("rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state")
+_COLUMNS = ("worker", "rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state")
 
 
-def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int) -> list[str]:
+def table(rows: Sequence[Row], columns: int, lines: int) -> list[str]:
     """The rows below a heading, cut to the width of a terminal of that size; they fill less than half of it."""
     room = max(lines // 2 - 2, 1)
-    cells = [_COLUMNS, *(_cells(row, states[row.rank]) for row in chosen(rows, states, room))]
+    cells = [_COLUMNS, *map(_cells, chosen(rows, room))]
     upright = {head: [head, *column] for head, *column in zip(*cells, strict=True)}
+    if all(row.worker is None for row in rows):
+        del upright["worker"]
     widths = {head: max(map(len, column)) for head, column in upright.items()}
     for head in _LESS:
         if sum(widths.values()) + 2 * len(widths) > columns:
@@ -280,16 +337,17 @@ def table(rows: Sequence[Row], states: dict[int, str], columns: int, lines: int)
     return [line[: columns - 1] for line in shown]
 
 
-def chosen(rows: Sequence[Row], states: dict[int, str], room: int) -> list[Row]:
-    """As many rows as there is room for: first those whose state differs from "running"."""
-    first = sorted(rows, key=lambda row: (states[row.rank] == "running", row.rank))[:room]
-    return sorted(first, key=lambda row: row.rank)
+def chosen(rows: Sequence[Row], room: int) -> list[Row]:
+    """As many rows as there is room for, in their order: first those whose state differs from "running"."""
+    first = sorted(range(len(rows)), key=lambda i: (rows[i].state == "running", i))[:room]
+    return [rows[i] for i in sorted(first)]
 
 
-def _cells(row: Row, state: str) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
     forms = ("{}", "{:.1f}", "{:.0f}", "{:.0%}", "{:.0f} MB")
     shown = ["-" if value is None else form.format(value) for value, form in zip(_figures(row), forms, strict=True)]
-    return str(row.rank), row.host, *shown, state
+    worker = "-" if row.worker is None else str(row.worker)
+    return worker, str(row.rank), row.host, *shown, row.state
 
 
 def _figures(row: Row) -> tuple[float | None, ...]:

@@ -454,8 +454,8 @@ class Owner(KeyGate):
             self._start_again(self._newcomers)
         elif self._options.heal and self._healing.can_mend(first):
             starts_again, text = self._healing.judge(first)
-            if starts_again:
-                self._start_again(text)
+            if starts_again:  # the failure may be one of peers that have been ended for newcomers
+                self._start_again("; ".join(filter(None, (self._newcomers, text))))
             else:
                 self._finish(first.code, text)
         elif first.is_final or self._attempt >= self._options.restarts:

@@ -51,7 +51,7 @@ class WarmStart:
         listener: socket.socket | None,
     ) -> None:
         self.state_slots = StateSlots(options.ranks, 3 if options.nodes > 1 else 2)
-        self.receiver = None if listener is None else Receiver(key, selector, listener)
+        self.receiver = None if listener is None else Receiver(key, selector, listener, self.state_slots.arrivals)
         self._sender = Sender(self.state_slots.places, selector)
         self._key = key
         self._has_asked = False  # the ranks for their live states

@@ -1,14 +1,15 @@
 """Memory of an agent, where its ranks keep their states: memory files that outlive the ranks.
 
 Each rank has slots for copies of its states, which it writes in turns: two, on several nodes three, since the copy
-whose own states have gone to the next node stays. Two more take its own states after each step, also in turns. A slot
+whose own states have gone to the next node stays. Three more take its own states after each step, also in turns. A slot
 has a file for what is the rank's own; those for copies have another one, for a share of what all ranks have. Two words
 of each slot say whether its own states are to travel, and to which step the states belong: the latter is written last,
-and makes the slot valid. If a rank is killed before, the other slot counts.
+and makes the slot valid. If a rank is killed before, another slot counts.
 
 Three files of the agent take what its ranks share, when they give their live states before they end: never the one from
 which they have resumed, and else by the step. Another file holds the own states that the agent of the node before has
-sent. An eventfd, when it can be read, asks the ranks for their live states.
+sent, once the ranks have ended; before, a word for each slot there says to which step the states belong that have come
+last. An eventfd, when it can be read, asks the ranks for their live states.
 
 The files have the format of checkpoints, which the agent does not know: `distopt.checkpoint.memory` writes and reads
 the slots, `distopt.checkpoint.live` the files for live states.
@@ -30,7 +31,10 @@ POST, VALID = range(2)
 STAYS, TO_SEND, SENT = range(3)  # what the first one says
 _WORD_BYTES = 8
 _LENGTH = struct.Struct("<Q")  # in the file of the node before: precedes each part
-_N_RECORDS, _N_GIFTS = 2, 3
+# Of records, three: one node may have written ahead of a step that another has not begun, and needs the one before it.
+N_RECORDS = 3
+_N_GIFTS = 3
+_N_ARRIVALS = 1024  # slots of the node before whose arrivals are noted
 
 
 def seconds_to_give(n_bytes: int) -> float:
@@ -61,7 +65,7 @@ class StateFds(NamedTuple):
     """The descriptors of an agent's files.
 
     Attributes:
-        words: the file with the words of all slots, and with the newest step that each rank has done.
+        words: the file with the words of all slots, with the newest step that each rank has done, and with `arrivals`.
         before: the file with own states of the node before.
         asks: the eventfd.
         gifts: the files for live states.
@@ -94,6 +98,10 @@ class StateFds(NamedTuple):
     def all(self) -> list[int]:
         """All of them."""
         return [*self[:3], *self.gifts, *(fd for each in (*self.shared, *self.own) for fd in each)]
+
+    def arrivals(self) -> memoryview[int]:
+        """The `VALID` words of the states that have come last, by their slots in `distopt.launch.agents.courier`."""
+        return memoryview(mmap.mmap(self.words, 0)).cast("Q")[-_N_ARRIVALS:]
 
     def places(self) -> list[Place]:
         """The place of each rank."""
@@ -138,6 +146,7 @@ class StateSlots:
     Attributes:
         fds: their descriptors.
         places: of the ranks.
+        arrivals: see `StateFds`.
     """
 
     def __init__(self, n_ranks: int, n_copies: int = 2) -> None:
@@ -145,16 +154,17 @@ class StateSlots:
             return [os.memfd_create("distopt states") for _ in range(count)]
 
         words, before = files(2)
-        os.ftruncate(words, n_ranks * (1 + 2 * (n_copies + _N_RECORDS)) * _WORD_BYTES)
+        os.ftruncate(words, (n_ranks * (1 + 2 * (n_copies + N_RECORDS)) + _N_ARRIVALS) * _WORD_BYTES)
         self.fds = StateFds(
             words,
             before,
             os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),
             files(_N_GIFTS),
             [files(n_copies) for _ in range(n_ranks)],
-            [files(n_copies + _N_RECORDS) for _ in range(n_ranks)],
+            [files(n_copies + N_RECORDS) for _ in range(n_ranks)],
         )
         self.places = self.fds.places()
+        self.arrivals = self.fds.arrivals()
         self._is_closed = False
 
     @property
@@ -175,6 +185,8 @@ class StateSlots:
         """Prepare the start of ranks: ask for nothing, and show them these states of ranks of the node before."""
         with suppress(BlockingIOError):  # nothing has been asked for
             os.eventfd_read(self.fds.asks)
+        for slot in range(len(self.arrivals)):
+            self.arrivals[slot] = 0
         os.ftruncate(self.fds.before, 0)
         os.lseek(self.fds.before, 0, os.SEEK_SET)
         with open(self.fds.before, "wb", closefd=False) as file:

@@ -182,6 +182,7 @@ class Relay:
         copy: file that gets the lines without marks.
         prompts: whether the beginning of a line is shown at once, as a debugger's; for a process without a mark.
         shows: whether the lines are shown.
+        takes: gets each line, and says whether that is all that happens to it.
 
     Attributes:
         source: non-blocking descriptor to read the lines from; closed at the end of the stream.
@@ -197,6 +198,7 @@ class Relay:
         *,
         prompts: bool = False,
         shows: bool = True,
+        takes: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
         self.source, self.sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.source, False)
@@ -206,7 +208,7 @@ class Relay:
         self._copy = copy
         self._rest = b""
         self._prompts = prompts
-        self._shows = shows
+        self._shows, self._takes = shows, takes
         self._n_shown = 0  # bytes of the rest that have been shown
         self._in_traceback = False
         target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
@@ -243,6 +245,7 @@ class Relay:
             self._copy.close()
 
     def _write(self, lines: list[bytes]) -> None:
+        lines = [line for line in lines if not self._takes(line)]
         for line in lines:
             if line.startswith(b"Traceback (most recent call last)"):
                 self._in_traceback = True

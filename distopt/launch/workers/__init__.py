@@ -26,4 +26,7 @@ Messages of the service have the key "do":
   ("epoch"); `abort`: the trial has ended without a result; `commit`: the average counts;
 - `late`: an average has counted without this worker;
 - `values`: the answer to `ask`; `leave`: no worker is left that lacks the last average; `beat`: the service is alive.
+
+Supervisors of other nodes connect to the service as agents do. Under --watch, they send it `watch`: the activity of a
+rank ("row") of the worker at a place among those of the node ("place"); `monitor` shows it.
 """

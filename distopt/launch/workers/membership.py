@@ -126,6 +126,7 @@ class Membership:
         self._ready_since: float | None = None
         self._not_before = 0.0  # when to name members again after a failure that no loss explains
         self._said_at: float | None = None  # since when too few are ready
+        self._ended: set[int] = set()  # numbers of workers that have left with the last average
 
     # -- what workers say --------------------------------------------------------------------------------------------
     def hello(
@@ -202,6 +203,8 @@ class Membership:
         """A worker's connection has ended."""
         if self.workers.get(worker.number) is worker:
             del self.workers[worker.number]
+            if worker.phase == "done":
+                self._ended.add(worker.number)
             self._lose(worker, now, "" if worker.is_away else how)
             self.check(now)
 
@@ -218,6 +221,14 @@ class Membership:
             trial.members.remove(worker)
             if not trial.members or any(member.number not in trial.done for member in trial.members):
                 self._abort()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The last average that counts, and the numbers of the members and of the workers that are lost."""
+        members = sorted(worker.number for worker in self._living() if worker.phase == "member")
+        here = {worker.number for worker in self._living()} | self._ended
+        lost = [number for number in range(self.numbers) if number not in here]
+        return {"average": self.counted, "members": members, "lost": lost}
 
     # -- decisions ---------------------------------------------------------------------------------------------------
     def wake(self, now: float) -> None:

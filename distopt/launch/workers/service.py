@@ -16,6 +16,7 @@ from secrets import randbits
 from typing import TYPE_CHECKING, Any
 
 from ..addresses import is_own
+from ..agents.monitor import Row
 from ..agents.node import NO_RANK, Node
 from ..gate import FOR_AGENT, FOR_MEMBERS, Gate, Link
 from ..keys import Values
@@ -24,6 +25,7 @@ from .membership import SILENT_SECONDS, Membership, Worker
 
 if TYPE_CHECKING:
     from ..agents.election import Election
+    from .monitor import WorkersMonitor
 
 _COMING_SECONDS = 1.0  # then nodes of the last list that have not come to another service count as lost
 _FRESH_SECONDS = 3.0  # then the first service begins without the others, unless it has met members of a living job
@@ -43,7 +45,10 @@ class Service(Gate):
 
     Attributes:
         membership: decides.
+        monitor: shows the rows of all workers, under --watch.
     """
+
+    monitor: WorkersMonitor | None = None
 
     def __init__(
         self,
@@ -96,6 +101,12 @@ class Service(Gate):
             self.membership.wake(self._checked_at)
         self.membership.check(self._checked_at)
 
+    def show(self, *, at_the_end: bool = False) -> None:
+        """Show all workers, once a second, under --watch."""
+        if self.monitor is not None:
+            by_process = {(link.host, link.pid): worker for link, worker in self._workers.items()}
+            self.monitor.report(by_process, self.membership.summary, at_the_end=at_the_end)
+
     def _refusal(self, link: Link, size: int) -> str:
         if link.purpose == FOR_AGENT and size != self._most_nodes:
             return f"it was started with --nnodes {size}, the owner of the endpoint with --nnodes {self._most_nodes}"
@@ -136,6 +147,8 @@ class Service(Gate):
             assert self._election is not None
             self._warn(f"{node.name} has left, or cannot be reached")
             del self._nodes[node.id]
+            if self.monitor is not None:
+                self.monitor.forget(node.id)
             self._election.disconnected(node)
             self._propose()
         if (worker := self._workers.pop(link, None)) is not None:
@@ -144,7 +157,14 @@ class Service(Gate):
 
     def _serve(self, link: Link, line: str) -> None:
         try:
-            (self._come if link.purpose == FOR_AGENT else self._hear)(link, json.loads(line))
+            message = json.loads(line)
+            if link.purpose != FOR_AGENT:
+                self._hear(link, message)
+            elif message.get("say") == "watch":
+                if self.monitor is not None:
+                    self.monitor.take(self._by_link[link].id, message["place"], Row(**message["row"]))
+            else:
+                self._come(link, message)
         except (ValueError, KeyError, TypeError):
             self._end_link(link)
 

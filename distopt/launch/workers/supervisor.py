@@ -17,16 +17,22 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ...settings import Settings
 from ..agents.election import Election
+from ..agents.monitor import Display, Row, row_of
 from ..agents.node import NO_RANK, Node
 from ..agents.remote import RemoteOwner
 from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, describe_exit, die_with, print_last
 from ..sockets import handle_events, listen
+from ..supervise.output import Output, Relay
+from ..supervise.screen import Streams
 from ..threads import thread_variables
+from .monitor import WorkersMonitor
 from .service import Service
 from .variables import Sign
 
@@ -65,33 +71,68 @@ def _timeline(place: int) -> dict[str, str]:
 
 
 class _Worker:
-    """The process that supervises the ranks of one worker."""
+    """The process that supervises the ranks of one worker.
 
-    def __init__(self, options: RunOptions, place: int, env: dict[str, str]) -> None:
+    Args:
+        options: of this node.
+        place: number among the workers of this node.
+        env: its environment.
+        say: prints a line.
+        outputs: where its stdout and stderr are shown, under --watch; else none, and it has those of this process.
+        takes: gets a row of one of its ranks, under --watch.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        place: int,
+        env: dict[str, str],
+        say: Callable[[str], None],
+        outputs: Sequence[Output],
+        takes: Callable[[int, Row], None],
+    ) -> None:
         ranks = 1 if options.workers == "rank" else options.ranks
         words = [sys.executable, "-m", "distopt", "run", "--heal", "--nproc-per-node", str(ranks)]
         if options.log_dir is not None:
             words += ["--log-dir", str(options.log_dir / f"worker_{place}")]
-        self._command, self._env = [*words, *options.program[1:]], env
+        if outputs:
+            words.append("--watch=json")
+        self._command, self._env, self._say = [*words, *options.program[1:]], env, say
+        self._place, self._outputs, self._takes = place, outputs, takes
+        self._relays: list[Relay] = []
         self.code: int | None = None  # of its end
         self.start()
 
     def start(self) -> None:
         """Start it, perhaps again."""
         self.began, self.code = time.monotonic(), None
+        self._relays = [Relay(output, takes=self._take) for output in self._outputs]
+        stdout, stderr = [relay.sink for relay in self._relays] or (None, None)
         self._process = subprocess.Popen(
             self._command,
             env=self._env,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
         )
+        for relay in self._relays:
+            os.close(relay.sink)
+
+    def _take(self, line: bytes) -> bool:
+        if (row := row_of(line)) is None:
+            return False
+        self._takes(self._place, row)
+        return True
 
     def poll(self) -> None:
         """Notice the end; a process that was killed is started again, unless it has just been."""
         if self.code is None and (code := self._process.poll()) is not None:
+            for relay in self._relays:
+                relay.finish()
             if code == -signal.SIGKILL and time.monotonic() > self.began + _SHORT_SECONDS:
-                _say(f"pid {self._process.pid}, which supervises a worker, was killed; starting the worker again")
+                self._say(f"pid {self._process.pid}, which supervises a worker, was killed; starting the worker again")
                 self.start()
             else:
                 self.code, _ = describe_exit(code)
@@ -105,11 +146,16 @@ class _Worker:
         if self.code is None:
             self._process.kill()  # and its ranks with it
             self._process.wait()
+            for relay in self._relays:
+                relay.finish()
 
 
 class _Supervisor:
     def __init__(self, options: RunOptions, caught: list[int], selector: selectors.BaseSelector) -> None:
         self._options, self._caught, self._selector = options, caught, selector
+        self._streams: Streams | None = None  # under --watch
+        if options.watch:
+            self._streams = Streams(selector, "distopt run", table=options.watch == "table")
         secret = Settings.from_env().job_secret
         self._key = hashlib.sha256(f"distopt run --workers {json.dumps(options.run_id)} {secret}".encode()).digest()
         if options.nodes == 1:  # no other node is to come
@@ -123,7 +169,7 @@ class _Supervisor:
         self._kill_at = float("inf")
         self._election: Election | None = None
         if options.nodes > 1:
-            self._election = Election(options, self._key, selector, _say)
+            self._election = Election(options, self._key, selector, self._say)
             if (host := self._election.host) is not None:
                 self._me.address = options.places[host][0]
             self._me.peer = self._election.hello()["peer"]
@@ -141,8 +187,11 @@ class _Supervisor:
                 self._follow(self._election)
             if isinstance(self._owner, Service):
                 self._owner.check_times()
+                self._owner.show()
             if self._owner is not None and not self._workers:
                 self._start()
+        if isinstance(self._owner, Service):
+            self._owner.show(at_the_end=True)
         codes = [worker.code or 0 for worker in self._workers] or [128 + self._ending[0]]
         return min(codes)
 
@@ -155,13 +204,29 @@ class _Supervisor:
         if self._election is not None:  # after a signal, the same line may be typed again while the others wait for it
             self._election.close(is_remembered=bool(self._ending))
         self._sign.close()
+        if self._streams is not None:
+            self._streams.close(lambda: bool(self._caught))
+
+    def _say(self, text: str) -> None:
+        (_say if self._streams is None else self._streams.print)(text)
+
+    def _take(self, place: int, row: Row) -> None:
+        """A row of a worker of this node: it goes to the service."""
+        if isinstance(self._owner, RemoteOwner):
+            self._owner.say({"say": "watch", "place": place, "row": asdict(row)})
+        elif self._owner is not None and self._owner.monitor is not None:
+            self._owner.monitor.take(self._me.id, place, row)
 
     def _start(self) -> None:
         options, env = self._options, self._sign.variables(self._key)
         count = options.ranks if options.workers == "rank" else 1
         if count > 1:  # each would take all cores of the node for its one rank
             env = {**env, **thread_variables(count, env)}
-        self._workers = [_Worker(options, place, {**env, **_timeline(place)}) for place in range(count)]
+        outputs = () if self._streams is None else self._streams.outputs
+        self._workers = [
+            _Worker(options, place, {**env, **_timeline(place)}, self._say, outputs, self._take)
+            for place in range(count)
+        ]
 
     @property
     def _ending(self) -> list[int]:
@@ -186,7 +251,7 @@ class _Supervisor:
             if (own := state.members.info.get(state.me)) is not None:
                 self._me.address = own["address"]
             if not state.members.is_fresh:
-                _say(f"{self._me.name} names the members from now on")
+                self._say(f"{self._me.name} names the members from now on")
             self._serve(election.listen())
         elif self._owner is None:
             election.seek(NO_RANK, self._reached)
@@ -194,7 +259,9 @@ class _Supervisor:
     def _serve(self, listener: socket.socket) -> None:
         options = self._options
         most = options.nodes * (options.ranks if options.workers == "rank" else 1)
-        self._owner = Service(self._key, most, options.nodes, self._me, self._selector, _say, self._election)
+        self._owner = Service(self._key, most, options.nodes, self._me, self._selector, self._say, self._election)
+        if self._streams is not None:
+            self._owner.monitor = WorkersMonitor(Display(options.watch, self._streams.outputs[1]))
         self._owner.listen(listener)
         self._sign.show(self._me.address, listener.getsockname()[1])
 
@@ -210,7 +277,7 @@ class _Supervisor:
         owner.close()
         self._owner = None
         if any(worker.code is None for worker in self._workers):
-            _say(f"{text}; the workers go on to their next average")
+            self._say(f"{text}; the workers go on to their next average")
 
     # -- signals -----------------------------------------------------------------------------------------------------
     def _pass_signals(self) -> None:
