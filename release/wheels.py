@@ -84,8 +84,8 @@ def build(python: str, machine: str, work: Path) -> Path:
         CXX=programs["CMAKE_CXX_COMPILER"],
         ZIG_GLOBAL_CACHE_DIR=str(work / "zig-cache"),
     )
-    # It is named after the machine of the interpreter.
-    run(tool("wheel"), "tags", "--remove", "--platform-tag", f"linux_{machine}", next(raw.glob("*.whl")))
+    if machine != platform.machine():  # after which it is named
+        run(tool("wheel"), "tags", "--remove", "--platform-tag", f"linux_{machine}", next(raw.glob("*.whl")))
     return next(raw.glob("*.whl"))
 
 
