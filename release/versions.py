@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,12 @@ ROWS = {
 def uv(*arguments: str | Path) -> bool:
     """Whether uv did it."""
     return subprocess.run([Path(sys.executable).with_name("uv"), *arguments]).returncode == 0
+
+
+def wheel_for(version: str, machine: str, dist: Path) -> Path:
+    """The wheel for a version of Python: its own, or that for the stable ABI."""
+    own = dist.glob(f"*-cp{version.replace('.', '')}-*{machine}.whl")
+    return next(own, None) or next(dist.glob(f"*-abi3-*{machine}.whl"))
 
 
 def environment(wanted: str, packages: Sequence[str], folder: Path, wheel: Path) -> Path | None:
@@ -90,8 +97,7 @@ def main() -> None:
     ended = {}
     for name, _, python in (row.partition("=") for row in options.rows):
         folder = WORK / name
-        own = options.dist.resolve().glob(f"*-cp{name.replace('.', '')}-*.whl")
-        wheel = next(own, None) or next(options.dist.resolve().glob("*-abi3-*.whl"))
+        wheel = wheel_for(name, platform.machine(), options.dist.resolve())
         made = environment(python or name, ROWS[name], folder, wheel)
         ended[name] = made and test(made, tree(folder, made), options.tests, options.workers)
     for name, passed in ended.items():

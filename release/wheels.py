@@ -1,13 +1,16 @@
-"""Build the wheels: python -m release.wheels [--out dist] [PYTHON ...]
+"""Build the wheels: python -m release.wheels [--out dist] [--machines x86_64 aarch64] [PYTHON ...]
 
 Each PYTHON is a version or the path of an interpreter, as uv takes them; uv finds or downloads it. Zig's Clang compiles
-against an old glibc, so that the wheels serve every Linux since then.
+for each machine against an old glibc, so that the wheels serve every Linux since then. Another machine's wheel is
+compiled with the headers of this one's Python, which must not differ between machines, as Debian's do.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,20 +21,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = "x86_64-linux-gnu.2.28"
+GLIBC = "2.28"
+MACHINES = ("x86_64", "aarch64")
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one's wheel serves later versions, too
 LIMIT_BYTES = 3_000_000
 PROGRESS_SECONDS = 5.0
 
 
-def compiler(folder: Path) -> dict[str, str]:
-    """Programs for CMake, which takes paths without arguments: the value of each of its variables."""
+def compiler(folder: Path, machine: str) -> dict[str, str]:
+    """Programs for CMake, which takes paths without arguments, and the machine: the value of each of its variables."""
     zig = Path(find_spec("ziglang").origin).with_name("zig")
     folder.mkdir(parents=True, exist_ok=True)
-    made = {}
+    made = {} if machine == platform.machine() else {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": machine}
     for variable, name, command in (
         # Debian's Python has one of its headers there.
-        ("CMAKE_CXX_COMPILER", "c++", f"c++ -target {TARGET} -idirafter /usr/include"),
+        ("CMAKE_CXX_COMPILER", "c++", f"c++ -target {machine}-linux-gnu.{GLIBC} -idirafter /usr/include"),
         ("CMAKE_AR", "ar", "ar"),
         ("CMAKE_RANLIB", "ranlib", "ranlib"),
     ):
@@ -67,8 +71,9 @@ def tool(name: str) -> Path:
     return Path(sys.executable).with_name(name)
 
 
-def build(python: str, work: Path, programs: dict[str, str]) -> Path:
-    """The wheel of one Python, not yet named after the glibc that it needs."""
+def build(python: str, machine: str, work: Path) -> Path:
+    """The wheel of one Python for one machine, not yet named after the glibc that it needs."""
+    programs = compiler(work / "zig", machine)
     raw = work / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     defines = [word for pair in programs.items() for word in ("-C", "cmake.define.{}={}".format(*pair))]
@@ -79,6 +84,8 @@ def build(python: str, work: Path, programs: dict[str, str]) -> Path:
         CXX=programs["CMAKE_CXX_COMPILER"],
         ZIG_GLOBAL_CACHE_DIR=str(work / "zig-cache"),
     )
+    if machine != platform.machine():  # after which it is named
+        run(tool("wheel"), "tags", "--remove", "--platform-tag", f"linux_{machine}", next(raw.glob("*.whl")))
     return next(raw.glob("*.whl"))
 
 
@@ -96,15 +103,14 @@ def repair(wheel: Path, out: Path, work: Path) -> Path:
     return Path(shutil.move(made, out / made.name))
 
 
-def make(out: Path, pythons: Sequence[str] = PYTHONS) -> None:
+def make(out: Path, pythons: Sequence[str] = PYTHONS, machines: Sequence[str] = MACHINES[:1]) -> None:
     """Build, check and list them; earlier wheels in `out` are removed."""
-    work = ROOT / "build" / "wheels"
-    programs = compiler(work / "zig")
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.whl"):
         old.unlink()
-    for python in pythons:
-        wheel = repair(build(python, work, programs), out, work)
+    for machine, python in itertools.product(machines, pythons):
+        work = ROOT / "build" / "wheels" / machine
+        wheel = repair(build(python, machine, work), out, work)
         if "-abi3-" in wheel.name:
             run(tool("abi3audit"), "--strict", wheel)
         run(tool("twine"), "check", "--strict", wheel)
@@ -116,8 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", default=PYTHONS, metavar="PYTHON")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--machines", nargs="+", default=MACHINES[:1], choices=MACHINES)
     options = parser.parse_args()
-    make(options.out, options.pythons)
+    make(options.out, options.pythons, options.machines)
 
 
 if __name__ == "__main__":

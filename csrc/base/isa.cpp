@@ -34,9 +34,14 @@ Isa detect() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !all(b, bit_AVX2)) return Isa::portable;
   return all(b, avx512_7b) && all(saved_registers(), zmm) ? Isa::avx512 : Isa::avx2;
 }
+#elif defined(__aarch64__)
+Isa detect() { return Isa::neon; }  // part of every such processor; the portable set uses its registers, too
 #else
 Isa detect() { return Isa::portable; }
 #endif
+
+#define DISTOPT_NAME_SET(set, ...) #set,
+constexpr const char* set_names[] = {DISTOPT_SETS(DISTOPT_NAME_SET, )};
 
 std::atomic<Isa>& chosen() {
   static std::atomic<Isa> isa{best_isa()};
@@ -52,31 +57,13 @@ Isa best_isa() {
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
-std::string isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx2:
-      return "avx2";
-    default:
-      return "portable";
-  }
-}
+std::string isa_name(Isa isa) { return set_names[static_cast<int>(isa)]; }
 
-std::vector<std::string> supported_isas() {
-  std::vector<std::string> names;
-  for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512})
-    if (isa <= best_isa()) names.push_back(isa_name(isa));
-  return names;
-}
+std::vector<std::string> supported_isas() { return {set_names, set_names + 1 + static_cast<int>(best_isa())}; }
 
 void set_isa(const std::string& name) {
-  for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
-    if (isa_name(isa) == name && isa <= best_isa()) {
-      chosen().store(isa);
-      return;
-    }
-  }
+  for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
+    if (set_names[i] == name) return chosen().store(static_cast<Isa>(i));
   throw std::invalid_argument("this processor does not run the instruction set '" + name + "'");
 }
 

@@ -6,7 +6,18 @@
 
 namespace distopt {
 
-enum class Isa { portable, avx2, avx512 };
+// The sets that this build has, each better than those before it.
+#if defined(__x86_64__)
+#define DISTOPT_SETS(X, ...) X(portable, __VA_ARGS__) X(avx2, __VA_ARGS__) X(avx512, __VA_ARGS__)
+#elif defined(__aarch64__)
+#define DISTOPT_SETS(X, ...) X(portable, __VA_ARGS__) X(neon, __VA_ARGS__)
+#else
+#define DISTOPT_SETS(X, ...) X(portable, __VA_ARGS__)
+#endif
+
+#define DISTOPT_NAME_SET(set, ...) set,
+enum class Isa { DISTOPT_SETS(DISTOPT_NAME_SET, ) };
+#undef DISTOPT_NAME_SET
 
 // The best set that both this build and this processor have.
 Isa best_isa();
@@ -31,26 +42,16 @@ struct Both {
 // CMakeLists.txt compiles once per set defines `const FooKernels& foo_kernels()` inside namespace distopt::DISTOPT_ISA.
 // Static: the linker keeps one copy of an inline function, perhaps with instructions that the
 // processor lacks.
-#if defined(__x86_64__)
-#define DISTOPT_DECLARE_KERNELS(Table, name)                   \
-  namespace portable {                                         \
-  const Table& name();                                         \
-  }                                                            \
-  namespace avx2 {                                             \
-  const Table& name();                                         \
-  }                                                            \
-  namespace avx512 {                                           \
-  const Table& name();                                         \
-  }                                                            \
-  static inline const Table& name() {                          \
-    const Isa isa = current_isa();                             \
-    if (isa == Isa::avx512) return avx512::name();             \
-    return isa == Isa::avx2 ? avx2::name() : portable::name(); \
+#define DISTOPT_DECLARE_IN_SET(set, Table, name) \
+  namespace set {                                \
+  const Table& name();                           \
   }
-#else
-#define DISTOPT_DECLARE_KERNELS(Table, name) \
-  namespace portable {                       \
-  const Table& name();                       \
-  }                                          \
-  static inline const Table& name() { return portable::name(); }
-#endif
+#define DISTOPT_TABLE_OF_SET(set, name) \
+  case Isa::set:                        \
+    return set::name();
+#define DISTOPT_DECLARE_KERNELS(Table, name)                            \
+  DISTOPT_SETS(DISTOPT_DECLARE_IN_SET, Table, name)                     \
+  static inline const Table& name() {                                   \
+    switch (current_isa()) { DISTOPT_SETS(DISTOPT_TABLE_OF_SET, name) } \
+    __builtin_unreachable();                                            \
+  }

@@ -19,6 +19,9 @@ struct Half {
     return (Shorts)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
     return (Shorts)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(DISTOPT_NEON)
+    const auto wide = load_as<float32x4x2_t>(&x);
+    return (Shorts)vcvt_high_f16_f32(vcvt_f16_f32(wide.val[0]), wide.val[1]);
 #else
     const Ints bits = (Ints)x;
     const Ints magnitude = bits & top_key;
@@ -37,6 +40,10 @@ struct Half {
     return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtph_ps((__m128i)x);
+#elif defined(DISTOPT_NEON)
+    const auto half = (float16x8_t)x;
+    const float32x4x2_t wide = {{vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half)}};
+    return load_as<Floats>(&wide);
 #else
     const Ints wide = __builtin_convertvector(x, Ints);
     const Ints magnitude = (wide & 0x7fff) << 13;

@@ -63,7 +63,9 @@ bool any(const V& mask) {
   return !_mm256_testz_si256(reinterpret_cast<__m256i>(mask), reinterpret_cast<__m256i>(mask));
 #else
   const auto words = reinterpret_cast<Vec<std::uint64_t>>(mask);
-  return (words[0] | words[1]) != 0;
+  std::uint64_t bits = 0;
+  for (Index i = 0; i < kLanes<std::uint64_t>; ++i) bits |= words[i];
+  return bits != 0;
 #endif
 }
 

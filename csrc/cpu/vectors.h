@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(DISTOPT_NEON)
+#include <arm_neon.h>
 #endif
 
 #include <type_traits>
@@ -24,7 +26,9 @@ inline Index clamp(Index value, Index low, Index high) { return value < low ? lo
 
 #if defined(__AVX512F__)
 constexpr Index kVectorBytes = 64;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(DISTOPT_NEON)
+// With NEON a pair of registers, of which there are as many as AVX2 has: the same tiles and algorithms, and so the
+// same bits.
 constexpr Index kVectorBytes = 32;
 #else
 constexpr Index kVectorBytes = 16;
@@ -149,6 +153,12 @@ inline Vec<float> multiply_add(float a, Vec<float> b, Vec<float> c) {
   return (Vec<float>)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#elif defined(DISTOPT_NEON)
+  const auto factor = load_as<float32x4x2_t>(&b);
+  auto sum = load_as<float32x4x2_t>(&c);
+  sum.val[0] = vfmaq_n_f32(sum.val[0], factor.val[0], a);
+  sum.val[1] = vfmaq_n_f32(sum.val[1], factor.val[1], a);
+  return load_as<Vec<float>>(&sum);
 #else
   return c + a * b;
 #endif
@@ -159,6 +169,12 @@ inline Vec<double> multiply_add(double a, Vec<double> b, Vec<double> c) {
   return (Vec<double>)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
 #elif defined(__AVX2__)
   return (Vec<double>)_mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)b, (__m256d)c);
+#elif defined(DISTOPT_NEON)
+  const auto factor = load_as<float64x2x2_t>(&b);
+  auto sum = load_as<float64x2x2_t>(&c);
+  sum.val[0] = vfmaq_n_f64(sum.val[0], factor.val[0], a);
+  sum.val[1] = vfmaq_n_f64(sum.val[1], factor.val[1], a);
+  return load_as<Vec<double>>(&sum);
 #else
   return c + a * b;
 #endif
@@ -251,6 +267,10 @@ inline unsigned bits_of(Ints mask) {
   return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
 #elif defined(__SSE2__)
   return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
+#elif defined(DISTOPT_NEON)
+  const auto lanes = load_as<uint32x4x2_t>(&mask);
+  const uint32x4_t low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+  return vaddvq_u32(vorrq_u32(vandq_u32(lanes.val[0], low), vandq_u32(lanes.val[1], high)));
 #else
   unsigned bits = 0;
   for (Index j = 0; j < kLanes<float>; ++j) bits |= static_cast<unsigned>(mask[j] & 1) << j;

@@ -18,6 +18,8 @@ namespace distopt {
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
+// Linux's largest page, on ARM: a mapping must begin at a multiple of the page of the machine.
+constexpr std::size_t largest_page_bytes = 65536;
 
 std::size_t slots_offset() { return sizeof(SegmentHeader); }
 std::size_t inboxes_offset(int world_size) {
@@ -157,18 +159,21 @@ bool Segment::holds_lock(int rank) const {
   return !file_ || ::fcntl(file_->get(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
+std::uint64_t Segment::next_block() const { return round_up(end_, largest_page_bytes); }
+
 int Segment::allocate_region(std::size_t bytes) {
   const std::size_t stride = round_up(bytes, page_bytes);
   if (stride == 0) return 0;
-  return allocate(file_->get(), end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
+  return allocate(file_->get(), next_block() + static_cast<std::uint64_t>(rank_) * stride, stride);
 }
 
 WireBlock Segment::map_block(std::size_t bytes) {
   const std::size_t stride = round_up(bytes, page_bytes);
   const std::size_t total = stride * static_cast<std::size_t>(world_size_);
-  WireBlock block{map_arrays(file_, end_, total), end_, stride};
+  const std::uint64_t offset = next_block();
+  WireBlock block{map_arrays(file_, offset, total), offset, stride};
   blocks_.push_back(block);
-  end_ += total;
+  end_ = offset + total;
   return block;
 }
 

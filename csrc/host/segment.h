@@ -67,6 +67,7 @@ class Segment {
 
  private:
   char* inbox(int rank) const;
+  std::uint64_t next_block() const;
 
   std::shared_ptr<File> file_;
   int rank_;
@@ -75,7 +76,7 @@ class Segment {
   std::shared_ptr<char> control_;
   Slot* slots_ = nullptr;
   char* staging_ = nullptr;
-  std::uint64_t end_ = 0;  // of the file, where the next block goes
+  std::uint64_t end_ = 0;  // of the part of the file that is in use
   std::vector<WireBlock> blocks_;
   const std::vector<WireBlock>* located_ = &blocks_;
 };

@@ -189,7 +189,8 @@ class Ring:
 
     def read(self) -> dict[str, Any]:
         """The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
-        # Records before texts: the process may note more, and its records refer to texts.
+        # Records before texts: the process may note more, and its records refer to texts. A processor may see their
+        # writes in another order; such a record is left out.
         records = sorted(self._noted(), key=lambda record: record[-1])
         raw = self.memory[self.texts : self.texts + self.head[1]]
         texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
@@ -197,7 +198,11 @@ class Ring:
         return {
             "version": _VERSION,
             "pg_config": {group["name"]: {**group, "ranks": str(group["ranks"])} for group in groups},
-            "entries": [self._entry(groups[one[4]], texts[one[3]], *one) for one in records if one[-1]],
+            "entries": [
+                self._entry(groups[one[4]], texts[one[3]], *one)
+                for one in records
+                if one[-1] and one[4] < len(groups) and one[3] < len(texts)
+            ],
             **texts[1],
         }
 

@@ -219,6 +219,21 @@ def test_wire_memory_outlives_the_communicator(job: LocalJob) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
+@with_ranks(2)
+def test_wire_memory_begins_at_a_page_of_any_size(job: LocalJob) -> None:
+    comm = connect(job)
+    arrays = [comm.empty(1_000 + 7 * i) for i in range(3)]
+    for i, array in enumerate(arrays):
+        array[:] = np.arange(array.size) + 10 * i + job.topology.rank
+        comm.all_reduce(array).wait()
+        np.testing.assert_array_equal(array, 2 * np.arange(array.size) + 20 * i + 1)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    offsets = [int(line[2], 16) for line in lines if "memfd:distopt" in line[-2]]
+    assert len(offsets) > len(arrays)
+    assert [offset % 65_536 for offset in offsets] == [0] * len(offsets)  # pages of some ARM kernels
+    comm.close()
+
+
 def ask_for_too_much(job: LocalJob) -> str:
     comm = connect(job)
     with pytest.raises(WireMemoryError) as info:

@@ -61,6 +61,8 @@ struct Accumulator {
   static Eight fused(float factor, Eight x, Eight sum) {
 #if defined(__FMA__)
     return (Eight)_mm256_fmadd_ps(_mm256_set1_ps(factor), (__m256)x, (__m256)sum);
+#elif defined(DISTOPT_NEON)
+    return multiply_add(factor, x, sum);
 #else
     return sum + factor * x;
 #endif
