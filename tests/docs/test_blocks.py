@@ -96,7 +96,7 @@ COMMANDS = {
     r"python tests/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
     r"(python|distopt run .*) train.py .*-": "examples/template: tests/torch and make slurm run them",
     r"(python|mpiexec -n 2 python) train_(cnn|mpi|multiprocess).py": "needs SINGA's scripts: make singa",
-    r"python -m (tests\.|pytest )": "minutes: see docs/reference/testing.md",
+    r"(\.venv/bin/)?python -m (tests\.|pytest )": "minutes: see docs/reference/testing.md",
     r"(distopt run .*|python )examples/pytorch/language/serve.py": "loads a model: tests/torch/test_language.py",
     r"export (DISTOPT|GLOO)_[A-Z_]+=": "sets a variable",
     r"wg genkey|sudo (wg|ip) |  peer KEY": "needs WireGuard on two hosts",
