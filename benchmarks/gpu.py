@@ -96,8 +96,8 @@ def kernel_calls(cupy, n: int) -> dict[str, tuple[int, Callable[[], object]]]:
         "sparse sum of 1 %": (4 * n + 8 * k, lambda: codec.scatter_sum(dense, [indices], [values], 0, n)),
         "squared norm": (4 * n, lambda: codec.squared_norm(x)),
         "ReLU": (8 * n, lambda: ops.relu(x)),
-        "SGD with momentum": (20 * n, lambda: ops.update("sgd", x, grad, [first], 1e-6, 0.9, 0.0, 0.0, False)),
-        "Adam": (28 * n, lambda: ops.update("adam", x, grad, [first, second], 1, *ADAM)),
+        "SGD with momentum": (20 * n, lambda: ops.update("sgd", [(x, grad, [first])], 1e-6, 0.9, 0.0, 0.0, False)),
+        "Adam": (28 * n, lambda: ops.update("adam", [(x, grad, [first, second])], 1, *ADAM)),
     }
 
 
