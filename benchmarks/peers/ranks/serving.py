@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "pytorch" / "lan
 from model import LanguageModel, Shape
 from serve import MODELS, divide, generate
 
-# Random parameters: 36 and 146 million.
+# Random parameters: 35 and 146 million.
 LLAMAS = {
     "llama-512": Shape(vocabulary=1000, hidden=512, n_layers=12, n_heads=8, n_key_heads=4, feed_forward=1376),
     "llama": Shape(vocabulary=4096, hidden=1024, n_layers=12, n_heads=16, n_key_heads=8, feed_forward=2816),
