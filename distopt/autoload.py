@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .torch.group.process_group import DistoptProcessGroup
 
 AS_GLOO = "DISTOPT_AS_GLOO"
-
-
 _PART = "distopt_part"  # the backend "distopt" beside others in a group
 
 

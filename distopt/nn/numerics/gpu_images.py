@@ -2,7 +2,7 @@
 
 A convolution is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made in chunks of
 images that bound the memory; with groups of channels, a product for each. Chunks of gradients are added in their order.
-One of 1 x 1 without stride, border or groups is *pointwise*: the images are its columns, and each image is a product.
+A convolution of 1 x 1 without stride, border or groups is *pointwise*: a product for each image, without columns.
 """
 
 from __future__ import annotations
