@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda benchmarks/networks -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi docs docs-links test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test wheels-arm release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links docs-fit recording test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test wheels-arm wheels-bare release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -43,9 +43,9 @@ test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 # machine without network.
 FIRST_GPU ?= build/first-gpu
 first-gpu: $(VENV)/.with-$(TEST_EXTRAS)
-	$(BIN)/python tests/gpu/first_gpu.py --out $(FIRST_GPU)
+	$(BIN)/python instruments/gpu/first_gpu.py --out $(FIRST_GPU)
 first-gpu-pack: $(VENV)/bin/python
-	$(BIN)/python tests/gpu/pack.py $(FIRST_GPU)-pack
+	$(BIN)/python instruments/gpu/pack.py $(FIRST_GPU)-pack
 
 # Every kernel, compiled by NVRTC for each architecture, in an environment of its own: how many registers it takes, and
 # that it does not spill. Needs no GPU.
@@ -53,74 +53,74 @@ KERNELS := .venv-kernels
 kernels:
 	$(MAKE) VENV=$(KERNELS) $(KERNELS)/.base
 	$(KERNELS)/bin/python -m pip install --quiet 'cupy-cuda13x>=14.2' nvidia-cuda-nvrtc
-	$(KERNELS)/bin/python tests/gpu/first_parts.py compile
+	$(KERNELS)/bin/python instruments/gpu/first_parts.py compile
 
-# The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
+# The shared-memory protocol, see instruments/model/README.md. `model`: every order of steps, with death at every step, of two
 # and three ranks; two minutes and 3 GB, of which `make test-all` does the smaller part. `litmus`: every execution that the
 # memory models of C++ and of ARM allow; needs GenMC on the PATH.
 model:
-	$(PYTHON) -m tests.model.checker
+	$(PYTHON) -m instruments.model.checker
 litmus:
-	$(PYTHON) -m tests.model.litmus
+	$(PYTHON) -m instruments.model.litmus
 
 # Faults of every kind, for every way to start ranks, at random moments, then what remains of many jobs and collectives; see
 # docs/guide/faults.md; then jobs that heal. 25 minutes on two cores. Two hosts need root.
 TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
-	$(BIN)/python -m tests.faults --trials $(TRIALS)
-	$(BIN)/python -m tests.faults.soak
-	$(BIN)/python -m tests.faults.healing --minutes 1.3 --kinds SIGKILL,SIGSTOP,all,twice,server
-	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --minutes 1.3 --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
-	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 4 $(LOST) --faults 9 --most-lost 0 -- -m tests.ranks.healed $(LONG)
+	$(BIN)/python -m instruments.faults --trials $(TRIALS)
+	$(BIN)/python -m instruments.faults.soak
+	$(BIN)/python -m instruments.faults.healing --minutes 1.3 --kinds SIGKILL,SIGSTOP,all,twice,server
+	[ $$(id -u) -ne 0 ] || $(BIN)/python -m instruments.faults.healing --minutes 1.3 --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
+	[ $$(id -u) -ne 0 ] || $(BIN)/python -m instruments.faults.healing --hosts 4 $(LOST) --faults 9 --most-lost 0 -- -m instruments.faults.healed $(LONG)
 
 # Nodes killed, frozen and cut off, one after another: steps lost by jobs of both fronts, and digests. Two hours; needs root.
 LOST = --ranks 1 --kinds node,frozen,cut
 LONG = --pause 0.3 --samples 20000
 lost-nodes: $(VENV)/.with-$(TEST_EXTRAS)
 	for hosts in 2 4; do \
-	  for job in "ranks.healed --no-shards" "torch.elastic plain" "torch.elastic plain --backend gloo"; do \
-	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 1 --no-digests -- -m tests.$$job $(LONG) || exit 1; \
-	    $(BIN)/python -m tests.faults.healing --hosts $$hosts --nnodes $$hosts $(LOST) --faults 12 --most-lost 1 -- -m tests.$$job $(LONG) || exit 1; \
+	  for job in "instruments.faults.healed --no-shards" "instruments.torch.elastic plain" "instruments.torch.elastic plain --backend gloo"; do \
+	    $(BIN)/python -m instruments.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 1 --no-digests -- -m $$job $(LONG) || exit 1; \
+	    $(BIN)/python -m instruments.faults.healing --hosts $$hosts --nnodes $$hosts $(LOST) --faults 12 --most-lost 1 -- -m $$job $(LONG) || exit 1; \
 	  done; \
-	  for job in ranks.healed "torch.elastic ddp" "torch.elastic ddp --backend gloo"; do \
-	    $(BIN)/python -m tests.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 0 -- -m tests.$$job $(LONG) || exit 1; \
+	  for job in instruments.faults.healed "instruments.torch.elastic ddp" "instruments.torch.elastic ddp --backend gloo"; do \
+	    $(BIN)/python -m instruments.faults.healing --hosts $$hosts $(LOST) --faults 30 --most-lost 0 -- -m $$job $(LONG) || exit 1; \
 	  done; \
 	done
 
 # Training in shards on every layout of ranks, and its hash; see docs/guide/one_hash.md. Ten minutes on two cores.
 NETS ?= cnn,norm,resnet18
 one-hash: $(VENV)/.with-$(TEST_EXTRAS)
-	$(BIN)/python -m tests.one_hash --nets $(NETS)
-	$(BIN)/python -m tests.faults.elastic --hosts $$([ $$(id -u) -ne 0 ] && echo 1 || echo 2)
+	$(BIN)/python -m instruments.one_hash --nets $(NETS)
+	$(BIN)/python -m instruments.faults.elastic --hosts $$([ $$(id -u) -ne 0 ] && echo 1 || echo 2)
 
 # Faults planted in a copy of the sources, one after the other, and whether the tests of their folders notice: an hour or two.
 # The same faults before and after a refactoring: make mutants MUTANTS="--list FILE".
 MUTANTS ?= --count 60 --seed 1
 mutants: $(VENV)/.with-$(TEST_EXTRAS),oracle
-	$(BIN)/python -m tests.mutants $(MUTANTS)
+	$(BIN)/python -m instruments.mutants $(MUTANTS)
 
 # Random programs against slow oracles; see docs/reference/fuzz.md. An hour: make fuzz MINUTES=60.
 MINUTES ?= 5
 fuzz: $(VENV)/.with-$(TEST_EXTRAS)
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m instruments.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/guide/slurm.md. Needs root; installs Debian's
 # packages. The first writes docs/results/slurm.md, in 25 minutes; the second is for continuous integration, in one.
 slurm: $(VENV)/.with-$(TEST_EXTRAS),oracle,submitit
-	$(BIN)/python tests/slurm/run
+	$(BIN)/python instruments/slurm/run
 slurm-quick: $(VENV)/.with-mpi
-	$(BIN)/python tests/slurm/run --quick
+	$(BIN)/python instruments/slurm/run --quick
 
 # PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see
 # docs/results/pytorch.md. The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour. The others are for continuous integration: the
-# installed version with 3 ranks; then in an environment of its own, with the quick part of our tests, the newest that the
-# index has with 2. `make torch-newest TORCH_PART=` runs all of our tests, before a release.
-SUITE := tests/torch/suite.py --expect tests/torch/passes.txt
+# installed version with 3 ranks; then in an environment of its own, with those of our quick tests that start no long
+# job, the newest that the index has with 2. `make torch-newest TORCH_PART=` runs all of our tests, before a release.
+SUITE := instruments/torch/suite.py --expect instruments/torch/passes.txt
 RANKS ?= 3
 NEWEST := .venv-torch-newest
-TORCH_PART ?= --part quick
+TORCH_PART ?= --part quick -m "not slow"
 torch: $(VENV)/.with-$(TEST_EXTRAS)
-	for n in 2 3 4 8; do $(BIN)/python -W ignore tests/torch/suite.py --ranks $$n || exit 1; done
+	for n in 2 3 4 8; do $(BIN)/python -W ignore instruments/torch/suite.py --ranks $$n || exit 1; done
 	for n in 2 3; do CHECKS=compiled_ddp,compiled_collectives,dist_opt_under_compiled_autograd,builtin_hooks $(BIN)/python -m tests.torch.checks $$n || exit 1; done
 torch-quick: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in $(RANKS); do $(BIN)/python -W ignore $(SUITE) --backends distopt --ranks $$n || exit 1; done
@@ -132,26 +132,26 @@ torch-newest:
 # Scripts that just end, several at a time, so that all cores are busy: an hour on two cores.
 RUNS ?= 500
 ends: $(VENV)/.with-$(TEST_EXTRAS)
-	$(BIN)/python -m tests.torch.ends --runs $(RUNS)
+	$(BIN)/python -m instruments.torch.ends --runs $(RUNS)
 # Libraries over PyTorch that ask for Gloo, and tests of theirs, over Gloo and over distopt: prints a table. ROUNDS=3 on a
 # machine that does nothing else, for its times.
 LIBRARIES := .venv-libraries
 ROUNDS ?= 1
 torch-libraries:
-	$(MAKE) VENV=$(LIBRARIES) $(LIBRARIES)/.with-mpi,test,torch
-	$(LIBRARIES)/bin/python -m pip install --quiet -r tests/torch/libraries.txt
+	$(MAKE) VENV=$(LIBRARIES) $(LIBRARIES)/.with-oracle,test
+	$(LIBRARIES)/bin/python -m pip install --quiet -r instruments/torch/libraries.txt
 	$(LIBRARIES)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest build/libraries accelerate==1.15.0 pytorch-ignite==0.5.5
 	for source in build/libraries/*.tar.gz; do tar -xzf $$source -C build/libraries; done
-	$(LIBRARIES)/bin/python -W ignore -m tests.torch.libraries --rounds $(ROUNDS) --sources build/libraries
+	$(LIBRARIES)/bin/python -W ignore -m instruments.torch.libraries --rounds $(ROUNDS) --sources build/libraries
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/guide/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and
 # with 2.3.
 singa: $(VENV)/.with-mpi
 	$(if $(CHECKOUT),,$(error name a checkout of github.com/apache/singa: make singa CHECKOUT=FOLDER))
-	$(BIN)/python tests/singa/run $(CHECKOUT)
-	$(BIN)/python tests/singa/run $(CHECKOUT) --numpy 2.3
-	$(BIN)/python tests/singa/scripts $(CHECKOUT)
+	$(BIN)/python instruments/singa/run $(CHECKOUT)
+	$(BIN)/python instruments/singa/run $(CHECKOUT) --numpy 2.3
+	$(BIN)/python instruments/singa/scripts $(CHECKOUT)
 
 # The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
 SANITIZED ?= tests/unit tests/conformance
@@ -163,14 +163,14 @@ sanitize:
 # The shared-memory communicator under ThreadSanitizer, with its ranks as threads; then with weaker orders, where it must
 # find races. Four minutes.
 THREADS := build/threads
-THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp csrc/cpu/reduce.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
+THREADS_SOURCES := $(wildcard instruments/model/threads/*.cpp) csrc/base/isa.cpp csrc/cpu/reduce.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
 THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -Idistopt -DDISTOPT_ISA=portable -pthread \
 	-Wl,--wrap=mmap,--wrap=munmap,--wrap=fcntl
 sanitize-threads:
 	mkdir -p $(THREADS)
 	$(CXX) $(THREADS_FLAGS) $(THREADS_SOURCES) -o $(THREADS)/ranks
 	$(THREADS)/ranks 20
-	$(CXX) $(THREADS_FLAGS) -include tests/model/threads/weaker.h $(THREADS_SOURCES) -o $(THREADS)/weaker
+	$(CXX) $(THREADS_FLAGS) -include instruments/model/threads/weaker.h $(THREADS_SOURCES) -o $(THREADS)/weaker
 	! $(THREADS)/weaker 1 2> $(THREADS)/races.txt
 	grep -q "ThreadSanitizer: data race" $(THREADS)/races.txt
 
@@ -179,9 +179,11 @@ sanitize-threads:
 # machines by MACHINES="x86_64 aarch64"; ARM is experimental.
 # `wheels-quick`, for continuous integration, builds that of one Python, and runs the tests of the kernels on it.
 # `wheels-test` runs tests/unit, tests/conformance and some of tests/ranks with the wheels in dist on every version of
-# Python (a part of them: ROWS="3.13 3.14=PATH"); `wheels-arm` runs tests of kernels, codecs and shared memory, and an
-# epoch of MNIST, with the wheels for ARM, emulated by qemu-user-static, with Debian's Pythons; its releases are SUITES.
-# `release` makes and checks all that a release uploads.
+# Python (a part of them: ROWS="3.13 3.14=PATH"), and `wheels-arm` if there are wheels for ARM. That runs tests of kernels,
+# codecs and shared memory, and an epoch of MNIST, emulated by qemu-user-static, with Debian's Pythons; its releases are
+# SUITES, each of which takes half an hour.
+# `wheels-bare`, as root, trains with a wheel of dist in a bare Debian without a compiler.
+# `release` makes and checks all that a release uploads; then wheels-test and wheels-bare test its wheels.
 RELEASE := .venv-release
 MACHINES ?= x86_64
 # uv then trusts the certificates of the system, as pip does.
@@ -200,9 +202,12 @@ wheels-quick: $(RELEASE)/.made
 	"$$($(BIN)/python -c 'import sys; print("{}.{}={}".format(*sys.version_info[:2], sys.executable))')"
 wheels-test: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.versions $(ROWS)
+	$(if $(wildcard dist/*aarch64.whl),$(RELEASE)/bin/python -m release.emulated $(SUITES))
 wheels-arm: $(RELEASE)/.made
 	$(RELEASE)/bin/python -m release.emulated $(SUITES)
-release: $(RELEASE)/.made
+wheels-bare: $(RELEASE)/.made
+	$(RELEASE)/bin/python -m release.bare $(SUITES)
+release: $(RELEASE)/.made $(VENV)/.with-docs
 	$(RELEASE)/bin/python -m release.check $(if $(CLONE_URL),--clone-url $(CLONE_URL)) $(PYTHONS)
 
 lint: $(VENV)/.with-$(TEST_EXTRAS),dev
@@ -214,13 +219,19 @@ lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 # The site of README and docs, in build/site, without PyTorch; whatever is missing is an error. It needs no network, from
-# a server or, but for the search, from its folder. The second target asks the hosts that its links name.
+# a server or, but for the search, from its folder. The second target asks the hosts that its links name; the third looks
+# for cut tables and code in Chromium, at the width of a screen and of a phone, in a minute; the last records README's
+# picture anew, as root.
 SITE := build/site
 docs: $(VENV)/.with-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/tools/check.py $(SITE)
 docs-links: docs
 	$(BIN)/python docs/tools/check.py $(SITE) --external
+docs-fit: docs
+	$(BIN)/python docs/tools/fit.py $(SITE)
+recording: $(VENV)/.with-$(TEST_EXTRAS),oracle
+	$(BIN)/python docs/tools/record.py docs/healing.svg
 
 format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check --fix .

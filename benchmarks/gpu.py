@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -143,13 +144,21 @@ def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
     return step
 
 
-# How PyTorch runs: compiled in a mode, and with convolutions in TF32, which is its default.
+# How PyTorch runs: compiled in a mode, and whether both compute products and convolutions in TF32.
 PEERS = (("eager", False), ("eager", True), ("default", False), ("reduce-overhead", False), ("reduce-overhead", True))
+
+
+def set_tf32(torch, tf32: bool) -> None:
+    """Have products and convolutions of both libraries in TF32, or in float32."""
+    if torch is not None:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    os.environ["CUPY_TF32"] = str(int(tf32))
 
 
 def step_rows(cupy, torch, peers, name: str, ours, theirs, shape: tuple[int, ...], classes: int) -> Iterator[str]:
     """Steps of ours(use_graph), with and without CUDA graphs, and of the network theirs() in PyTorch."""
     what = f"| {name} step, batch {shape[0]}"
+    set_tf32(torch, False)
     step = ours(False)
     (about,) = device_ms(cupy, step, rounds=1, repeats=1)
     repeats = min(20, max(2, int(200 / about)))  # of a long step fewer: a machine may be lent for minutes
@@ -165,14 +174,14 @@ def step_rows(cupy, torch, peers, name: str, ours, theirs, shape: tuple[int, ...
     for mode, tf32 in PEERS if torch is not None else ():
         if ("eager" if mode == "eager" else "compiled") not in peers:
             continue
-        torch.backends.cudnn.allow_tf32 = tf32
+        set_tf32(torch, tf32)
         peer = torch_step(torch, theirs(), shape, classes, mode)
         # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
             own, other = device_ms(cupy, step, peer, repeats=repeats)
-        peer_name = f"PyTorch {'compiled, ' if mode != 'eager' else ''}{mode}{', TF32' if tf32 else ''}"
-        must = "1x" if mode == "eager" and not tf32 else ""
-        yield f"{what} | {own:.3f} ms | {peer_name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
+        peer_name = f"PyTorch {'compiled, ' if mode != 'eager' else ''}{mode}"
+        must, numbers = "1x" if mode == "eager" else "", ", both TF32" if tf32 else ""
+        yield f"{what}{numbers} | {own:.3f} ms | {peer_name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
 
 
 def cnn_rows(cupy, torch, peers) -> Iterator[str]:

@@ -23,7 +23,7 @@ _PART = "distopt_part"  # the backend "distopt" beside others in a group
 
 
 def register() -> None:
-    """Local. Register the backend. Raises nothing, since PyTorch would take that for a failure of its own import."""
+    """Register the backend. Raises nothing, since PyTorch would take that for a failure of its own import."""
     try:
         import torch.distributed as dist
 
@@ -43,12 +43,12 @@ def register() -> None:
 
 
 def is_in_gloos_place() -> bool:
-    """Local. Whether groups that ask for Gloo are distopt's."""
+    """Whether groups that ask for Gloo are distopt's."""
     return os.environ.get(AS_GLOO, "0") not in ("", "0")
 
 
 def serving() -> dict[str, str]:
-    """Local. Of PyTorch, which must be installed, the "version", and the backend of "gloo" groups for CPU tensors."""
+    """Of PyTorch, which must be installed, the "version", and the backend of "gloo" groups for CPU tensors."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -69,7 +69,7 @@ def _join_part(options: Any, backend_options: object = None) -> object:
 
 
 def _serve(names: set[str]) -> None:
-    """Local. Have PyTorch find distopt for the CPU tensors of groups that ask for one of `names`."""
+    """Have PyTorch find distopt for the CPU tensors of groups that ask for one of `names`."""
     import torch
     from torch.distributed import distributed_c10d
 

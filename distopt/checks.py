@@ -33,7 +33,7 @@ def absent_name(
 
 
 def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
-    """Local. Give a module, by its `globals()`, a `__getattr__` that raises the error of `absent_name`.
+    """Give a module, by its `globals()`, a `__getattr__` that raises the error of `absent_name`.
 
     Where type checkers see the definition of a `__getattr__`, they accept every name of the module.
     """
@@ -65,7 +65,7 @@ class _AbsentName:
 
 
 def check_integer(name: str, value: Any, least: int | None = None, below: int | None = None) -> int:
-    """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
+    """The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
 
     Raises:
         UsageError: it is not an integer, is less than `least`, or is not less than `below`, which needs `least`.
@@ -82,7 +82,7 @@ def check_integer(name: str, value: Any, least: int | None = None, below: int | 
 
 
 def check_number(name: str, value: Any, interval: str) -> float:
-    """Local. The argument `name` as a float. Bools are not numbers.
+    """The argument `name` as a float. Bools are not numbers.
 
     Args:
         name: for the message.
@@ -100,7 +100,7 @@ def check_number(name: str, value: Any, interval: str) -> float:
 
 
 def check_count(name: str, value: Any) -> int:
-    """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
+    """The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
         StateError: it is not a whole number from 0 to 2**53; a float does not hold every integer beyond that.
@@ -114,7 +114,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_like(name: str, own: Any, given: Any) -> None:
-    """Local. Check that a value of saved states has the shape and the dtype of the array or tensor that it replaces.
+    """Check that a value of saved states has the shape and the dtype of the array or tensor that it replaces.
 
     Raises:
         StateError: it has not; the message begins with `name`.
@@ -128,7 +128,7 @@ def check_like(name: str, own: Any, given: Any) -> None:
 
 
 def check_arrays(whole: str, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Local. Check that saved states have one value for each of the arrays or tensors `own`, and no others.
+    """Check that saved states have one value for each of the arrays or tensors `own`, and no others.
 
     Args:
         whole: what these are parts of, for messages: "model", for example.
@@ -148,12 +148,12 @@ def check_arrays(whole: str, own: Mapping[str, Any], given: Mapping[str, Any]) -
 
 @functools.cache
 def names_of(cls: Any) -> frozenset[str]:
-    """Local. The names that a class and its bases define, or annotate in their bodies."""
+    """The names that a class and its bases define, or annotate in their bodies."""
     return frozenset(name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base)))
 
 
 def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
-    """Local. Check that something reads an attribute that is about to be assigned; for `__setattr__`.
+    """Check that something reads an attribute that is about to be assigned; for `__setattr__`.
 
     Only objects of distopt's own classes are checked: those that scripts derive have attributes of their own.
 

@@ -18,7 +18,7 @@ import numpy as np
 from . import codecs, comm, launch
 from .checks import absent_name, check_assignment, names_of
 from .codecs import BadGradient, Codec, CommunicationStatistics
-from .codecs.state import States
+from .codecs.kept_arrays import States
 from .comm import Communicator
 from .comm.base import Array
 from .comm.gpu import driver_version
@@ -398,7 +398,7 @@ class DistOpt:
             return layout
         with self.opt.gated(verdict.flag) as undo:
             self._update(layout)
-        self._engine.postpone(step, verdict, undo, loss.device.check)
+        self._engine.postpone(step, undo, loss.device.check)
         return layout
 
     def _adopt(self, layout: Layout) -> None:

@@ -209,5 +209,5 @@ _PACKAGES = {
 
 
 def pip_install(extra: str) -> str:
-    """Local. The command that installs the packages of an extra, for messages."""
+    """The command that installs the packages of an extra, for messages."""
     return f"pip install {_PACKAGES[extra]}"

@@ -39,7 +39,7 @@ _DTYPES = {name: np.dtype(f"<{kind}") for kind, name in _TYPES.items()}
 
 
 def type_of(key: str, dtype: Any) -> str:
-    """Local. What safetensors files call the type of an array.
+    """The name of the type of an array in safetensors files.
 
     Raises:
         UsageError: they have no such type.
@@ -51,7 +51,7 @@ def type_of(key: str, dtype: Any) -> str:
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Local. Replace the file `path` by the body's output, all of it or nothing.
+    """Replace the file `path` by the body's output, all of it or nothing.
 
     The body writes to `.NAME.<16 hex digits>.tmp` in the same folder; after it, that file is flushed to the disk and
     renamed. If the body raises, the old file stays and the temporary one is removed. A writer that was killed leaves
@@ -83,7 +83,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Local. Flush the names in a folder to the disk.
+    """Flush the names in a folder to the disk.
 
     Raises:
         OSError: from the file system.
@@ -97,7 +97,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
-    """Local. Hold the lock file `path` during the body; other processes and threads wait for it.
+    """Hold the lock file `path` during the body; other processes and threads wait for it.
 
     The kernel releases the lock when its holder dies. The empty lock file stays: to remove it would let a process
     that waits on the removed file and one that creates it again each hold a lock.
@@ -122,7 +122,7 @@ def save_arrays(
     mark: Mapping[str, str],
     notes: str = "",
 ) -> None:
-    """Local. Write a safetensors file with checksums of its content; see `atomic_write` and `write_arrays`.
+    """Write a safetensors file with checksums of its content; see `atomic_write` and `write_arrays`.
 
     Raises:
         UsageError: see `head_of`.
@@ -140,7 +140,7 @@ def write_arrays(
     notes: str = "",
     host: Callable[[Any], Any] = np.asarray,
 ) -> None:
-    """Local. Write a safetensors file.
+    """Write a safetensors file.
 
     Contiguous arrays are written from where they are: the function needs no memory of their size.
 
@@ -164,7 +164,7 @@ def write_arrays(
 def head_of(
     arrays: Mapping[str, Any], mark: Mapping[str, str], notes: str = ""
 ) -> tuple[bytes, Sequence[tuple[str, Any]]]:
-    """Local. The bytes of a safetensors file before its arrays, and the names and types of these, in their order there.
+    """The bytes of a safetensors file before its arrays, and the names and types of these, in their order there.
 
     Args and errors are those of `write_arrays`.
     """
@@ -178,7 +178,7 @@ def head_of(
 def load_arrays(
     path: str | os.PathLike[str], mark: Mapping[str, str], writer: str, prefix: str | None = ""
 ) -> tuple[Arrays, str]:
-    """Local. The arrays and the notes that `save_arrays` wrote with the same `mark`.
+    """The arrays and the notes that `save_arrays` wrote with the same `mark`.
 
     Args:
         path: file to read.
@@ -209,7 +209,7 @@ def load_arrays(
 def arrays_in(
     content: bytes | memoryview, mark: Mapping[str, str], writer: str, place: str = "memory"
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Local. Views of the arrays in the content of a safetensors file, and its metadata.
+    """Views of the arrays in the content of a safetensors file, and its metadata.
 
     Args:
         content: of the file; where it can be written, the views can be, too.
@@ -239,7 +239,7 @@ def arrays_in(
 
 
 def check_mark(path: str | os.PathLike[str], found: Mapping[str, Any], mark: Mapping[str, str], writer: str) -> None:
-    """Local. Check that a file is of the writer, and of the version of its format that is read here.
+    """Check that a file is of the writer, and of the version of its format that is read here.
 
     Args:
         path: of the file, for the message.
@@ -288,7 +288,7 @@ def _checksums(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:
 
 # -- temporary files --------------------------------------------------------------------------------------------------
 def temporary_pattern(name: str) -> str:
-    """Local. A regular expression of the names of `atomic_write`'s temporary files for those that match `name`."""
+    """A regular expression of the names of `atomic_write`'s temporary files for those that match `name`."""
     return rf"\.(?:{name})\.[0-9a-f]{{16}}\.tmp"
 
 
@@ -317,7 +317,7 @@ def _remove_orphans(target: Path) -> None:
 
 
 def described(error: Exception, path: Path) -> str:
-    """Local. The error that a file or folder at `path` has met, with its place and the cure."""
+    """The error that a file or folder at `path` has met, with its place and the cure."""
     if not isinstance(error, OSError):
         return f"{path}: {error!r}"
     cure = _CURES.get(error.errno or 0, "check the disk")

@@ -29,7 +29,6 @@ from difflib import get_close_matches
 from .errors import UsageError
 
 MOST_STREAMS = 16
-OLD_TRANSPORT = "DISTOPT_BACKEND"  # the name of DISTOPT_TRANSPORT before 0.1; for one version
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Settings:
         return cls(
             timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
             stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
-            transport=env.get("DISTOPT_TRANSPORT") or env.get(OLD_TRANSPORT) or cls.transport,
+            transport=env.get("DISTOPT_TRANSPORT") or cls.transport,
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,

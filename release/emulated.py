@@ -2,7 +2,8 @@
 
 Each SUITE is a release of Debian, whose packages for arm64 give the libraries and Python; the wheel for that Python is
 installed beside them. Needs apt, dpkg and qemu-user-static, and neither root nor binfmt_misc. Qemu runs ARM's
-instructions, but with the memory order of this machine, which is stronger on x86-64; see tests/model for the order.
+instructions, but with the memory order of this machine, which is stronger on x86-64; see
+instruments/model for the order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .versions import ROOT, tree, uv, wheel_for
+from .versions import ROOT, debian_site, tree, uv, wheel_for
 
 WORK = ROOT / "build" / "emulated"
 QEMU = "qemu-aarch64-static"
@@ -36,15 +37,12 @@ JOB = ("examples/mnist_multiprocess.py", "2", "--max-epoch", "1")
 
 def debian(suite: str, folder: Path) -> Path:
     """The files of Debian's packages for arm64, without their scripts having run; exits if apt fails."""
-    made = folder / "tree"
+    made = folder / "debian"
     state, cache = folder / "apt" / "state", folder / "apt" / "cache"
     for path in (state / "lists" / "partial", cache / "archives" / "partial"):
         path.mkdir(parents=True, exist_ok=True)
     (state / "status").touch()
-    sites = subprocess.check_output(
-        ["apt-get", "indextargets", "--format", "$(SITE)", "Identifier: Packages"], text=True
-    )
-    (folder / "apt" / "sources.list").write_text(f"deb {sites.split()[0]} {suite} main\n")
+    (folder / "apt" / "sources.list").write_text(f"deb {debian_site()} {suite} main\n")
     (folder / "apt" / "apt.conf").write_text(
         f"""APT::Architecture "arm64";
 APT::Architectures {{ "arm64"; }};

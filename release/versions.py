@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels-test"
 TESTS = ("tests/unit", "tests/conformance", "tests/ranks/test_mpi.py", "tests/ranks/test_run.py")
-EMULATOR = "tests.emulation"
+EMULATOR = "instruments.emulation"
 
 
 # For each version of Python, what is installed beside the wheel and its extras.
@@ -38,9 +38,17 @@ def uv(*arguments: str | Path) -> bool:
 
 
 def wheel_for(version: str, machine: str, dist: Path) -> Path:
-    """The wheel for a version of Python: its own, or that for the stable ABI."""
-    own = dist.glob(f"*-cp{version.replace('.', '')}-*{machine}.whl")
-    return next(own, None) or next(dist.glob(f"*-abi3-*{machine}.whl"))
+    """The wheel for a version of Python: its own, or that for the stable ABI; exits if there is none."""
+    for tag in (f"cp{version.replace('.', '')}", "abi3"):
+        if wheels := list(dist.glob(f"*-{tag}-*{machine}.whl")):
+            return wheels[0]
+    sys.exit(f"{dist} has no wheel for Python {version} on {machine}: make wheels MACHINES={machine}")
+
+
+def debian_site() -> str:
+    """The address of Debian's packages that apt uses here."""
+    words = ("apt-get", "indextargets", "--format", "$(SITE)", "Identifier: Packages")
+    return subprocess.check_output(words, text=True).split()[0]
 
 
 def environment(wanted: str, packages: Sequence[str], folder: Path, wheel: Path) -> Path | None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import os
@@ -7,7 +5,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -16,10 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from distopt import _core, autograd
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
-from tests.processes import free_port, heed_signals, kill_programs
-
-if TYPE_CHECKING:
-    from benchmarks.networks.emulation import TwoHosts
+from tests.processes import free_port, heed_signals, kill_programs, or_skipped
 
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
@@ -107,7 +102,11 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             with (folder / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
-                    path.write_bytes(pickle.dumps(outcome_of(function, *args)))
+                    try:
+                        outcome = function(*args), ""
+                    except (Exception, pytest.fail.Exception):  # another try for each test that asks would take hours
+                        outcome = None, traceback.format_exc()
+                    path.write_bytes(pickle.dumps(outcome))
             results[name] = pickle.loads(path.read_bytes())
         value, error = results[name]
         if error:
@@ -115,14 +114,6 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return value
 
     return result
-
-
-def outcome_of(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """Its result, or why it fails: another try for each test that asks would take hours."""
-    try:
-        return function(*args), ""
-    except (Exception, pytest.fail.Exception):
-        return None, traceback.format_exc()
 
 
 @pytest.fixture(params=_core.supported_isas())
@@ -140,13 +131,10 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[TwoHosts]:
+def net() -> Iterator[Any]:
     """Two hosts, which are network namespaces of this machine, with the MPI of mpi4py between them. Needs root."""
     pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich", exc_type=ImportError)
-    from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
+    from benchmarks.networks.emulation import two_hosts
 
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
+    with or_skipped(two_hosts()) as made:
+        yield made

@@ -5,9 +5,9 @@ value of every parameter, fixtures' included, occurs in one of them; which value
 which a case takes seconds is marked `slow`, and `slow(kept=1)` if no other touches its feature: the quick part has only
 so many of its cases.
 
-The rest, which continuous integration runs as well, has all others but for tests marked `sweep(rest=3)`, whose many
-cases take minutes: of them it has so many, drawn once and for all. The sweeps are what is left; run them before a
-release.
+The rest, which continuous integration runs as well, has all others but for tests marked `sweep(rest=3)`, or
+`slow(kept=1, rest=3)`, whose many cases take minutes: of them it has so many, drawn once and for all. The sweeps are
+what is left; run them before a release.
 """
 
 import random
@@ -51,7 +51,7 @@ def sweeps_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Of the cases that the quick part leaves, those that the rest leaves."""
     by_function = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep"):
+        if kept(item, "sweep", "rest") < float("inf"):
             by_function[function_of(item)].append(item)
     sweeps: list[pytest.Item] = []
     for function, cases in by_function.items():
@@ -78,9 +78,10 @@ def kept(item: pytest.Item, marker: str = "slow", count: str = "kept") -> float:
 
     A mark of a parameter's value counts before that of the function, and that before the file's.
     """
-    own = [mark for mark in item.own_markers if mark.name == marker]  # those of values come last
-    found = own[-1] if own else item.get_closest_marker(marker)
-    return found.kwargs.get(count, 0) if found else float("inf")
+    marks = [mark for mark in item.iter_markers() if mark.name == marker or count in mark.kwargs]
+    own = [mark for mark in item.own_markers if mark in marks]  # those of values come last
+    found = own[-1:] or marks[:1]
+    return found[0].kwargs.get(count, 0) if found else float("inf")
 
 
 def cases_beside(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:

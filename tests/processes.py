@@ -5,6 +5,7 @@ import fcntl
 import functools
 import os
 import pty
+import re
 import signal
 import socket
 import struct
@@ -12,15 +13,20 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HERE = os.uname().nodename
+RUN = [sys.executable, "-m", "distopt", "run"]
+# Scripts of ranks: for any launcher; for the variables of `distopt run` alone.
+LAUNCHED, BY_VARIABLES = (str(ROOT / "tests" / "ranks" / f"{name}_script.py") for name in ("launched", "run"))
 _MARK = "DISTOPT_TEST_RUN"
 # Then what a test has started is taken to hang, on a busy machine, too; pytest's own limit, which is later, says less.
 LIMIT_SECONDS = 560.0
@@ -36,6 +42,11 @@ class Ended:
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def agent_lines(self) -> list[str]:
+        """The agents' lines, without the notice that another node is slow to come."""
+        return re.findall("^distopt run: (?!waiting for the other nodes).*", self.stderr, re.MULTILINE)
 
 
 def heed_signals() -> None:
@@ -85,8 +96,8 @@ class Program:
         )
         _PROGRAMS.append(self)
 
-    def end(self, seconds: float = LIMIT_SECONDS) -> Ended:
-        """Wait for the end. Fails the test if it does not come within `seconds`, or if a process remains."""
+    def end(self, seconds: float = LIMIT_SECONDS, *, code: int | None = None) -> Ended:
+        """Wait for the end. Fails the test if it does not come within `seconds`, if a process remains, or by `code`."""
         try:
             stdout, stderr = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -97,7 +108,14 @@ class Program:
                 stdout, stderr = held.output, held.stderr
             pytest.fail(f"no end within {seconds:.0f} s\n{stdout}\n{stderr}")
         self.assert_nothing_left()
-        return Ended(self.process.returncode, stdout, stderr)
+        ended = Ended(self.process.returncode, stdout, stderr)
+        assert code in (None, ended.code), ended
+        return ended
+
+    def end_by(self, signum: signal.Signals, code: int | None = None) -> Ended:
+        """Send the signal to the started process, and wait for the end."""
+        self.process.send_signal(signum)
+        return self.end(code=code)
 
     def assert_nothing_left(self) -> None:
         began = time.monotonic()
@@ -126,16 +144,44 @@ class Program:
         assert self.process.stdout is not None
         return [self.process.stdout.readline().rstrip("\n") for _ in range(count)]
 
+    def ready(self, count: int = 2) -> "Program":
+        """Itself, once it has written so many lines."""
+        self.read_lines(count)
+        return self
 
-def remove_group(group: Path) -> None:
-    """Remove a control group once its processes have ended; for a moment, the kernel still counts one that has."""
-    while True:
-        try:
+
+@contextlib.contextmanager
+def or_skipped(hosts: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    """The emulated hosts; where they cannot be made, the test is skipped."""
+    from benchmarks.networks.emulation import HostsUnavailableError
+
+    try:
+        with hosts as made:
+            yield made
+    except HostsUnavailableError as error:
+        pytest.skip(f"no such hosts: {error}")
+
+
+@contextlib.contextmanager
+def control_group(name: str, value: str) -> Iterator[Path]:
+    """A control group, of either version, with this setting; where none can be made, the test is skipped."""
+    for root in (Path("/sys/fs/cgroup") / controllers for controllers in ("pids", "unified", "")):
+        group = root / f"distopt-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / name).write_text(value)
+            except OSError:
+                group.rmdir()
+            else:
+                break
+    else:
+        pytest.skip(f"control groups with {name} are not ours to make")
+    yield group
+    while group.exists():  # for a moment, the kernel still counts a process that has ended
+        with contextlib.suppress(OSError):
             group.rmdir()
-        except OSError:  # noqa: PERF203 - busy
-            time.sleep(0.02)
-        else:
-            return
+        time.sleep(0.02)
 
 
 def kill_programs() -> None:
@@ -145,6 +191,13 @@ def kill_programs() -> None:
         if program.process.returncode is None:
             program.kill()
             program.process.communicate(timeout=60.0)
+
+
+def end_all(programs: Iterable[Program], codes: int | list[int] = 0) -> list[Ended]:
+    """The ends of programs that run beside each other, which all have this exit code, or each its own."""
+    ended = [program.end() for program in list(programs)]
+    assert [one.code for one in ended] == ([codes] * len(ended) if isinstance(codes, int) else codes), ended
+    return ended
 
 
 def on_a_terminal(arguments: Sequence[str | Path], env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -173,6 +226,14 @@ def mpiexec(n: int, *args: str, env: dict[str, str] | None = None) -> Ended:
 
 def start_mpiexec(n: int, *args: str, env: dict[str, str] | None = None) -> Program:
     return Program([*mpiexec_command(n), sys.executable, *args], env)
+
+
+def started_by(launcher: str, *words: str, n: int = 2) -> list[str]:
+    """The command line by which "mpiexec", "distopt run" or the script's own "launch.main" starts `n` ranks."""
+    if launcher == "launch.main":
+        return [sys.executable, *words]
+    command = [*RUN, "--nproc-per-node", str(n)] if launcher == "distopt run" else [*mpiexec_command(n), sys.executable]
+    return [*command, *words]
 
 
 def mpiexec_codes(code: int) -> set[int]:

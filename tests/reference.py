@@ -5,8 +5,7 @@ is shared with `cpu`, which documents each function.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -44,15 +43,10 @@ def _cropped(x: Array, padding: Pair) -> Array:
     return np.ascontiguousarray(x[:, :, ph : x.shape[2] - ph, pw : x.shape[3] - pw])
 
 
-def _windows(x: Array, kernel: Pair, stride: Pair) -> Iterator[tuple[int, int, tuple[slice, slice]]]:
-    oh, ow = ((size - k) // s + 1 for size, k, s in zip(x.shape[2:], kernel, stride, strict=True))
-    for oy, ox in product(range(oh), range(ow)):
-        top, left = oy * stride[0], ox * stride[1]
-        yield oy, ox, (slice(top, top + kernel[0]), slice(left, left + kernel[1]))
-
-
-def _out_shape(x: Array, channels: int, kernel: Pair, stride: Pair) -> tuple[int, ...]:
-    return (len(x), channels, *((n - k) // s + 1 for n, k, s in zip(x.shape[2:], kernel, stride, strict=True)))
+def _windows(x: Array, kernel: Pair, stride: Pair, writeable: bool = False) -> Array:
+    """A view: the last two axes are the rows and columns of each window."""
+    windows = np.lib.stride_tricks.sliding_window_view(x, kernel, (2, 3), writeable=writeable)
+    return windows[:, :, :: stride[0], :: stride[1]]
 
 
 def conv2d(
@@ -64,11 +58,8 @@ def conv2d(
     relu: bool = False,
     pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
-    kernel = (w.shape[2], w.shape[3])
     bordered = _padded(x, padding)
-    y = np.zeros(_out_shape(bordered, len(w), kernel, stride), x.dtype)
-    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
-        y[:, :, oy, ox] = np.einsum("nchw,mchw->nm", bordered[:, :, rows, columns], w)
+    y = np.einsum("nchwij,mcij->nmhw", _windows(bordered, w.shape[2:], stride), w)
     if b is not None:
         y += b[:, None, None]
     if relu:
@@ -84,11 +75,11 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
         dy = max_pool2d_backward(dy, pooling)
     if y is not None:
         dy = np.where(y <= 0, 0, dy)
-    dw[...] = 0
+    dw[...] = np.einsum("nmhw,nchwij->mcij", dy, _windows(bordered, w.shape[2:], stride))
     dx = np.zeros_like(bordered)
-    for oy, ox, (rows, columns) in _windows(bordered, (w.shape[2], w.shape[3]), stride):
-        dw += np.einsum("nm,nchw->mchw", dy[:, :, oy, ox], bordered[:, :, rows, columns])
-        dx[:, :, rows, columns] += np.einsum("nm,mchw->nchw", dy[:, :, oy, ox], w)
+    targets = _windows(dx, w.shape[2:], stride, writeable=True)
+    for oy, ox in np.ndindex(dy.shape[2:]):
+        targets[:, :, oy, ox] += np.einsum("nm,mcij->ncij", dy[:, :, oy, ox], w)
     if db is not None:
         db[...] = dy.sum((0, 2, 3))
     return _cropped(dx, padding) if need_dx else None
@@ -96,36 +87,30 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     bordered = _padded(x, padding, -np.inf)
-    y = np.zeros(_out_shape(bordered, x.shape[1], kernel, stride), x.dtype)
-    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
-        y[:, :, oy, ox] = bordered[:, :, rows, columns].max((2, 3))
-    return y, (bordered, kernel, stride, padding)
+    return _windows(bordered, kernel, stride).max((4, 5)), (bordered, kernel, stride, padding)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
     bordered, kernel, stride, padding = saved
     dx = np.zeros(bordered.shape, dy.dtype)
-    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
-        for n, c in product(*map(range, dy.shape[:2])):
-            window = bordered[n, c, rows, columns]
-            place = np.unravel_index(window.argmax(), window.shape)  # of equal values the first
-            dx[n, c, rows, columns][place] += dy[n, c, oy, ox]
+    values, targets = _windows(bordered, kernel, stride), _windows(dx, kernel, stride, writeable=True)
+    for place in np.ndindex(dy.shape):
+        largest = np.unravel_index(values[place].argmax(), kernel)  # of equal values the first
+        targets[place][largest] += dy[place]
     return _cropped(dx, padding)
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     bordered = _padded(x, padding)
-    y = np.zeros(_out_shape(bordered, x.shape[1], kernel, stride), x.dtype)
-    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
-        y[:, :, oy, ox] = bordered[:, :, rows, columns].mean((2, 3))
-    return y, (bordered, kernel, stride, padding)
+    return _windows(bordered, kernel, stride).mean((4, 5)), (bordered, kernel, stride, padding)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     bordered, kernel, stride, padding = saved
     dx = np.zeros(bordered.shape, dy.dtype)
-    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
-        dx[:, :, rows, columns] += dy[:, :, oy, ox, None, None] / (kernel[0] * kernel[1])
+    targets = _windows(dx, kernel, stride, writeable=True)
+    for place in np.ndindex(dy.shape):
+        targets[place] += dy[place] / (kernel[0] * kernel[1])
     return _cropped(dx, padding)
 
 
@@ -182,6 +167,8 @@ def batch_norm2d(
     momentum: float,
     eps: float,
     training: bool,
+    relu: bool = False,
+    plus: Array | None = None,
 ) -> tuple[Array, Any]:
     mean, var = running_mean.copy(), running_var.copy()
     count = x.size // max(x.shape[1], 1)
@@ -193,11 +180,17 @@ def batch_norm2d(
         running_var += momentum * (var * count / (count - 1) - running_var)
     inverse = 1 / np.sqrt(var + eps)
     normal = (x - mean[:, None, None]) * inverse[:, None, None]
-    return normal * gamma[:, None, None] + beta[:, None, None], (normal, inverse, gamma, training)
+    y = normal * gamma[:, None, None] + beta[:, None, None]
+    if plus is not None:
+        y = y + plus
+    cut = y <= 0 if relu and plus is None else None
+    return np.where(y <= 0, 0 * y, y) if relu else y, (normal, inverse, gamma, training, cut)
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
-    normal, inverse, gamma, training = saved
+    normal, inverse, gamma, training, cut = saved
+    if cut is not None:
+        dy = np.where(cut, 0 * dy, dy)
     dbeta[...] = dy.sum((0, 2, 3))
     dgamma[...] = (dy * normal).sum((0, 2, 3))
     inner = dy

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/fork.h"
 
 namespace distopt {
 
@@ -54,7 +55,7 @@ class Turn {
     } retake{*this};
     return body();
   }
-  bool taken() const { return holder_.load(std::memory_order_acquire) == Holder::caller; }
+  bool taken() const { return holder_.load(std::memory_order_acquire) == Holder::caller && !fork_guard_.forked(); }
 
  private:
   enum class Holder { none, caller, helper };
@@ -62,6 +63,7 @@ class Turn {
   bool take() {
     for (Holder found = Holder::none; !holder_.compare_exchange_weak(found, Holder::caller, std::memory_order_acquire);
          found = Holder::none) {
+      if (fork_guard_.forked()) return true;  // the thread that had it is not in this process
       if (found == Holder::caller) return false;
       if (found == Holder::helper) ::sched_yield();
     }
@@ -73,6 +75,7 @@ class Turn {
   void give_back() { holder_.store(Holder::none, std::memory_order_release); }
 
   std::atomic<Holder> holder_{Holder::none};
+  const ForkGuard fork_guard_;
 };
 
 }  // namespace distopt

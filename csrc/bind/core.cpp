@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+
 #include "base/early_exit.h"
 #include "base/isa.h"
 #include "base/watchdog.h"
@@ -27,6 +29,9 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return distopt::isa_name(distopt::current_isa()); }, "The instruction set in force.");
   m.def("set_isa", &distopt::set_isa, nb::arg("name"), "Choose an instruction set by name (tests, diagnosis).");
   m.def("build_info", &build_info, "Compiler and flags of this build.");
+  m.def(
+      "fence", [] { std::atomic_thread_fence(std::memory_order_seq_cst); },
+      "Order this thread's earlier accesses to shared memory before its later ones, on every processor.");
   m.def("refuse_early_exit", &distopt::refuse_early_exit, nb::arg("text"),
         "Have C's exit(0) say `text` and end this process with code 1; an empty text takes that back.");
   m.def("exit_after", &distopt::exit_after, nb::arg("pid"), nb::arg("fd"),

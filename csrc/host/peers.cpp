@@ -14,7 +14,7 @@
 #include <utility>
 
 // How accesses to shared memory are ordered, also on processors that reorder them as ARM does. GenMC checks the rows
-// marked *, see tests/model/genmc; a release keeps in place the reads before it as well as the writes.
+// marked *, see instruments/model/genmc; a release keeps in place the reads before it as well as the writes.
 //
 // word              written                        read                           why that is enough
 // ----------------  -----------------------------  -----------------------------  ------------------------------------
@@ -26,10 +26,10 @@
 // sequence *        by its rank, in publish_post:  by peers, in reached: load     As above, for descriptor, label and
 //                   store release                  acquire                        payload. They are written again only
 //                                                                                 once all have been seen to finish.
-// sequence, NCCL    Board::post: 0 relaxed, fence  Board::read: load acquire,     A sequence lock: the fences keep the
+// sequence, NCCL *  Board::post: 0 relaxed, fence  Board::mismatch: load acquire, A sequence lock: the fences keep the
 //                   seq_cst, fields, release       fields, fence seq_cst, load    0 before the new fields, and the
 //                                                  relaxed                        second look behind the old ones.
-// nonfinite,        by its rank, before it         by peers, once all have        Through `reduced`. They are written
+// nonfinite *,      by its rank, before it         by peers, once all have        Through `reduced`. They are written
 // allocation_errno  publishes `reduced`: plain,    published `reduced`: plain,    again only once all have posted a
 //                   relaxed                        relaxed                        later collective.
 // sleepers *        by peers, in sleep: add        by its rank, in wake: load     Store buffering: each side writes,
@@ -40,7 +40,7 @@
 //                                                                                 FUTEX_WAKE takes. The count goes down
 //                                                                                 only after its answer.
 // asked             by its rank: relaxed           by peers: relaxed              A number for messages, and no more.
-// closed            by its rank, in close: store   by peers: load acquire         Who sees it sees the last counters.
+// closed *          by its rank, in close: store   by peers: load acquire         Who sees it sees the last counters.
 //                   release
 // lock of the file  by the kernel, when the rank   by the kernel, in F_GETLK      Both hold a lock of the kernel. Who
 //                   ends or closes                                                finds it free sees all that the rank

@@ -1,5 +1,6 @@
 #include "net/communicator.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -59,6 +60,10 @@ struct Listening {
 
 Listening& listening() {
   static Listening all;
+  // No other thread has the mutex at a fork, since none would give it back in the child.
+  static const int registered = ::pthread_atfork([] { listening().mutex.lock(); }, [] { listening().mutex.unlock(); },
+                                                 [] { listening().mutex.unlock(); });
+  (void)registered;
   return all;
 }
 

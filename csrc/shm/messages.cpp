@@ -11,7 +11,7 @@
 #include "base/stopwatch.h"
 #include "cpu/reduce.h"
 
-// How accesses to shared memory are ordered, as in host/peers.cpp:
+// How accesses to shared memory are ordered, as in host/peers.cpp. GenMC checks all rows, see instruments/model/genmc:
 //
 // word      written                       read                        why that is enough
 // --------  ----------------------------  --------------------------  ---------------------------------------------

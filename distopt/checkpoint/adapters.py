@@ -93,9 +93,9 @@ class Adapter(ABC):
         return set()
 
     def own(self) -> State:
-        """The part of the state that shared arrays and, if there are any, the notes leave out; cheap.
+        """The rank's own part of the state: all but the shared arrays and, where there are some, the notes. Cheap.
 
-        Shared arrays that change elsewhere than in an optimizer's update belong to it, too.
+        Shared arrays that change elsewhere than in an optimizer's update are a part of it, too.
         """
         state = self.snapshot()
         same = self.shared(state.arrays)
@@ -122,7 +122,7 @@ class Stateful(Adapter):
         self.copies = getattr(thing, "states_are_copies", False)
 
     def snapshot(self) -> State:
-        """Local. The result of `get_states`: arrays, and values of JSON as notes."""
+        """The result of `get_states`: arrays, and values of JSON as notes."""
         state = State({}, {})
         groups: dict[str, list[str]] = {}
         scalars: list[str] = []
@@ -142,7 +142,7 @@ class Stateful(Adapter):
 
     @staticmethod
     def _values(state: State) -> dict[str, Any]:
-        """The result of `get_states`."""
+        """The values that `get_states` returned when the state was saved."""
         values = {**state.arrays, **state.notes}
         for name in values.pop(_SCALARS, ()):
             values[name] = values[name][()]
@@ -157,23 +157,23 @@ class Stateful(Adapter):
         return states
 
     def own(self) -> State:
-        """Local. See `Adapter.own`; the result of `unshared_states`, where the object has that method."""
+        """The result of `unshared_states`, where the object has that method; else what `shared_states` leaves."""
         if (unshared := getattr(self._thing, "unshared_states", None)) is None:
             return super().own()
         return State({key: _array_of(value) for key, value in unshared().items()}, {})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`; an object without `check_states` accepts all states."""
+        """Call `check_states`; an object without that method accepts all states."""
         self._states()
         if hasattr(self._thing, "check_states"):
             self._thing.check_states(self._values(state))
 
     def put(self, state: State) -> None:
-        """Local. Call `set_states` with the values that `get_states` had given."""
+        """Call `set_states` with the values that `get_states` had given."""
         self._thing.set_states(self._values(state))
 
     def shared(self, names: Iterable[str]) -> set[str]:
-        """Local. The names that `shared_states` gives; none without that method."""
+        """The names that `shared_states` gives; none without that method."""
         return set(self._thing.shared_states(names)) if hasattr(self._thing, "shared_states") else set()
 
 
@@ -184,16 +184,16 @@ class InPlace(Adapter):
         self._arrays = arrays
 
     def snapshot(self) -> State:
-        """Local. The arrays themselves, without notes."""
+        """The arrays themselves, without notes."""
         return State(dict(self._arrays), {})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: names, shapes and dtypes are equal."""
+        """Check that names, shapes and dtypes are equal."""
         named = ({key or "the array": array for key, array in each.items()} for each in (self._arrays, state.arrays))
         check_arrays("script", *named)
 
     def put(self, state: State) -> None:
-        """Local. Overwrite the values of the arrays."""
+        """Overwrite the values of the arrays."""
         for key, array in self._arrays.items():
             kernels_of(array).copy_into(array, state.arrays[key])
 
@@ -218,7 +218,7 @@ class Random(Adapter):
         type(self._generator.bit_generator)().state = state
 
     def snapshot(self) -> State:
-        """Local. The generator's state."""
+        """The generator's state."""
         state = self._get()
         arrays = {}
         for path, part in (("", state), ("state/", state["state"])):
@@ -236,7 +236,7 @@ class Random(Adapter):
         return note
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the generator is of the same kind."""
+        """Check that the state is of a generator of the same kind."""
         own, note = self._get()["bit_generator"], state.notes.get("")
         given = note.get("bit_generator") if isinstance(note, dict) else "generator of Python"
         if given != own:
@@ -247,7 +247,7 @@ class Random(Adapter):
             raise StateError(f"the state of the random generator cannot be used ({error})") from None
 
     def put(self, state: State) -> None:
-        """Local. Set the generator's state."""
+        """Set the generator's state."""
         self._set(self._state(state))
 
 
@@ -274,19 +274,19 @@ class PythonRandom(Adapter):
         self._generator = generator
 
     def snapshot(self) -> State:
-        """Local. The generator's state."""
+        """The generator's state."""
         version, words, gauss = self._generator.getstate()
         return State({"": np.frombuffer(struct.pack(f"{len(words)}I", *words), np.uint32)}, {"": [version, gauss]})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the state can be set."""
+        """Check that a generator takes the state."""
         try:
             random.Random().setstate(self._state(state))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"the state is none of a random generator of Python ({error!r})") from None
 
     def put(self, state: State) -> None:
-        """Local. Set the generator's state."""
+        """Set the generator's state."""
         self._generator.setstate(self._state(state))
 
     @staticmethod
@@ -305,7 +305,7 @@ class DeviceRandom(InPlace):
 
 
 def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Local. The adapters of `objects`, and of the random generators of the devices on which they are.
+    """The adapters of `objects`, and of the random generators of the devices on which they are.
 
     Raises:
         UsageError: an object has no states that could be saved, or a name that files cannot tell from others; or
@@ -329,7 +329,7 @@ def adapters_of(objects: Mapping[str, Any]) -> dict[str, Adapter]:
 
 
 def check_some(objects: Mapping[str, Any]) -> None:
-    """Local. Check that there are objects: a job would seem to be saved, and resume as a new one.
+    """Check that there are objects: a job would seem to be saved, and resume as a new one.
 
     Raises:
         UsageError: there are none.
@@ -355,7 +355,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot_of(adapters: Mapping[str, Adapter]) -> Snapshot:
-    """Local. The states of all objects. Training changes them, except for the copies."""
+    """The states of all objects. Training changes them, except for the copies."""
     states = Snapshot({}, {}, {}, set())
     for name, adapter in adapters.items():
         state = adapter.snapshot()
@@ -370,22 +370,22 @@ def snapshot_of(adapters: Mapping[str, Adapter]) -> Snapshot:
 
 
 def copy_of(array: Any) -> np.ndarray[Any, Any]:
-    """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
+    """A copy of an array of NumPy or CuPy, in memory of the host."""
     return np.asarray(kernels_of(array).to_host(array))
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
-    """Local. An array of NumPy, or a copy of one of CuPy in memory of the host."""
+    """An array of NumPy, or a copy of one of CuPy in memory of the host."""
     return array if isinstance(array, np.ndarray) else copy_of(array)
 
 
 def of_device(name: str) -> bool:
-    """Local. Whether an adapter of that name is for a device's generator. Devices of another kind have others."""
+    """Whether an adapter of that name is for a device's generator. Devices of another kind have others."""
     return "." in name and name.startswith(("device", "generators.cuda"))
 
 
 def generator_of(thing: Any) -> Adapter | None:
-    """Local. The adapter of a random generator of NumPy or Python; None for another object."""
+    """The adapter of a random generator of NumPy or Python; None for another object."""
     if isinstance(thing, np.random.Generator):
         return Random(thing)
     if isinstance(thing, np.random.RandomState):
@@ -414,7 +414,7 @@ def _adapter_of(name: str, thing: Any) -> Adapter:
 
 
 def _check_note(name: str, value: Any) -> None:
-    """Local. Raises a UsageError if JSON would give `value` back as another type, or not at all."""
+    """Raises a UsageError if JSON would give `value` back as another type, or not at all."""
     kind = type(value)
     if kind is list:
         for i, each in enumerate(value):

@@ -25,7 +25,7 @@ from ..settings import Settings
 from .adapters import adapters_of, copy_of, exchanged, snapshot_of
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .hashes import LOG, HashLog, cut_log, settings_of
-from .load import communicator_of, first_reason, load_newest
+from .load import first_reason, load_newest, ranks_of
 from .memory import Memory
 from .preemption import Preemption
 
@@ -91,7 +91,7 @@ class Checkpoint:
         self._every, self._keep = check_integer("every", every, 0), check_integer("keep", keep, 1)
         self._preemptible = preemptible
         self._preemption: Preemption | None = None  # while signals are put off
-        self._communicator = communicator_of(objects) if communicator is None else communicator
+        self._communicator = ranks_of(objects) if communicator is None else communicator
         self._rank = self._communicator.topology.rank
         self._objects = objects
         adapters_of(objects)
@@ -181,7 +181,7 @@ class Checkpoint:
         return resumed
 
     def _source(self, root: Path) -> Path:
-        """Local. The folder to resume from."""
+        """The folder to resume from."""
         return root
 
     def _is_in_shards(self, objects: Mapping[str, Any]) -> bool:
@@ -189,7 +189,7 @@ class Checkpoint:
         return any(getattr(thing, "is_in_shards", False) is True for thing in objects.values())
 
     def _watch(self, after_forward: Callable[[], object], before_update: Callable[[], object]) -> None:
-        """Local. Have these functions called in each step."""
+        """Have these functions called in each step."""
         for thing in self._objects.values():
             if hasattr(thing, "watch"):
                 thing.watch(after_forward, before_update)

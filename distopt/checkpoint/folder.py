@@ -75,7 +75,7 @@ def rank_file(rank: int) -> str:
 
 
 def share_of(rank: int, world_size: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Local. The common arrays that this rank writes: about as many bytes as each other rank.
+    """The common arrays that this rank writes: about as many bytes as each other rank.
 
     Args:
         rank: this rank.
@@ -94,7 +94,7 @@ def share_of(rank: int, world_size: int, arrays: Mapping[str, Any]) -> dict[str,
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
-    """Local. Write the file of one rank; rank 0 writes the manifest too, last.
+    """Write the file of one rank; rank 0 writes the manifest too, last.
 
     Args:
         folder: of this checkpoint.
@@ -120,7 +120,7 @@ def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own:
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 def read_manifest(folder: Path) -> Manifest:
-    """Local. The manifest of a checkpoint.
+    """The manifest of a checkpoint.
 
     Raises:
         StateError: it is corrupt or foreign.
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
-    """Local. The share, written by `rank`, of the arrays that are the same on all ranks.
+    """The share, written by `rank`, of the arrays that are the same on all ranks.
 
     Raises:
         StateError: the file is damaged, or of another save or rank.
@@ -152,7 +152,7 @@ def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:
-    """Local. The arrays of its own that `rank` has written, and its notes; see `read_shared`."""
+    """The arrays of its own that `rank` has written, and its notes; see `read_shared`."""
     return _read(folder, manifest, rank, OWN)
 
 
@@ -174,7 +174,7 @@ def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arr
 
 
 def under_prefix(prefix: str, arrays: Arrays) -> Arrays:
-    """Local. The arrays whose names begin with a prefix, without it."""
+    """The arrays whose names begin with a prefix, without it."""
     return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
 
 
@@ -200,7 +200,7 @@ class Survey(NamedTuple):
 
 
 def survey(folder: Path) -> Survey:
-    """Local. See `Survey`.
+    """The content of a folder, without a look into the files of ranks.
 
     Raises:
         OSError: the folder cannot be read.
@@ -223,7 +223,7 @@ def survey(folder: Path) -> Survey:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Local. The folders of checkpoints, complete or not, by step; other files and folders are ignored.
+    """The folders of checkpoints, complete or not, by step; other files and folders are ignored.
 
     Raises:
         OSError: `root` cannot be read. A folder that does not exist has no checkpoints.
@@ -246,7 +246,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep: int, known: set[str], refused: set[str], before: str) -> None:
-    """Local. Remove all but the last `keep` whole checkpoints.
+    """Remove all but the last `keep` whole checkpoints.
 
     An incomplete one is removed if a newer one is whole, or if it is older than `before`: no rank writes to it now.
 
@@ -274,7 +274,7 @@ def prune(root: Path, keep: int, known: set[str], refused: set[str], before: str
 
 
 def remove(folder: Path) -> None:
-    """Local. Remove the files of a checkpoint and, if nothing else is in it, the folder.
+    """Remove the files of a checkpoint and, if nothing else is in it, the folder.
 
     Raises:
         OSError: from the file system.

@@ -49,7 +49,7 @@ def settings_of(ranks: Ranks) -> dict[str, str]:
 
 
 def hash_of(array: Any) -> str:
-    """Local. The hash of an array's bits in a log."""
+    """The hash of an array's bits in a log."""
     return f"{digests([array_module(array).ascontiguousarray(array)])[0]:016x}"
 
 
@@ -107,14 +107,14 @@ class HashLog:
             raise CheckpointError(f"the hashes of DISTOPT_HASH cannot be written: {described(error, log)}") from None
 
     def close(self) -> None:
-        """Local. Close the file, and add no more; idempotent."""
+        """Close the file, and add no more; idempotent."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
 
 def cut_log(path: Path, step: int) -> None:
-    """Local. Remove the hashes of steps after `step`, which a run without DISTOPT_HASH does anew; of all, the file.
+    """Remove the hashes of steps after `step`, which a run without DISTOPT_HASH does anew; of all, the file.
 
     Raises:
         OSError: from the file system.
@@ -134,7 +134,7 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def read_log(path: Path) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
-    """Local. The hashes of arrays in a log, by step and name, and the settings of the last part of the run.
+    """The hashes of arrays in a log, by step and name, and the settings of the last part of the run.
 
     Raises:
         StateError: the file is no such log.

@@ -51,11 +51,11 @@ class Gifts:
         self.source = -1  # the file from which the ranks have resumed
 
     def held(self, rank: int) -> list[Held]:
-        """Local. A description of the states in whole files, by this rank."""
+        """A description of the states in whole files, by this rank."""
         return [states.held._replace(writer=(rank, 1)) for states in map(_whole, self._fds) if states is not None]
 
     def read(self, label: Label) -> tuple[Arrays, dict[str, Any]] | None:
-        """Local. Shared arrays, and notes of their objects, of this label; None if no whole file has them."""
+        """Shared arrays, and notes of their objects, of this label; None if no whole file has them."""
         for i, fd in enumerate(self._fds):
             states = _whole(fd)
             if states is not None and states.held.label == label:
@@ -64,14 +64,14 @@ class Gifts:
         return None
 
     def forget(self, label: Label) -> None:
-        """Local. Give back the memory of older states: copies have taken their place."""
+        """Give back the memory of older states: copies have taken their place."""
         for fd in self._fds:
             states = _whole(fd)
             if states is not None and states.held.label < label:
                 os.ftruncate(fd, 0)
 
     def write(self, label: Label, arrays: Mapping[str, Any], notes: Mapping[str, Any], place: int) -> None:
-        """Local. Write the arrays that other ranks of the agent do not write."""
+        """Write the arrays that other ranks of the agent do not write."""
         files = [fd for i, fd in enumerate(self._fds) if i != self.source]
         fd = files[label.step % 2]
         names = sorted(arrays)
@@ -148,19 +148,19 @@ class LiveStates:
         self._has_ended = False
 
     def start(self, adapters: Mapping[str, Adapter]) -> None:
-        """Local. Begin to wait for requests."""
+        """Begin to wait for requests."""
         self._adapters = adapters
         supervisor.parting = self.give
         atexit.register(self.give)
         threading.Thread(target=self._wait, name="distopt live states", daemon=True).start()
 
     def end(self) -> None:
-        """Local. The states are needed no more."""
+        """The states are needed no more."""
         self._has_ended = True
-        supervisor.parting = _nothing
+        supervisor.parting = None
 
     def close(self) -> None:
-        """Local. States change from now on; while they are written, wait."""
+        """States change from now on; while they are written, wait."""
         if threading.current_thread() is not threading.main_thread() and self._open is None:
             return
         with self._condition:
@@ -169,14 +169,14 @@ class LiveStates:
             time.sleep(_REST_SECONDS)  # the agent ends this rank
 
     def note(self, sharing: set[str], n_bytes: int) -> None:
-        """Local. Note which objects have shared arrays, and the bytes of these; before, none are given."""
+        """Note which objects have shared arrays, and the bytes of these; before, none are given."""
         self._sharing = sharing
         if n_bytes != self._n_bytes:
             self._n_bytes = n_bytes
             supervisor.send("gives", bytes=n_bytes)
 
     def reopen(self, label: Label) -> None:
-        """Local. A step is done; if no update was seen in it, states may change at any time, and stay closed."""
+        """A step is done; if no update was seen in it, states may change at any time, and stay closed."""
         with self._condition:
             self._open = label if self._was_closed else None
             self._was_closed = False
@@ -184,11 +184,11 @@ class LiveStates:
 
     @property
     def is_given(self) -> bool:
-        """Local. Whether the states have been given: records of later steps would overwrite those that go with them."""
+        """Whether the states have been given: records of later steps would overwrite those that go with them."""
         return self._is_given
 
     def give(self) -> None:
-        """Local. Write the states, if they can be had; idempotent."""
+        """Write the states, if they can be had; idempotent."""
         with self._condition:
             if self._is_given or self._has_ended or not self._sharing:
                 return
@@ -220,7 +220,3 @@ class LiveStates:
         self.give()
         if not self._is_given:  # there was nothing to give
             supervisor.send("gave")
-
-
-def _nothing() -> None:
-    pass

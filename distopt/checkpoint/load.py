@@ -18,6 +18,7 @@ from ..errors import StateError
 from ..launch.job.topology import Topology
 from .adapters import State, adapters_of, copy_of, exchanged, of_device
 from .folder import (
+    MANIFEST,
     Manifest,
     MissingFileError,
     list_checkpoints,
@@ -80,17 +81,17 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         StateError: there are checkpoints, but none can be used; nothing was changed.
         UsageError: an object cannot be loaded.
     """
-    communicator = communicator_of(objects) if communicator is None else communicator
+    communicator = ranks_of(objects) if communicator is None else communicator
     adapters, root = adapters_of(objects), Path(folder)
-    names, begun = _found(root, communicator)
+    names, begun, whole = _found(root, communicator)
     for _ in range(_LISTINGS):
         common = _common(communicator, adapters) if names else set()
         resumed, reason = _newest_usable(root, names, communicator, adapters, common, beside=True)
         if resumed is not None:
             return resumed
-        before = names, begun
-        names, begun = _found(root, communicator)
-        if (names, begun) == before:
+        before = names, begun, whole
+        names, begun, whole = _found(root, communicator)
+        if (names, begun, whole) == before:
             break
     if begun or not names:
         return None
@@ -101,7 +102,7 @@ def load_newest(
     root: Path | None, communicator: Ranks, adapters: Mapping[str, Adapter], memory: Memory | None
 ) -> Resumed | None:
     """Collective. As `load`, for the job that writes to the folder; the states in `memory` go first if not older."""
-    names, begun = ([], False) if root is None else _found(root, communicator)
+    names, begun, _ = ([], False, []) if root is None else _found(root, communicator)
     label, topology = memory.agree() if memory is not None else None, communicator.topology
     reason = ""
     refused: list[str] = []
@@ -172,8 +173,8 @@ def _newest_usable(
     return None, reason
 
 
-def communicator_of(objects: Mapping[str, Any]) -> Ranks:
-    """Local. The communicator of the first object with one, else of `distopt.init`, else of a job of one rank."""
+def ranks_of(objects: Mapping[str, Any]) -> Ranks:
+    """The communicator of the first object with one, else of `distopt.init`, else of a job of one rank."""
     found: Ranks | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
     if found is None and (world := current()):
         found = world.communicator
@@ -189,23 +190,27 @@ def first_reason(communicator: Ranks, reason: str) -> str:
     return ""
 
 
-def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
-    """Collective. Names of the checkpoints, by step, and whether the last is a first one that was only begun.
+def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool, list[bool]]:
+    """Collective. The checkpoints in a folder; rank 0 looks for all ranks, so that they come to the same conclusions.
 
-    Rank 0 looks for all ranks, so that they come to the same conclusions.
+    Returns:
+        Their names, by step; whether the last is a first one that was only begun; and which have a manifest, which
+        another job changes by finishing one, and by removing one.
     """
     names: list[str] = []
+    whole: list[bool] = []
     begun, reason = False, ""
     if communicator.topology.rank == 0:
         try:
             names = [folder.name for folder in list_checkpoints(root)]
             begun = bool(names) and survey(root / names[-1]).begun
+            whole = [(root / name / MANIFEST).is_file() for name in names]
         except OSError as error:
             reason = f"{root} cannot be read: {error}; allow this user to read it"
-    names, begun, reason = exchanged(communicator, [names, begun, reason])[0]
+    names, begun, whole, reason = exchanged(communicator, [names, begun, whole, reason])[0]
     if reason:
         raise StateError(reason)
-    return names, begun
+    return names, begun, whole
 
 
 def _common(communicator: Ranks, adapters: Mapping[str, Adapter]) -> set[str]:

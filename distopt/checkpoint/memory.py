@@ -7,7 +7,7 @@
   `records`.
 - Live states: when another rank is lost, the ranks of each agent give their shared arrays; see `live`.
 
-Ranks that start again agree on the newest step for which all states can be put together.
+Ranks that start again agree on the newest step for which all states can be put together; see `plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ from ..launch.launchers.distopt_run import DISTOPT_RUN
 from .adapters import LABEL, exchanged, snapshot_of
 from .folder import MARK, OWN, SHARED, WRITER, share_of, under_prefix
 from .live import Gifts, LiveStates
-from .records import MOST_BYTES, Arrivals, Records, Wanted, assembled, wanted_of
+from .plan import Plan, own_states
+from .records import MOST_BYTES, Arrivals, Records
 from .state_files import Held, Label, States, StateSlot, copies
 
 if TYPE_CHECKING:
@@ -47,44 +48,6 @@ _TRIALS = 3  # records that are written where none are, to learn what they would
 _MOST_STEPS = 1000  # most steps between two copies
 _PIECE_BYTES = 1 << 26  # that each rank gives at a time
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
-
-
-class _Plan:
-    """Where the states of a label are.
-
-    Args:
-        label: of the states.
-        held: what each rank describes.
-        nodes: the node of each rank.
-        in_shards: see `wanted_of`.
-
-    Attributes:
-        wanted: how to make the own states of each old rank; empty if that is not possible.
-        whole: nodes that have all shared arrays.
-        gifts: those that have them as live states.
-        every: the interval of copies, if only these have the shared arrays; else 0.
-        owners: for each description of own states, the ranks that have them.
-    """
-
-    def __init__(self, label: Label, held: list[list[Held]], nodes: list[str], *, in_shards: bool) -> None:
-        found = [(rank, each) for rank, those in enumerate(held) for each in those]
-        of_label = [(rank, each) for rank, each in found if each.label == label]
-        self.gifts = {nodes[rank] for rank, each in of_label if each.kind == "gift"}
-        shares = Counter((nodes[rank], each.writer[1]) for rank, each in of_label if each.kind == "share")
-        self.whole = self.gifts | {node for (node, n_shares), count in shares.items() if count == n_shares}
-        intervals = [each.record["every"] for _, each in of_label if each.kind == "share" and not self.gifts]
-        self.every = max(intervals, default=0)
-        self.owners: dict[str, list[int]] = {}
-        for rank, each in found:
-            self.owners.setdefault(each.name, []).append(rank)
-        copies = {each.writer[0]: each for _, each in of_label if each.kind == "own"}
-        records = [each for _, each in found if each.kind == "record"]
-        self.wanted = wanted_of(label, copies, records, in_shards=in_shards) or []
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether all states can be had."""
-        return bool(self.whole and self.wanted)
 
 
 class Memory:
@@ -118,7 +81,7 @@ class Memory:
         self._copies = slots[place][: len(places[place].copies)]
         self._records = Records(slots[place][len(self._copies) :], self._rank)
         self._slots = [slot for each in slots for slot in each]
-        # With those of ranks that this agent no longer starts: each place is looked after by one rank.
+        # One rank looks after each place, also after those of ranks that this agent no longer starts.
         mine = [place, *(i for i in range(len(places)) if i != place and i % n_ranks == place)]
         self._held = [slot for i in mine for slot in slots[i]]
         self._counts = [places[i].done for i in mine]
@@ -132,14 +95,14 @@ class Memory:
         self._node, self._attempt = node, attempt
         self._in_shards = in_shards
         self._nodes: list[str] = []  # of all ranks
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._sends = False  # whether own states go to another node
-        self._is_large = False  # whether those of any rank are too large to go there with each copy
+        self._is_large = False  # whether own states of any rank are too large to be sent with each copy
         self._under_way: StateSlot | None = None  # with large own states that the agent sends
-        self._safe: StateSlot | None = None  # with those that it has sent, on all nodes
+        self._safe: StateSlot | None = None  # with large own states that have been sent, on all nodes
         self._adapters: Mapping[str, Adapter] = {}
         self._resumed_every = 0  # the interval of copies, if the job has resumed from one
-        self._first_step, self._has_told = 0, False  # that this process has done, and whether the agent knows
+        self._first_step, self._has_told = 0, False  # first step of this process; whether the agent knows of it
         self._step = 0
         self._writes_records = True
         self._noted: dict[str, int] = {}
@@ -152,7 +115,7 @@ class Memory:
 
     @classmethod
     def of_agent(cls, ranks: Ranks, *, in_shards: bool = False) -> Memory | None:
-        """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
+        """The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
         fds = StateFds.of_env(os.environ)
         os.environ.pop(VARIABLE, None)
         if fds is None or os.environ.get(DISTOPT_RUN.size) != str(ranks.topology.world_size):
@@ -181,7 +144,7 @@ class Memory:
         labels = {each.label for those in held for each in those if each.label.epoch >= 0}
         newest = None
         for label in sorted(labels, reverse=True):
-            plan = _Plan(label, held, self._nodes, in_shards=self._in_shards)
+            plan = Plan(label, held, self._nodes, in_shards=self._in_shards)
             if plan.is_possible:
                 newest, self._plan = label, plan
                 self._resumed_every = plan.every
@@ -194,9 +157,9 @@ class Memory:
         return newest
 
     def read(self, label: Label) -> tuple[Arrays, list[tuple[Arrays, dict[str, Any]]]]:
-        """Collective. Of the label agreed on: the shared arrays; and a rank's own, with its notes.
+        """Collective. The states of the label agreed on: shared arrays, and own arrays with their notes.
 
-        The latter are this rank's if there were as many ranks, else those of each rank then.
+        If the job had as many ranks then, the own states are those of this rank; else those of every rank of then.
         """
         assert self._plan is not None
         plan, world_size = self._plan, self._ranks.topology.world_size
@@ -225,7 +188,7 @@ class Memory:
                 contents |= {name: view.data for name, view in under_prefix(OWN, views).items()}
                 if "notes" in metadata and not shared:
                     shared, notes = copies(under_prefix(SHARED, views)), json.loads(metadata["notes"])
-        owns = [_own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
+        owns = [own_states(wanted, contents, notes) for wanted in of_rank[self._rank]]
         exchanged(self._ranks, None)  # no rank writes before all have read
         return shared, owns
 
@@ -246,7 +209,7 @@ class Memory:
             if slot.held:
                 yield slot.held[0].name, slot.content()
 
-    def _read_shared(self, label: Label, plan: _Plan) -> tuple[Arrays, dict[str, Any]]:
+    def _read_shared(self, label: Label, plan: Plan) -> tuple[Arrays, dict[str, Any]]:
         """Shared arrays, and notes of objects that have some, as far as the agent has all of them."""
         if self._node in plan.gifts and (found := self._gifts.read(label)) is not None:
             return found
@@ -262,7 +225,7 @@ class Memory:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def start(self, adapters: Mapping[str, Adapter], step: int, epoch: int) -> None:
-        """Local. Training begins after this step: begin to write records, and to wait for requests."""
+        """Training begins after this step: begin to write records, and to wait for requests."""
         self._adapters, self._step = adapters, step
         self._done[0] = step
         if step:
@@ -270,13 +233,13 @@ class Memory:
         self._live.start(adapters)
 
     def before_update(self) -> None:
-        """Local. An optimizer is about to change shared arrays."""
+        """An optimizer is about to change shared arrays."""
         if self._sends and self._writes_records and self._records.fits and not self._in_shards:
             self._arrivals.wait(self._step + 1, self._n_before, lambda: self._live.is_given)
         self._live.close()
 
     def after_forward(self) -> None:
-        """Local. A forward pass has ended, perhaps the last one of this step."""
+        """A forward pass has ended, perhaps the last one of this step."""
         if self._writes_records and not self._in_shards and not self._live.is_given:
             self._record(self._step + 1, -1, is_end=False)
 
@@ -289,12 +252,12 @@ class Memory:
             self._live.reopen(self._label(step, epoch))
 
     def note_own(self) -> None:
-        """Local. Note the own states, for `is_own_as_noted`."""
+        """Note the own states, for `is_own_as_noted`."""
         does = self._writes_records and self._records.fits
         self._noted = self._records.checksums(self._adapters) if does else {}
 
     def is_own_as_noted(self) -> bool:
-        """Local. Whether the own states are as they were at `note_own`."""
+        """Whether the own states are as they were at `note_own`."""
         return bool(self._noted) and self._records.checksums(self._adapters) == self._noted
 
     def _record(self, step: int, epoch: int, *, is_end: bool) -> None:
@@ -390,16 +353,5 @@ class Memory:
         self._is_large = self._sends and max(sizes) > MOST_BYTES
 
     def close(self) -> None:
-        """Local. Training has ended."""
+        """Training has ended: give no live states from now on."""
         self._live.end()
-
-
-def _own_states(wanted: Wanted, contents: Mapping[str, Any], notes: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """Own arrays and notes of a rank; `notes` are those of objects with shared arrays."""
-    first, other = (None if held is None else States.read(contents[held.name]) for held in wanted)
-    if first is not None and first.held.kind == "own":
-        arrays, own_notes = first.arrays, first.notes
-    else:
-        arrays, own_notes = assembled(first, other)
-        own_notes = {**notes, **own_notes}
-    return copies(arrays), own_notes

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def merged(
     owns: Iterable[tuple[Arrays, dict[str, Any]]], adapters: Mapping[str, Adapter], rank: int, common: set[str]
 ) -> dict[str, State]:
-    """Local. The states that `rank`, of another number of ranks, gets from the states of each old rank.
+    """The states that `rank`, of another number of ranks, gets from the states of each old rank.
 
     Args:
         owns: arrays of its own and notes of each old rank, in their order.
@@ -59,7 +59,7 @@ class _MeanOfRanks:
         self._count = 0
 
     def add(self, state: State) -> None:
-        """Local. Take the state of the next rank.
+        """Take the state of the next rank.
 
         Raises:
             StateError: notes or integers differ from those of another rank.
@@ -83,7 +83,7 @@ class _MeanOfRanks:
             self._sums[key] += array
 
     def result(self) -> State:
-        """Local. The mean of all states that were added."""
+        """The mean of all states that were added."""
         assert self._first is not None
         first = self._first
         means = {key: self._adapter.narrowed(key, self._sums[key] / self._count, first) for key in self._differ}
@@ -108,7 +108,7 @@ class _GeneratorState:
         self._own: State | None = None
 
     def add(self, state: State) -> None:
-        """Local. Take the state of the next rank."""
+        """Take the state of the next rank."""
         self._first = self._first or state
         first = self._first.arrays
         same = state.arrays.keys() == first.keys() and all(
@@ -120,13 +120,13 @@ class _GeneratorState:
         self._count += 1
 
     def result(self) -> State | None:
-        """Local. The state; None if the generator does not change."""
+        """The state; None if the generator does not change."""
         return self._first if self._common else self._own
 
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Local. Adds the name of the object to errors of the body."""
+    """Adds the name of the object to errors of the body."""
     try:
         yield
     except StateError as error:
@@ -134,11 +134,11 @@ def named(name: str) -> Iterator[None]:
 
 
 def by_adapter(adapters: Mapping[str, Adapter], shared: Arrays, own: Arrays, notes: dict[str, Any]) -> dict[str, State]:
-    """Local. The states of each object, from arrays by "object/array" and notes by object."""
+    """The states of each object, from arrays by "object/array" and notes by object."""
     arrays = {**shared, **own}
     return {name: State(under(name, arrays), notes.get(name, {})) for name in adapters}
 
 
 def under(name: str, arrays: Arrays) -> Arrays:
-    """Local. The arrays of one object, by names of its own."""
+    """The arrays of one object, by names of its own."""
     return {key.partition("/")[2]: array for key, array in arrays.items() if key.partition("/")[0] == name}

@@ -33,7 +33,7 @@ _log = logging.getLogger("distopt")
 
 
 class Preemption:
-    """Local. Puts off `PREEMPTION_SIGNALS` until all ranks can leave.
+    """Puts off `PREEMPTION_SIGNALS` until all ranks can leave.
 
     Hazard: MPI must have been initialized, for MPICH replaces the handler of SIGUSR1.
 
@@ -108,7 +108,7 @@ class Preemption:
         return any(exchanged(self._communicator, asked))
 
     def stop(self) -> int:
-        """Local. Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""
+        """Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""
         supervisor.send("leaves", does=False)
         self._workers.stop()
         for number, before in self._before.items():
@@ -118,7 +118,7 @@ class Preemption:
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 def slurm_job() -> str:
-    """Local. Identity of the Slurm job of this process, as `scontrol` takes it; empty outside of one."""
+    """Identity of the Slurm job of this process, as `scontrol` takes it; empty outside of one."""
     env = os.environ
     if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:  # the number of one task may be given for all
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
@@ -126,7 +126,7 @@ def slurm_job() -> str:
 
 
 def requeue(job: str) -> str:
-    """Local. Have Slurm end the job and queue it again, unless Slurm is already ending it.
+    """Have Slurm end the job and queue it again, unless Slurm is already ending it.
 
     A cancelled job must not come back, and Slurm itself queues a job again that it preempts without grace time.
 

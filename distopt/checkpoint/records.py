@@ -2,9 +2,9 @@
 
 If the others have done a step before a rank is lost, the job resumes after that step, and needs the rank's own states
 there. The others cannot finish a step before that rank has ended its forward pass. So own states are written twice in
-each step: after the forward pass those that it changes, and at the end all. A rank compares the two. Where they have
-been equal, the former stand for the latter in the next step. Other objects, such as schedules, are taken from a rank
-that has done the step, if they were equal on all ranks before.
+each step: after the forward pass the states that it changes, and at the end of the step all. A rank compares the two
+records. The objects that were equal in both are taken from the first record in the next step, if the second is missing.
+Other objects, such as schedules, are taken from a rank that has done the step, if they were equal on all ranks before.
 
 A rank updates parameters only when the records of the node before have come to its own node: if they do not, since the
 agent there is lost, the step before stays whole here (`Arrivals`).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,9 +24,8 @@ from .adapters import State, on_host
 from .state_files import Held, Label, States, StateSlot, valid_word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ..files import Arrays
     from .adapters import Adapter
 
 MOST_BYTES = 1 << 20  # most bytes of own states that are written in each step
@@ -59,7 +58,7 @@ class Records:
         self._last: dict[str, tuple[dict[str, Any], int]] = {}  # notes of objects, and their checksums
 
     def write(self, label: Label, adapters: Mapping[str, Adapter], *, is_end: bool) -> None:
-        """Local. Write own states at the end of a step; or after its forward pass, those that this may change."""
+        """Write own states at the end of a step; or after its forward pass, those that this may change."""
         if not self.fits:
             return
         if is_end:
@@ -83,7 +82,7 @@ class Records:
             self._ahead = checksums
 
     def checksums(self, adapters: Mapping[str, Adapter]) -> dict[str, int]:
-        """Local. Checksums of the own states as they are."""
+        """Checksums of the own states as they are."""
         return {name: self._checksum(name, adapter.own()) for name, adapter in adapters.items()}
 
     def _checksum(self, name: str, state: State) -> int:
@@ -109,7 +108,7 @@ class Arrivals:
         self._waited = 0.0
 
     def wait(self, step: int, n_ranks: int, is_over: Callable[[], bool]) -> None:
-        """Local. Wait until those of a step's forward pass have come, of all `n_ranks` ranks there.
+        """Wait until those of a step's forward pass have come, of all `n_ranks` ranks there.
 
         They normally have, since the gradients came later. The wait ends when `is_over`, when the loss of the agent has
         been noticed, and at once where waits have taken more than 1 % of the time, as with a slow link.
@@ -125,84 +124,3 @@ class Arrivals:
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
         self._waited += now - begin
-
-
-class Wanted(NamedTuple):
-    """The states that make the own states of a rank.
-
-    Attributes:
-        own: a description of its own, a copy or a record; or of none.
-        other: of a record of another rank, for the objects that are not in the former.
-    """
-
-    own: Held | None
-    other: Held | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of both."""
-        return [each.name for each in self if each is not None]
-
-
-def wanted_of(
-    label: Label, copies: Mapping[int, Held], records: Iterable[Held], *, in_shards: bool
-) -> list[Wanted] | None:
-    """Local. How to make the own states of each rank after a step; None if that is not possible.
-
-    Args:
-        label: of the step.
-        copies: by rank, copies of that step.
-        records: all that there are.
-        in_shards: whether own states do not depend on the rank.
-    """
-    found = [each for each in records if _key(each.label) == _key(label)]
-    ends = {each.writer[0]: each for each in found if each.record["end"]}
-    ahead = {each.writer[0]: each for each in found if not each.record["end"]}
-    before = {number: each.record["before"] for number, each in {**ahead, **ends}.items()}
-    wanted = []
-    for number in range(label.world_size):
-        if own := copies.get(number, ends.get(number)):
-            wanted.append(Wanted(own))
-            continue
-        if not ends:
-            return None
-        other = ends[min(ends)]
-        if in_shards:
-            wanted.append(Wanted(None, other))
-            continue
-        if number not in ahead or len(before) < label.world_size:
-            return None
-        for name in other.record["checksums"].keys() - _right(ahead[number].record):
-            if len({each.get(name) for each in before.values()}) > 1:
-                return None
-            if len({each.record["checksums"].get(name) for each in ends.values()}) > 1:
-                return None
-        wanted.append(Wanted(ahead[number], other))
-    return wanted
-
-
-def _key(label: Label) -> tuple[int, int, int]:
-    """Without the epoch, which is not known before the end of a step."""
-    return label.attempt, label.step, label.world_size
-
-
-def _right(record: Mapping[str, Any]) -> set[str]:
-    """The objects of a record after a forward pass that stand for those at the end of the step."""
-    right: list[str] = record["right"]
-    return {name for name in right if name in record["checksums"]}
-
-
-def assembled(own: States | None, other: States | None) -> tuple[Arrays, dict[str, Any]]:
-    """Local. The own arrays and notes of a rank, from the records of `Wanted`."""
-    arrays: Arrays = {}
-    notes: dict[str, Any] = {}
-    taken: set[str] = set()
-    if own is not None:
-        record = own.held.record
-        taken = set(record["checksums"]) if record["end"] else _right(record)
-    for states in (own, other):
-        if states is not None:
-            names = taken if states is own else states.held.record["checksums"].keys() - taken
-            arrays.update({key: array for key, array in states.arrays.items() if key.partition("/")[0] in names})
-            notes.update({name: note for name, note in states.notes.items() if name in names})
-    return arrays, notes

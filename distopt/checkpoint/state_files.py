@@ -1,6 +1,8 @@
 """States of ranks as files in memory of their agent: those of a checkpoint, without checksums.
 
-A file is read only after its writer has ended, so the order of writing needs no fence.
+Ranks read a file only after its writer has ended. The agent reads it at any moment, to send it to another node; so the
+word that makes a slot valid is cleared before the states are written, and set after them, in the order of a sequence
+lock.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from .. import _core
 from ..files import arrays_in, write_arrays
 from ..launch.heal.state_slots import POST, STAYS, VALID, content_of
 from .adapters import on_host
@@ -25,7 +28,9 @@ _BUFFER_BYTES = 1 << 16  # small arrays are written together
 
 
 class Label(NamedTuple):
-    """Names the states of one step. The larger one is newer: an attempt begins with what all ranks had agreed on.
+    """Names the states of one step. Of two labels, the larger one is newer.
+
+    This holds between attempts, too: an attempt begins after a step on which all ranks had agreed.
 
     Attributes:
         attempt: how many times the ranks had been started before.
@@ -67,7 +72,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[Any]) -> Held:
-        """Local. The inverse of JSON."""
+        """The inverse of JSON."""
         label, writer, record, kind = value
         return cls(Label(*label), (writer[0], writer[1]), record, kind)
 
@@ -87,7 +92,7 @@ class States(NamedTuple):
 
     @classmethod
     def read(cls, content: Any) -> States:
-        """Local. States with views of the arrays in the content of a file.
+        """States with views of the arrays in the content of a file.
 
         Raises:
             StateError: it is not whole.
@@ -98,13 +103,13 @@ class States(NamedTuple):
         return cls(held, under_prefix(_prefix(held), arrays), stamp["notes"])
 
     def in_file(self) -> tuple[dict[str, Any], str]:
-        """Local. The arrays by their names in a file, and its notes."""
+        """The arrays by their names in a file, and its notes."""
         prefix = _prefix(self.held)
         arrays = {prefix + key: array for key, array in self.arrays.items()}
         return arrays, json.dumps({"held": self.held, "notes": self.notes})
 
     def write(self, file: IO[bytes]) -> None:
-        """Local. Write them to a file."""
+        """Write them to a file."""
         arrays, stamp = self.in_file()
         write_arrays(file, arrays, MARK, stamp, on_host)
 
@@ -114,12 +119,12 @@ def _prefix(held: Held) -> str:
 
 
 def valid_word(step: int, *, is_end: bool = False) -> int:
-    """Local. The word of a slot with states of this step; it tells the two records of a step apart."""
+    """The word of a slot with states of this step; it tells the two records of a step apart."""
     return 2 * step + 1 + is_end
 
 
 def copies(arrays: Arrays) -> Arrays:
-    """Local. Copies of views."""
+    """Copies of views."""
     return {key: array.copy() for key, array in arrays.items()}
 
 
@@ -139,16 +144,17 @@ class StateSlot:
 
     @property
     def label(self) -> tuple[int, ...]:
-        """Local. The label of the states in it; (), without any."""
+        """The label of the states in it; (), without any."""
         return self.held[0].label if self.held else ()
 
     def clear(self) -> None:
-        """Local. Make the states in it invalid."""
+        """Make the states in it invalid."""
         self.held = []
         self._words[VALID] = 0
+        _core.fence()
 
     def write(self, *states: States, post: int = STAYS) -> None:
-        """Local. Write own states, and in a slot for copies a share of the others, in place of the earlier ones."""
+        """Write own states, and in a slot for copies a share of the others, in place of the earlier ones."""
         self.clear()
         for each, file in zip(states, self._files, strict=True):
             file.seek(0)
@@ -157,13 +163,14 @@ class StateSlot:
         own = states[0].held
         self.held = [each.held for each in states]
         self._words[POST] = post
+        _core.fence()
         self._words[VALID] = valid_word(own.label.step, is_end=bool(own.record.get("end")))
 
     @property
     def post(self) -> int:
-        """Local. Whether the own states in it go to the next node; see `distopt.launch.heal.state_slots`."""
+        """Whether the own states in it go to the next node; see `distopt.launch.heal.state_slots`."""
         return self._words[POST]
 
     def content(self, number: int = 0) -> memoryview:
-        """Local. The content of one of its files: 0 has own states, 1 the share."""
+        """The content of one of its files: 0 has own states, 1 the share."""
         return content_of(self._files[number].fileno())

@@ -47,7 +47,7 @@ class _Hold:
         self.begin()
 
     def begin(self) -> None:
-        """Local, in the worker."""
+        """Called in the worker: a thread takes the preemption signals from now on."""
         signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
         for number in PREEMPTION_SIGNALS:
             # Not the handler before it: submitit's, for example, would queue the job again.
@@ -80,7 +80,7 @@ class _Hold:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process runs: it is no zombie, as a rank is until its supervisor has read all that it has said."""
+    """Whether the process runs, and is not a zombie, as a rank is until its supervisor has read its last message."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a worker may be ending
         return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -115,14 +115,14 @@ class Workers:
         BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
     def end(self, number: int) -> None:
-        """Local. The rank leaves by this signal: it reaches the workers that the rank would wait for in vain."""
+        """The rank leaves by this signal: it reaches the workers that the rank would wait for in vain."""
         for process in multiprocessing.active_children():
             if not process.daemon and process.pid:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def stop(self) -> None:
-        """Local. Workers that are started from now on hold nothing."""
+        """Workers that are started from now on hold nothing."""
         if BaseProcess.start is self._start:
             BaseProcess.start = self._before  # type: ignore[method-assign]
         self._hold.is_on = False

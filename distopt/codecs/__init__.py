@@ -16,11 +16,11 @@ from .chunked_top_k import ChunkedTopK
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
+from .kept_arrays import Part
 from .power_sgd import PowerSGD
 from .quantized import Quantized
-from .reduction import BadGradient, CodecState, Doubt, PendingReduction, Verdict, finish_all
+from .reduction import BadGradient, CodecState, PendingReduction, Verdict, finish_all
 from .sparse import SparseCodec
-from .state import Part
 from .threshold import Threshold
 from .top_k import TopK
 from .tree import Tree
@@ -33,7 +33,6 @@ __all__ = [
     "Codec",
     "CodecState",
     "CommunicationStatistics",
-    "Doubt",
     "ErrorFeedback",
     "Fp16",
     "Fp32",

@@ -23,8 +23,8 @@ from ..comm import Communicator
 from ..comm.base import Array
 from ..errors import MismatchError, UsageError
 from ..recorder.statistics import Statistics
+from .kept_arrays import Part
 from .reduction import CodecState, Steps
-from .state import Part
 
 _compared: WeakKeyDictionary[Communicator, set[str]] = WeakKeyDictionary()
 
@@ -35,9 +35,9 @@ class Codec(ABC):
     Attributes:
         lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back. The
             ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
-        needs: by name, options of which one must be given, each with an example.
+        needs: options by name, each with an example, if one of them must be given.
         dtypes: types of bucket that it can reduce.
-        defers: whether its verdict may be a `Doubt`, where the front allows that; see `CodecState.defers`.
+        defers: whether its verdict may stay on the device, where the front allows that; see `CodecState.defers`.
     """
 
     lossy: ClassVar[bool] = True
@@ -111,7 +111,7 @@ class Codec(ABC):
 
         Returns:
             The verdict, the same on all ranks: None, or whose gradient was unusable. The bucket holds no mean then.
-            Where `CodecState.defers`, it may be a `Doubt`.
+            Where `CodecState.defers`, it may still be on the device.
         """
 
 

@@ -53,18 +53,18 @@ class ChunkedTopK(Codec):
 
     @property
     def wire_format(self) -> int:
-        """See `Codec.wire_format`."""
+        """Version of the format in csrc/cpu/chunks.h."""
         return 1
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make wire memory for the chunks of this rank and of all ranks."""
         n_bytes, xp = _core.chunks_bytes(state.bucket.size, self.k, self.bits), array_module(state.bucket)
         state.memory["wire"] = state.empty(n_bytes, "uint8", xp=xp)
         gathered = state.empty(n_bytes * state.topology.world_size, "uint8", xp=xp)
         state.memory["gathered"] = gathered.reshape(state.topology.world_size, n_bytes)
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. All ranks gather the elements that each has chosen, and add them up in the order of the ranks."""
         bucket, wire, gathered = state.bucket, state.memory["wire"], state.memory["gathered"]
         # The next residual waits in the bucket, which nothing else needs until the means are decoded.
         residuals = (None, None) if state.residual is None else (state.residual, bucket)

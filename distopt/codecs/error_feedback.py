@@ -47,12 +47,12 @@ class ErrorFeedback(Codec):
         return self.codec.wire_format
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make the residual, and what the wrapped codec needs."""
         state.keep("residual")
         self.codec.prepare(state)
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
+        """Collective. As the wrapped codec, whose passes apply the residual; then the residual decays."""
         verdict = yield from self.codec.reduce(state)
         if self.decay != 1 and not isinstance(verdict, BadGradient):
             residual: Array = state.renew("residual")[1] if "residual" in state.renewed else state.residual

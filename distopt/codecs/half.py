@@ -37,12 +37,12 @@ class _Half(Codec):
             check_number("a scale other than 'dynamic'", self.scale, "(0, inf)")
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make wire memory of 16 bits an element."""
         state.memory["wire"] = state.empty(state.bucket.size, self.wire, xp=array_module(state.bucket))
         self._scale_state(state)
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. Cast, sum on the wire, cast back; a dynamic scale adapts."""
         on_wire, dynamic = state.memory["wire"], self._scale_state(state)
         scale = float(dynamic[0][0]) if dynamic else float(self.scale)
         limit = _core.cast_limit(self.wire, state.topology.world_size)
@@ -55,12 +55,12 @@ class _Half(Codec):
             work = state.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
-        header = state.read_header(sent) if dynamic or not state.may_doubt else None
-        if dynamic and header is not None:
+        header = state.read_header(sent, may_stay=dynamic is None)
+        if dynamic:
             _adapt(*dynamic, header.overflowed)
-        if header is None or header.verdict is None:
+        if not header.is_bad:
             state.kernels.decode16(bits, state.bucket, self.wire, 1 / scale)
-        return state.doubt(sent) if header is None else header.verdict
+        return header.verdict
 
     def _scale_state(self, state: CodecState) -> tuple[Array, Array] | None:
         """With a dynamic scale: the scale and the number of reductions since it last changed, old and new."""

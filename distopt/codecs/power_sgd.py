@@ -13,8 +13,8 @@ from ..checks import check_integer
 from ..comm.base import Array
 from ..kernels import FROM_BAD, array_module
 from .base import Codec
+from .kept_arrays import Part
 from .reduction import CodecState, Steps
-from .state import Part
 
 
 class _Matrix(NamedTuple):
@@ -61,7 +61,7 @@ class PowerSGD(Codec):
         return f"PowerSGD({self.rank})"
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make wire memory for P, Q and the dense parameters, and choose the first Q."""
         xp, dtype, r = array_module(state.bucket), state.bucket.dtype.name, self.rank
         sides = {part: (part.shape[0], prod(part.shape[1:])) for part in state.parts if len(part.shape) > 1}
         sides = {part: (n, m) for part, (n, m) in sides.items() if r * (n + m) < n * m}
@@ -93,12 +93,12 @@ class PowerSGD(Codec):
                 dense += part.size
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. An all-reduce of P and the dense parameters, then one of Q."""
         xp = array_module(state.bucket)
         matrices, vectors = state.memory["matrices"], state.memory["vectors"]
         limit, (residual, new_residual) = state.memory["limit"], state.renew_residual()
         total = state.bucket if residual is None else xp.add(residual, state.bucket, out=new_residual)
-        state.kernels.mark_beyond(total, limit, state.findings[FROM_BAD : FROM_BAD + 1])
+        state.kernels.find_beyond(total, limit, state.findings[FROM_BAD : FROM_BAD + 1])
 
         def gradient(own: _Matrix | _Vector) -> Array:
             return total[own.part.offset : own.part.offset + own.part.size].reshape(own.mean.shape)

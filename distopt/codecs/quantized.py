@@ -53,11 +53,11 @@ class Quantized(Codec):
 
     @property
     def wire_format(self) -> int:
-        """See `Codec.wire_format`."""
+        """Version of the format of blocks in csrc/cpu/blocks.h."""
         return 1
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make wire memory for the blocks of this rank and of all ranks."""
         size, world_size, xp = state.bucket.size, state.topology.world_size, array_module(state.bucket)
         n_parts = world_size if world_size > 2 else 1
         part = -(-size // (n_parts * _core.quantized_block)) * _core.quantized_block
@@ -71,7 +71,7 @@ class Quantized(Codec):
         self._step(state)
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. Exchange encoded blocks; among more than two ranks, each averages a part, and sends it to all."""
         kernels, bucket, wire, gathered = state.kernels, state.bucket, state.memory["wire"], state.memory["gathered"]
         parts, rank, world_size = state.memory["parts"], state.topology.rank, state.topology.world_size
         step, residuals = self._step(state), state.renew_residual()
@@ -86,8 +86,8 @@ class Quantized(Codec):
                 work = state.all_gather(wire, gathered.reshape(-1))
         yield sent
         yield work
-        header = None if state.may_doubt else state.read_header(sent)
-        if header is not None and header.verdict is not None:
+        header = state.read_header(sent, may_stay=True)
+        if header.is_bad:
             return header.verdict
         mine = parts[rank % len(parts)]
         for i, encoded in enumerate(work.parts if isinstance(work, RaggedWork) else gathered):
@@ -96,7 +96,7 @@ class Quantized(Codec):
             yield self._send_mean(state, mine, residuals[1], self._seed(state, step, "mean"))
             for part, (begin, end), encoded in zip(parts, bounds, gathered, strict=True):
                 kernels.decode_blocks(encoded[: end - begin], bucket[part], self.bits, 1.0, False)
-        return state.doubt(sent) if header is None else None
+        return header.verdict
 
     def _send_mean(self, state: CodecState, mine: slice, residual: Array | None, seed: int | None) -> Work:
         """Encode the mean of this rank's part; what that loses counts world_size times in the residual of one rank."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import attrgetter, or_
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from ..comm import Communicator, Work
-from ..comm.base import Array, RaggedWork, ReduceOp
+from ..comm.base import Array, DoneWork, RaggedWork, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, UsageError
-from ..kernels import FINDINGS, FROM_BAD, array_module
+from ..kernels import FINDINGS, array_module
 from ..recorder.statistics import Statistics
 from ..recorder.timeline import timeline
-from .state import KeptArrays, Part
+from .kept_arrays import KeptArrays, Part
 
 WorkT = TypeVar("WorkT", bound=Work)
 
@@ -47,15 +48,17 @@ class BadGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Doubt:
-    """A verdict that is still on the device, where it can gate what follows; see `CodecState.defers`.
+    """A verdict that is still on the device, where it can gate what follows; see `CodecState.read_header`.
 
     Attributes:
-        flag: bool [], on the device: whether the gradient of any rank was unusable.
+        headers: int64 [3 * ranks], on the device: the headers of the reduction.
         read: local; gives the verdict, once the device has got to it.
+        flag: bool [], on the device, from `finish_all`: whether a gradient of any of its reductions was unusable.
     """
 
-    flag: Array
+    headers: Array
     read: Callable[[], BadGradient | None]
+    flag: Array | None = None
 
 
 Verdict: TypeAlias = "BadGradient | Doubt | None"
@@ -65,14 +68,19 @@ class Header(NamedTuple):
     """The data that ranks exchange beside a lossy reduction.
 
     Attributes:
+        verdict: the error in the gradients, if there is one; or a `Doubt`, where the host has not read the rest.
         counts: lengths of the lists, by rank.
         overflowed: whether any rank saturated a value.
-        verdict: the error in the gradients, if there is one.
     """
 
-    counts: list[int]
-    overflowed: bool
-    verdict: BadGradient | None
+    verdict: Verdict
+    counts: Sequence[int] = ()
+    overflowed: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the gradients are known to be unusable."""
+        return isinstance(self.verdict, BadGradient)
 
 
 class CodecState(KeptArrays):
@@ -85,6 +93,7 @@ class CodecState(KeptArrays):
         comm: the communicator, to be used by the methods here, which count bytes.
         topology: the topology of the communicator.
         empty: gives wire memory, as `Communicator.empty` does; collective.
+        defers: whether `read_header` may leave the verdict on the device.
         wire_label: the label of the collectives that follow, equal on all ranks; communicators compare it.
         memory: wire memory and scratch of the codec, by name; not part of the state.
         findings: int64 [4], the results of a pass over the bucket; see `kernels.base`. Only with headers.
@@ -103,12 +112,13 @@ class CodecState(KeptArrays):
         statistics: Statistics | None,
         empty: Callable[..., Array] | None,
     ) -> None:
-        """Local. See `Codec.attach`."""
+        """Local. The arguments are those of `Codec.attach`, which completes the state."""
         super().__init__(bucket, parts, label)
         self.kind, self.check_finite = kind, check_finite
         self.statistics = Statistics() if statistics is None else statistics
         self.comm, self.topology, self.wire_label = comm, comm.topology, label
         self.empty = empty or comm.empty
+        self.defers = False
         self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
@@ -116,16 +126,16 @@ class CodecState(KeptArrays):
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
-        """Collective. See `Communicator.all_reduce`."""
+        """Collective. Start to reduce an array, as `Communicator.all_reduce`; counts its bytes."""
         n_bytes = dense_wire_bytes(array.nbytes, self.topology.world_size)
         return self._counted(n_bytes, self.comm.all_reduce, array, op, wire=wire, find_nonfinite=find_nonfinite)
 
     def all_gather(self, array: Array, out: Array) -> Work:
-        """Collective. See `Communicator.all_gather`."""
+        """Collective. Start to gather arrays, as `Communicator.all_gather`; counts their bytes."""
         return self._counted(array.nbytes * (self.topology.world_size - 1), self.comm.all_gather, array, out)
 
     def all_to_all_ragged(self, parts: Sequence[Array]) -> RaggedWork:
-        """Collective. See `Communicator.all_to_all_ragged`."""
+        """Collective. Start to exchange arrays, as `Communicator.all_to_all_ragged`; counts their bytes."""
         n_bytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.topology.rank)
         return self._counted(n_bytes, self.comm.all_to_all_ragged, parts)
 
@@ -155,36 +165,44 @@ class CodecState(KeptArrays):
     # -- findings ----------------------------------------------------------------------------------------------------
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
-        gathered = _FIELDS * self.topology.world_size
-        # The headers of all ranks, then the findings of this one, so that the host reads both at once.
-        self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
+        ranks = self.topology.world_size
+        gathered = _FIELDS * ranks
+        # The headers of all ranks, then the findings of this one, so that the host reads both at once. The findings of
+        # a rank alone are its header.
+        begin = gathered if ranks > 1 else 0
+        self._report = self.empty(begin + FINDINGS, "int64", xp=array_module(self.bucket))
         self._report.fill(0)
-        self._headers, self.findings = self._report[:gathered], self._report[gathered:]
+        self._headers, self.findings = self._report[:gathered], self._report[begin:]
 
     def send_header(self) -> Work:
         """Collective. Start to exchange the findings, except for the last one, with all ranks."""
+        if self.topology.world_size == 1:
+            return DoneWork()
         return self.all_gather(self.findings[:_FIELDS], self._headers)
 
-    def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
-        """Local. The findings of all ranks, after the wait for `work` of `send_header`; `fault` is for errors."""
-        return self._header(self.read(self._report, work), fault)
+    def read_header(self, work: Work, fault: str = "NaN or infinite", *, may_stay: bool = False) -> Header:
+        """Local. The findings of all ranks, after the wait for `work` of `send_header`; `fault` is for errors.
 
-    def _header(self, report: list[Any], fault: str) -> Header:
-        counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
-        self.statistics.overflowed += overflowed[self.topology.rank]
-        self.statistics.underflowed += report[-1]
-        return Header(counts, any(overflowed), self.verdict(from_bad, fault))
-
-    def doubt(self, work: Work, fault: str = "NaN or infinite") -> Doubt:
-        """Local. As `read_header`, with the verdict left on the device."""
+        If it `may_stay` on the device, and all that the step renews is there, the verdict may be a `Doubt`.
+        """
+        if not (may_stay and self.defers) or any(isinstance(self._new[name], np.ndarray) for name in self.renewed):
+            return self._header(self.read(self._report, work), fault)
         arrived = self.kernels.fetch(self._report)
 
         def read() -> BadGradient | None:
             report = arrived().tolist()
             work.done()  # as in `read`
-            return self._header(report, fault).verdict
+            verdict = self._header(report, fault).verdict
+            return verdict if isinstance(verdict, BadGradient) else None
 
-        return Doubt(self._headers[FROM_BAD::_FIELDS].any(), read)
+        return Header(Doubt(self._headers, read))
+
+    def _header(self, report: list[Any], fault: str) -> Header:
+        end = _FIELDS * self.topology.world_size
+        counts, overflowed, from_bad = (report[field:end:_FIELDS] for field in range(_FIELDS))
+        self.statistics.overflowed += overflowed[self.topology.rank]
+        self.statistics.underflowed += report[-1]
+        return Header(self.verdict(from_bad, fault), counts, any(overflowed))
 
     def verdict(self, from_bad: Sequence[int], fault: str) -> BadGradient | None:
         """Local. The verdict on the gradients, given every rank's `FROM_BAD`."""
@@ -217,10 +235,10 @@ class Reduces(Protocol):
 
     @property
     def kind(self) -> str:
-        """See `Codec.kind`."""
+        """Name of the codec: the same as of its states."""
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. The steps that replace the bucket by its mean over the ranks."""
 
 
 class PendingReduction:
@@ -317,7 +335,7 @@ def _failed(error: BaseException) -> Steps:
 def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
     """Collective. Finish reductions that are under way together, in rounds and in their order; return their verdicts.
 
-    If one verdict is bad, the states of all codecs stay as they were. The flags of all `Doubt`s are one.
+    If one verdict is bad, the states of all codecs stay as they were. All `Doubt`s get one flag.
     """
     under_way = True
     while under_way:
@@ -333,7 +351,7 @@ def finish_all(reductions: Sequence[PendingReduction]) -> list[Verdict]:
     if is_bad:
         return verdicts
     doubts = [verdict for verdict in verdicts if isinstance(verdict, Doubt)]
-    flag = reduce(or_, [doubt.flag for doubt in doubts]) if doubts else None
+    flag = reductions[0].state.kernels.any_bad([doubt.headers for doubt in doubts]) if doubts else None
     for each in reductions:
         if each.state.renewed:
             each.state.accept(unless=flag)

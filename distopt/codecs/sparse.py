@@ -63,7 +63,7 @@ class SparseCodec(Codec):
 
     # -- the reduction -----------------------------------------------------------------------------------------------
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Make the lists; raises a UsageError for options that need error feedback."""
         size = state.bucket.size
         if size >= 2**31:
             raise UsageError(f"int32 indices do not reach into a bucket of {size}; use smaller buckets")
@@ -71,7 +71,7 @@ class SparseCodec(Codec):
         state.memory["lists"] = state.kernels.new_lists(0)
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`."""
+        """Collective. Select, and exchange the lists; or the dense bucket where the lists would be longer."""
         kernels, lists = state.kernels, state.memory["lists"]
         accumulation = self._accumulation(state)
         count = self._known_count(state)
@@ -86,13 +86,13 @@ class SparseCodec(Codec):
             payload = None if counts is None else self._send(state, counts, accumulation)
             under_way = [] if payload is None else [next(payload)]
         yield sent
-        header = None if payload is not None and state.may_doubt else state.read_header(sent)
+        header = state.read_header(sent, may_stay=payload is not None)
         yield from under_way
-        if payload is None and header is not None and header.verdict is None:
+        if payload is None and not header.is_bad:
             payload = self._send(state, header.counts, accumulation)
         if payload is not None:
             yield from payload
-        return state.doubt(sent) if header is None else header.verdict
+        return header.verdict
 
     def _send(
         self, state: CodecState, counts: Sequence[int], accumulation: Accumulation

@@ -39,7 +39,7 @@ class Threshold(SparseCodec):
         return state.size if self.bound == 0 else None
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. As `SparseCodec`, with room in the lists for a usual selection."""
         super().prepare(state)
         state.memory["lists"].reserve(state.bucket.size // 32)  # more than a useful threshold selects
 

@@ -62,7 +62,7 @@ class TopK(SparseCodec):
         return min(math.ceil(round(ratio * size, 6)), size)
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. As `SparseCodec`, with a count of reductions for the warm-up."""
         super().prepare(state)
         self._step(state)
 

@@ -35,7 +35,7 @@ class Tree(Codec):
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
     def prepare(self, state: CodecState) -> None:
-        """Collective. See `Codec.prepare`."""
+        """Collective. Find which nodes of the tree this rank has, and make memory for its slice of the sums."""
         if not isinstance(state.bucket, np.ndarray):
             raise UsageError("the sum over shards runs on the CPU; set DISTOPT_DEVICE=cpu, or leave shards= out")
         topology, size, memory = state.topology, state.bucket.size, state.memory
@@ -100,7 +100,10 @@ class Tree(Codec):
         return [*whole, bucket]
 
     def reduce(self, state: CodecState) -> Steps:
-        """Collective. See `Codec.reduce`; the bucket holds the gradients of this rank's last shard."""
+        """Collective. Exchange slices of the sums, add them up in the order of the tree, and gather the means.
+
+        The bucket holds the gradients of this rank's last shard.
+        """
         sums, bucket, rank = self._complete(state), state.bucket, state.topology.rank
         scale = bucket.dtype.type(1 / self.shards)
         if state.memory["direct"]:
@@ -163,6 +166,6 @@ def _from_bad(state: CodecState, sums: Sequence[Array], shards: int) -> int:
     limit, found = float(np.finfo(state.bucket.dtype).max) / (2 * shards), np.zeros(1, np.int64)
     worst = 0
     for array in sums:
-        state.kernels.mark_beyond(array, limit, found)
+        state.kernels.find_beyond(array, limit, found)
         worst = max(worst, int(found[0]))
     return worst

@@ -7,7 +7,6 @@ knows what its arrays mean: codecs, gradients and models are above it.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,10 +17,11 @@ from ..launch.job.mpi import MpiJob
 from ..launch.job.topology import Topology
 from ..recorder.flight import flight_record
 from ..recorder.timeline import timeline
-from ..settings import OLD_TRANSPORT, Settings
+from ..settings import Settings
 from .base import Communicator, Work
 from .environment import check_same_environment, environment
 from .gpu import driver_version, gpu_stack, refusal
+from .via_host import ViaHostCommunicator
 
 __all__ = ["TRANSPORTS", "Communicator", "Work", "begin_recording", "create"]
 
@@ -46,17 +46,17 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         transport: a key of `TRANSPORTS`, or "auto" (default: `$DISTOPT_TRANSPORT`): nothing to do for one rank, NCCL
             where `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (with NVIDIA's driver, a warning says why it
             cannot), else shared memory for ranks of one host, else MPI where mpiexec or srun's plugin has connected the
-            ranks, else UCX; between hosts with equally many ranks, both use shared memory inside a host.
+            ranks, else UCX; between hosts with equally many ranks, both use shared memory inside a host. If
+            `$DISTOPT_DEVICE` is cuda, a transport of CPUs that is named sends arrays of GPUs through the host.
 
     Raises:
         UsageError: no transport has that name.
         LaunchError: the ranks run different versions, or their settings name different transports; or NCCL or a GPU was
             requested, and a rank has no GPU that it can use.
-        MissingDependencyError: the transport needs something that is absent; the message says what, and the cure.
+        MissingDependencyError: the transport or the GPU needs something that is absent; the message says what, and the
+            cure.
     """
     settings = Settings.from_env()
-    if OLD_TRANSPORT in os.environ and job.topology.rank == 0:
-        _log.warning("%s is DISTOPT_TRANSPORT now; this version is the last to read the old name", OLD_TRANSPORT)
     wish = choice = transport or settings.transport
     if wish == "auto":
         choice = _choose(job, settings.device)
@@ -71,6 +71,8 @@ def create(job: Job, transport: str | None = None) -> Communicator:
         choice = _choose(job, "cpu")
     module, _, cls = TRANSPORTS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
+    if settings.device == "cuda" and choice not in ("nccl", "single"):
+        communicator = ViaHostCommunicator(communicator)
     begin_recording(communicator, job, "world", range(job.topology.world_size))
     return communicator
 

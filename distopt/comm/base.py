@@ -39,7 +39,6 @@ from ..checks import check_integer
 from ..errors import UsageError
 from ..kernels import check_unmasked
 from ..launch.end_together.report import supervisor
-from ..launch.job.base import Job
 from ..launch.job.topology import Topology
 from ..recorder.flight import flight_record
 from ..recorder.ring import GroupRecord
@@ -92,11 +91,11 @@ class Communicator(ABC):
     The public methods check their arguments, note the operation in the flight record and call the transport; they are
     no-ops (apart from the checks) in a job of one rank.
 
-    A transport is a subclass that sets `name` and `topology`, and defines `create`, `barrier`, `close`, `_empty`,
-    `_start` and `_start_ragged`. If it can, it also defines `_subgroup` and `_start_message`; `progress`, if bytes do
-    not move by themselves; and `together`. Where it takes less than others, it declares that by `dtypes`, `ops`,
-    `_moves` or `can_reduce`. The variables below tell the callers what they gain by it. A transport of csrc is a
-    `NativeCommunicator`, which has most of this already.
+    A transport is a subclass that sets `name` and `topology`, and defines `barrier`, `close`, `_empty`, `_start` and
+    `_start_ragged`; and, as one of `TRANSPORTS`, the class method `create(job)`, which is collective. If it can, it
+    also defines `_subgroup` and `_start_message`; `progress`, if bytes do not move by themselves; and `together`. Where
+    it takes less than others, it declares that by `dtypes`, `ops`, `_moves` or `can_reduce`. The variables below tell
+    the callers what they gain by it. A transport of csrc is a `NativeCommunicator`, which has most of this already.
     """
 
     name: ClassVar[str]
@@ -129,11 +128,6 @@ class Communicator(ABC):
     closed: bool = False
     # Where operations are noted; see `record`.
     flight: GroupRecord | None = None
-
-    @classmethod
-    @abstractmethod
-    def create(cls, job: Job) -> Communicator:
-        """Collective. Build the communicator of `job`."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def empty(self, count: int, dtype: str = "float32", *, xp: Any = None) -> Array:
@@ -222,7 +216,7 @@ class Communicator(ABC):
     def all_gather_ragged(self, array: Array, *, label: str = "", counts: Sequence[int] | None = None) -> RaggedWork:
         """Collective. The flat arrays of every rank; counts may differ, zero included.
 
-        Starting waits for no one; over NCCL for the counts, unless they are given.
+        The call does not wait for other ranks; over NCCL, it waits for the counts, unless they are given.
 
         Args:
             array: what this rank sends.
@@ -255,7 +249,8 @@ class Communicator(ABC):
     def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
         """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank.
 
-        Parts are flat, of one type and any length, zero included. Starting waits for no one; over NCCL for the counts.
+        Parts are flat, of one type and any length, zero included. The call does not wait for other ranks; over NCCL, it
+        waits for the counts.
         """
         if len(parts) != self.topology.world_size:
             raise UsageError(f"{len(parts)} parts were given for {self.topology.world_size} ranks")
@@ -427,8 +422,8 @@ class Communicator(ABC):
                 f"on {self.topology.world_size} ranks"
             )
         check_kinds(part, whole)
-        rank, count, offset_bytes = self.topology.rank, part.size, _address(part) - _address(whole)
-        if count and -part.nbytes < offset_bytes < whole.nbytes and offset_bytes != rank * part.nbytes:
+        rank, count = self.topology.rank, part.size
+        if count and overlap(part, whole) and _address(part) - _address(whole) != rank * part.nbytes:
             raise UsageError(
                 f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
                 f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
@@ -483,6 +478,12 @@ class Communicator(ABC):
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def overlap(one: Array, other: Array) -> bool:
+    """Local. Whether two arrays have memory in common."""
+    offset_bytes = _address(one) - _address(other)
+    return bool(-one.nbytes < offset_bytes < other.nbytes)
 
 
 def check_kinds(*arrays: Array) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..errors import LaunchError, MissingDependencyError, pip_install
+from ..errors import LaunchError, MissingDependencyError, UsageError, WireMemoryError, pip_install
 from ..kernels.discovery import find_cupy
 from ..launch.job.base import Job
+from ..launch.job.topology import Topology
 from ..settings import Settings
+from .types import storage_of
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
 # From this version on, NCCL can let two ranks share a GPU.
@@ -43,6 +45,34 @@ def order_launches() -> None:
     one GPU only, and each then waits for the other. A value that the user has set stays. NCCL 2.26 and later read it.
     """
     os.environ.setdefault(_LAUNCH_ORDER, "1")
+
+
+def device_memory(cupy: Any, topology: Topology, device_id: int, count: int, dtype: str) -> Any:
+    """Local. An uninitialised flat array of a wire type on the current GPU, which is number `device_id`.
+
+    Raises:
+        WireMemoryError: it does not fit.
+    """
+    try:
+        return cupy.empty(count, storage_of(dtype))
+    except MemoryError as error:
+        raise WireMemoryError(
+            f"rank {topology.rank} ({topology.host}): {count} elements of {dtype} do not fit on GPU {device_id}; use a "
+            "smaller model or batch"
+        ) from error
+
+
+def check_device(topology: Topology, device_id: int, arrays: Sequence[Any]) -> None:
+    """Local. Check that arrays of CuPy are on this rank's GPU.
+
+    Raises:
+        UsageError: one is on another.
+    """
+    if others := {array.data.device_id for array in arrays} - {device_id}:
+        raise UsageError(
+            f"rank {topology.rank} ({topology.host}) works on GPU {device_id}; an array on GPU {others.pop()} cannot "
+            "be sent, copy it first"
+        )
 
 
 def driver_version() -> int:

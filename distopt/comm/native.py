@@ -27,7 +27,7 @@ class NativeCommunicator(Communicator):
         label: str = "",
         find_nonfinite: bool = False,
     ) -> Work:
-        """Collective. See `Communicator.all_reduce`, which makes the errors."""
+        """Collective. Reduce in csrc at once where it can, else as `Communicator.all_reduce`, which raises errors."""
         # Most arrays need no more than the look that csrc takes at their buffer.
         flight = self.flight
         place = -1 if flight is None else flight.caller("all_reduce", label)
@@ -51,7 +51,7 @@ class NativeCommunicator(Communicator):
         self.core.reduce_memory(owner, address, count, dtype, op, timeout, place)
 
     def progress(self) -> None:
-        """Local. See `Communicator.progress`."""
+        """Local. Move what can be moved without waiting."""
         self.core.progress()
 
     def barrier(self) -> None:
@@ -61,7 +61,7 @@ class NativeCommunicator(Communicator):
         self.core.barrier().wait()
 
     def record(self, name: str, ranks: Sequence[int], rank: int, offers: Sequence[Any] = ()) -> None:
-        """Local. See `Communicator.record`; csrc notes the operations that it starts."""
+        """Local. Begin the flight record; csrc notes the operations that it starts."""
         super().record(name, ranks, rank, offers)
         if self.flight is not None:
             self.core.record_in(*self.flight.layout)

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import _core
-from ..errors import Process, UsageError, WireMemoryError
+from ..errors import Process, UsageError
 from ..launch.end_together.exit_guard import close_at_exit
 from ..launch.job.base import Job
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
-from .gpu import GpuOfRank, GpuStack, choose_devices, exchange_places, gpu_stack
+from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work
+from .gpu import GpuOfRank, GpuStack, check_device, choose_devices, device_memory, exchange_places, gpu_stack
 
 _log = logging.getLogger("distopt")
 
@@ -141,13 +141,7 @@ class NcclCommunicator(Communicator):
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         """Local here. Memory on this rank's GPU, as any array of CuPy's."""
-        try:
-            return self.xp.empty(count, storage_of(dtype))
-        except MemoryError as error:
-            raise WireMemoryError(
-                f"rank {self.topology.rank} ({self.topology.host}): {count} elements of {dtype} do not fit on GPU "
-                f"{self.device_id}; use a smaller model or batch"
-            ) from error
+        return device_memory(self.xp, self.topology, self.device_id, count, dtype)
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def can_reduce(self, op: str, dtype: str) -> bool:
@@ -161,7 +155,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Local. See `Communicator.together`: one group of NCCL, one launch."""
+        """Local. The operations of the block are one group of NCCL, and one launch."""
         if self._together:
             yield
             return
@@ -235,11 +229,7 @@ class NcclCommunicator(Communicator):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _enqueue(self, operation: _core.NcclOperation, *arrays: Array) -> NcclWork:
-        if others := {array.data.device_id for array in arrays} - {self.device_id}:
-            raise UsageError(
-                f"rank {self.topology.rank} ({self.topology.host}) works on GPU {self.device_id}; an array on GPU "
-                f"{others.pop()} cannot be sent, copy it first"
-            )
+        check_device(self.topology, self.device_id, arrays)
         work = NcclWork(self.xp, 0 if self.flight is None else self.flight.last, operation, arrays)
         self._held.append(work)
         if not self._together:

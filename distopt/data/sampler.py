@@ -103,7 +103,7 @@ class ShardedSampler:
 
     @property
     def shards(self) -> int:
-        """Local. Into how many parts the permutation is dealt: the argument, or the number of ranks."""
+        """Into how many parts the permutation is dealt: the argument, or the number of ranks."""
         return self.world_size if self._given is None else self._given
 
     def _mine(self) -> NDArray[np.int64]:
@@ -123,7 +123,7 @@ class ShardedSampler:
         return self._batches(self._share(self.size - self._began))
 
     def set_epoch(self, epoch: int) -> None:
-        """Local. Select the permutation for the next iteration. Without this call, every epoch has the same order.
+        """Select the permutation for the next iteration. Without this call, every epoch has the same order.
 
         A different epoch begins with its first sample.
 
@@ -137,7 +137,7 @@ class ShardedSampler:
             self._after_set_epoch()
 
     def watch_epochs(self, after_set_epoch: Callable[[], object], before_iteration: Callable[[], object]) -> None:
-        """Local. Have these called when another epoch has been set, and when an iteration is made.
+        """Have these called when another epoch has been set, and when an iteration is made.
 
         `Checkpoint.resume` calls this.
         """
@@ -145,16 +145,16 @@ class ShardedSampler:
 
     @property
     def epoch_is_over(self) -> bool:
-        """Local. Whether all batches of this epoch are consumed."""
+        """Whether all batches of this epoch are consumed."""
         return self._batches(self._share(self.size - self.consumed)) == 0
 
     @property
     def epoch_ends(self) -> bool:
-        """Local. Whether one batch of this epoch is left."""
+        """Whether one batch of this epoch is left."""
         return self._batches(self._share(self.size - self.consumed)) == 1
 
     def finish_epoch(self) -> None:
-        """Local. If all batches of this epoch are consumed, begin anew, as the next iteration would.
+        """If all batches of this epoch are consumed, begin anew, as the next iteration would.
 
         `Checkpoint.save(epoch)` calls this for a new epoch: without `set_epoch`, states tell one epoch from the next by
         `consumed` alone.
@@ -163,7 +163,7 @@ class ShardedSampler:
             self._go_to(0)
 
     def finish_step(self) -> None:
-        """Local. Note that a training step has used all batches given so far; `Checkpoint.step` calls this."""
+        """Note that a training step has used all batches given so far; `Checkpoint.step` calls this."""
         self._first = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -229,7 +229,7 @@ class ShardedSampler:
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, int | bool]:
-        """Local. The progress of this epoch, over all ranks, and the values that determine the order of its samples.
+        """The progress of this epoch, over all ranks, and the values that determine the order of its samples.
 
         The batch that the iteration gave last counts as consumed: ask after the step that trains on it. Less than twice
         `size` is consumed, even where there are more ranks than samples and each sample is given several times.
@@ -243,7 +243,7 @@ class ShardedSampler:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Local. Have the next iteration resume from the result of `get_states`, on any number of ranks.
+        """Have the next iteration resume from the result of `get_states`, on any number of ranks.
 
         Raises:
             StateError: see `check_states`; nothing was changed.
@@ -253,7 +253,7 @@ class ShardedSampler:
         self._go_to(check_count("consumed", states["consumed"]))
 
     def check_states(self, states: Mapping[str, Any]) -> None:
-        """Local. Whether `set_states` would accept them.
+        """Whether `set_states` would accept them.
 
         Raises:
             StateError: they are of another data set, seed or order, or not the states of a sampler.
@@ -270,7 +270,7 @@ class ShardedSampler:
             raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Local. For copies in other processes, where no iteration lives, and no `Checkpoint`."""
+        """For copies in other processes, where no iteration lives, and no `Checkpoint`."""
         nothing = dict.fromkeys(["_current", "_after_set_epoch", "_before_iteration"], _nothing)
         return {**self.__dict__, **nothing}
 
@@ -284,7 +284,7 @@ class _Iteration:
         reference: a weak reference to this object, the same at all times.
         before: the attributes of the sampler that it has changed.
         has_ended: whether all batches have been given.
-        has_stepped: whether a training step was counted since it began.
+        n_steps: number of training steps that were counted since it began.
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:
@@ -292,7 +292,8 @@ class _Iteration:
         self._batches: Iterator[Any] | None = None
         self.reference = weakref.ref(self)
         self.before: tuple[Callable[[], _Iteration | None], int, int]
-        self.has_ended = self.has_stepped = False
+        self.has_ended = False
+        self.n_steps = 0
 
     def __iter__(self) -> _Iteration:
         return self
@@ -318,7 +319,7 @@ def _nothing() -> None:
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:
-    """Local. The contiguous part of a data set that belongs to `rank`, as views.
+    """The contiguous part of a data set that belongs to `rank`, as views.
 
     All parts have `len(x) // world_size` samples; the last `len(x) % world_size` samples are not used.
 

@@ -282,7 +282,7 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], who: str, ra
 
 
 def _order(param: Parameter) -> list[int]:
-    """The dimensions of a tensor in the order of its memory, if that is another one, as in `channels_last`."""
+    """The dimensions of a tensor in the order of its memory, if that differs from their own, as in `channels_last`."""
     return list(getattr(param, "permuted", ()))
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from ..checks import check_integer, check_number
-from ..codecs import BadGradient, Codec, CommunicationStatistics, Doubt
-from ..codecs.state import States
+from ..codecs import BadGradient, Codec, CommunicationStatistics
+from ..codecs.kept_arrays import States
 from ..comm import Communicator
 from ..errors import DistoptError, StateError, UsageError
 from .agreement import Agreement
@@ -42,7 +42,6 @@ log = logging.getLogger("distopt")
 
 class _Unsettled(NamedTuple):
     step: GradientCounter
-    doubt: Doubt
     undo: Callable[[], None]
     explain: Callable[[], None]
 
@@ -134,8 +133,8 @@ class Engine:
             rule: the optimizer's, the same on all ranks.
             version: a number that changes when different parameters may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
-            defers: whether the verdict of gradients on a GPU may be a `Doubt`. The front then calls `settle` between
-                the end of the step and its update, which the `Doubt` gates, and hands that to `postpone`.
+            defers: whether the verdict on gradients of a GPU may stay there. The front then calls `settle` between the
+                end of the step and its update, which the verdict's flag gates, and `postpone` after that.
 
         Raises:
             GradientError: as `settle`.
@@ -251,21 +250,18 @@ class Engine:
         skipped, steps = self.statistics.skipped, self.statistics.steps
         log.warning("update skipped, step %d of %d skipped so far: %s", skipped, steps, error)
 
-    def postpone(
-        self, step: GradientCounter, doubt: Doubt, undo: Callable[[], None], explain: Callable[[], None]
-    ) -> None:
+    def postpone(self, step: GradientCounter, undo: Callable[[], None], explain: Callable[[], None]) -> None:
         """Local. Leave the verdict of a finished step to `settle`. The update that it gates may start.
 
         Args:
             step: the step.
-            doubt: the verdict of its `finish_deferred`.
-            undo: called if it is bad: undoes what the front has counted as a step.
-            explain: called after that; raises an error that explains the bad gradient better, if there is one.
+            undo: `settle` calls it if the verdict is bad: it takes back what the front has counted as a step.
+            explain: `settle` calls it after `undo`: it raises an error with the reason of the bad gradient, if any.
         """
-        self.unsettled = _Unsettled(step, doubt, undo, explain)
+        self.unsettled = _Unsettled(step, undo, explain)
 
     def settle(self, following: GradientCounter | None = None) -> None:
-        """Collective if the gradients of the last step were bad, else local. Refuse them if so, see `refuse`.
+        """Collective if the gradients of the last step were bad, else local. Bad ones are refused, as by `refuse`.
 
         A verdict that was left on the device has long been there at the end of the next step. Methods that need it call
         this.
@@ -280,7 +276,7 @@ class Engine:
         if unsettled is None:
             return
         try:
-            verdict = unsettled.step.settle(unsettled.doubt, unsettled.undo)
+            verdict = unsettled.step.settle(unsettled.undo)
             if verdict is not None:
                 unsettled.explain()
                 self.refuse(verdict)
@@ -302,7 +298,10 @@ class Engine:
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def join(self, rule: UpdateRule, update: Callable[[Layout], None]) -> Iterator[None]:
-        """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
+        """Collective. In the block, ranks may have different numbers of batches, as in `DistOpt.join`.
+
+        A rank without data calls `update` where the others update.
+        """
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
         self.check_unsharded("join, with ranks out of data,")
@@ -360,7 +359,7 @@ class Engine:
         self.partial.set_states(partition, flags, states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> States:
-        """Local. The states of codecs among them, if `set_states` would accept all.
+        """Local. Check that `set_states` would accept saved states; return those of codecs.
 
         Raises:
             StateError: they are not of an engine, or do not fit.

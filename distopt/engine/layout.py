@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..checks import check_integer
 from ..codecs import Codec, CodecState, CommunicationStatistics
-from ..codecs.state import States
+from ..codecs.kept_arrays import States
 from ..comm.base import Array
 from ..errors import StateError
 from .bucket import Bucket, BucketMemory, Parameter

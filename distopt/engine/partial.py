@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..codecs import BadGradient, CodecState, CommunicationStatistics
-from ..codecs.state import States
+from ..codecs.kept_arrays import States
 from ..errors import StateError
 from ..kernels import kernels_of
 from .agreement import Agreement

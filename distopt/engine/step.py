@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -15,11 +16,11 @@ from ..codecs import (
     Codec,
     CodecState,
     CommunicationStatistics,
-    Doubt,
     PendingReduction,
     Verdict,
     finish_all,
 )
+from ..codecs.reduction import Doubt
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 from .agreement import Agreement
 from .bucket import Bucket, Parameter
@@ -50,6 +51,7 @@ class GradientCounter(ABC):
         self._ended = False  # whether all collectives of the step have ended
         self._calling = False  # whether it is inside of a call that cannot be repeated
         self._started: list[PendingReduction] = []
+        self._doubt: Doubt | None = None  # the verdict, if it was left on the device
         self._awaited = layout.bucket_of.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
@@ -72,6 +74,11 @@ class GradientCounter(ABC):
     def awaits(self, param: Parameter) -> bool:
         """Local. Whether the gradient of `param` is part of the step, and not final yet."""
         return id(param) in self._awaited
+
+    def fills(self, param: Parameter) -> bool:
+        """Local. Whether the gradient of `param` is the last one of its bucket, or cannot be counted."""
+        index = self._awaited.get(id(param))
+        return index is None or self._missing[index] == 1
 
     @abstractmethod
     def _start_full(self) -> None:
@@ -117,7 +124,7 @@ class GradientCounter(ABC):
         return verdict
 
     def finish_deferred(self, unused: Literal["raise", "zero"] = "raise") -> Verdict:
-        """Collective. As `finish`; a `Doubt` is to be settled by `settle`, at a point that is the same on all ranks."""
+        """Collective. As `finish`; a `Doubt` stays with the step for `Engine.postpone`."""
         if self._awaited:
             self._complete(unused)
             self._start_full()
@@ -125,6 +132,7 @@ class GradientCounter(ABC):
         if isinstance(verdict, BadGradient):
             self._refuse()
         self._ended = True
+        self._doubt = verdict if isinstance(verdict, Doubt) else None
         return verdict
 
     def take_back(self) -> None:
@@ -132,24 +140,23 @@ class GradientCounter(ABC):
         for reduction in self._started:
             reduction.state.take_back()
 
-    def settle(self, doubt: Doubt, undo: Callable[[], None]) -> BadGradient | None:
-        """Collective if a gradient was bad. Wait for a verdict of `finish_deferred` that was left on the device.
+    def settle(self, undo: Callable[[], None]) -> BadGradient | None:
+        """Collective if a gradient was bad. Wait for the verdict of `finish_deferred` that was left on the device.
 
         Args:
-            doubt: that verdict.
             undo: called after a bad one; it undoes what the caller has counted since.
 
         Raises:
             GradientError: an exception has ended the step on another rank.
         """
-        verdict = doubt.read()
+        verdict = None if self._doubt is None else self._doubt.read()
         if verdict is not None:
             undo()
             self._refuse()
         return verdict
 
     def _complete(self, unused: Literal["raise", "zero"]) -> None:
-        """Give the parameters that had no gradient one of zeros, or raise."""
+        """Give zeros to the parameters that had no gradient, or raise."""
         for bucket, missing in zip(self.layout.buckets, self._missing, strict=True):
             if missing and unused == "raise":
                 raise self.unreached(bucket, missing)
@@ -268,7 +275,7 @@ class Step(GradientCounter):
         self.states, self._codec, self._clip, self._weight, self._after = states, codec, clip, weight, ended
 
     def finish_deferred(self, unused: Literal["raise", "zero"] = "raise") -> Verdict:
-        """Collective. See `GradientCounter.finish_deferred`."""
+        """Collective. Finish as `GradientCounter` does, and call what follows a step with its verdict."""
         verdict = super().finish_deferred(unused)
         if self._after is not None:
             self._after(verdict)
@@ -304,4 +311,4 @@ class Step(GradientCounter):
             found = [(bucket, doubt.read()) for bucket, doubt in doubts]  # all: reading updates statistics
             return next((self._named(bucket, bad.rank, bad.element) for bucket, bad in found if bad), None)
 
-        return Doubt(doubts[0][1].flag, read)
+        return replace(doubts[0][1], read=read)

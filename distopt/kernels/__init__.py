@@ -1,4 +1,4 @@
-"""Native passes over gradients, for arrays of the host and of a GPU."""
+"""Native passes over gradients, for arrays of the host and of a GPU. All functions are local."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels_of(array: Any) -> Kernels:
 
 
 def check_unmasked(array: object) -> None:
-    """Local. Raises a UsageError for a masked array, whose mask would be ignored."""
+    """Raises a UsageError for a masked array, whose mask would be ignored."""
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(
             "a masked array would lose its mask; pass array.filled(0), say, and numpy.ma.getmaskarray(array) if needed"
@@ -41,7 +41,7 @@ def check_unmasked(array: object) -> None:
 
 
 def check_resolved(array: object) -> None:
-    """Local. Raises a UsageError for a tensor of PyTorch that is negated as it is read, which DLPack omits."""
+    """Raises a UsageError for a tensor of PyTorch that is negated as it is read, which DLPack omits."""
     if getattr(array, "is_neg", bool)():
         raise UsageError(
             f"a {type(array).__name__} with PyTorch's negative bit would lose its sign; pass its resolve_neg()"

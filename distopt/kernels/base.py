@@ -142,11 +142,11 @@ class Kernels(Protocol):
     def clip_scale(self, x: Array, limit: float) -> Any:
         """The factor that shrinks x to an l2 norm of `limit`; 1 where the norm is less, or not finite."""
 
-    def mark_beyond(self, x: Array, limit: float, from_bad: Array) -> None:
-        """Set from_bad[0] (int64) as in findings, of elements that are NaN or beyond +-limit; float64 too.
+    def find_beyond(self, x: Array, limit: float, from_bad: Array) -> None:
+        """Set from_bad[0] (int64) as in findings, of elements that are NaN or beyond +-limit; float64 too."""
 
-        If there is one, x[0] becomes NaN.
-        """
+    def any_bad(self, headers: Sequence[Array]) -> Array:
+        """Bool []: whether one of these int64 arrays, all of one length, has from_bad above 0 in one of its headers."""
 
     def first_nonfinite(self, x: Array) -> int | None:
         """Index of the first NaN or infinity; float64 too. Waits for the answer."""

@@ -16,7 +16,7 @@ _BLOCK_ROWS = 256  # whose products, 8 MiB, are in memory at once
 
 
 def digests(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Local. A number for each array, uint64 [n], that is the same wherever it is computed.
+    """A number for each array, uint64 [n], that is the same wherever it is computed.
 
     The bits are taken as words of 32 bits or, in smaller types, of one element. A row of words gives the sum of its
     products with fixed random weights of 64 bits, modulo 2**64; the sums of all rows are words again, until one is

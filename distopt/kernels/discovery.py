@@ -10,7 +10,7 @@ from ..errors import pip_install
 
 
 def find_cupy() -> tuple[Any, str]:
-    """Local. CuPy if it sees a GPU and can compile for it; otherwise None, and what is missing and how to fix it.
+    """CuPy if it sees a GPU and can compile for it; otherwise None, and what is missing and how to fix it.
 
     This loads CUDA's driver, but creates no context. Processes that are forked afterwards cannot use CUDA.
     """

@@ -1,4 +1,7 @@
-"""The kernels on CuPy arrays, on the current stream of the current device; see `base.Kernels`."""
+"""The kernels on CuPy arrays, on the current stream of the current device.
+
+`base.Kernels` documents them; differences are noted here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import cupy
 import numpy as np
 
 from .. import _core
-from .base import FINDINGS, Accumulation, Array, Lists
+from .base import FINDINGS, FROM_BAD, Accumulation, Array, Lists
 from .cuda import THREADS, blocks, launch, launch_each, launch_strided
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
@@ -22,7 +25,7 @@ _SELECT_STATE_BYTES = 16384  # room for SelectState in select.cu, at least
 _SELECT_THREADS = 1024  # of a kernel of one block in select.cu
 _DIGITS = (31, 20), (20, 10), (10, 0)  # the bits of a key where the digits of its boundary end and begin
 _WARPS = THREADS // 32
-_MOST_LISTS = 32  # in SparseLists of sparse.cu
+_MOST_LISTS = 32  # in SparseLists of sparse.cu, and in Headers of codec.cu
 _TYPES = {"float16": "Half", "bfloat16": "BFloat16"}
 _NO_KEY = 0x7FFFFFFF  # top_key of shared.h
 
@@ -34,12 +37,11 @@ new_lists = partial(Lists, cupy)
 
 
 def to_host(array: Array) -> Array:
-    """See `Kernels.to_host`; waits for the stream."""
+    """As `Kernels.to_host`; waits for the stream."""
     return array.get()
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """See `Kernels.copy_into`."""
     if isinstance(source, np.ndarray):
         target.set(source)
     else:
@@ -47,23 +49,26 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def copy_where(flag: Array, source: Array, target: Array) -> None:
-    """See `Kernels.copy_where`."""
     cupy.copyto(target, source, where=flag)
 
 
+def pinned_like(array: Array) -> Array:
+    """A flat array of NumPy, of the type and the size of `array`, in pinned memory."""
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), array.dtype, array.size)
+
+
 def keep_until(copied: Any, memory: Any) -> None:
-    """Local. Keep pinned memory until an event behind its copy: CuPy gives what is let go to others at once."""
+    """Keep pinned memory until an event behind its copy: CuPy gives what is let go to others at once."""
     for event in [event for event in list(_copying) if event.done]:
         _copying.pop(event, None)
     _copying[copied] = memory
 
 
 def fetch(array: Array) -> Callable[[], Array]:
-    """See `Kernels.fetch`; waits for the copy alone, not for what the stream holds behind it."""
-    out = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
+    """As `Kernels.fetch`; waits for the copy alone, not for what the stream holds behind it."""
+    out = pinned_like(array)
     array.get(out=out, blocking=False)
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record()
+    event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
     keep_until(event, out)
 
     def arrived() -> Array:
@@ -77,51 +82,45 @@ def fetch(array: Array) -> Callable[[], Array]:
 def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
-    """See `Kernels.encode16`."""
     findings.fill(0)
     given = x, *residuals, wire, x.size, scale, limit, findings
     launch_strided(f"encode<{_type_16(dtype)}>", blocks(x.size, 4), *given)
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
-    """See `Kernels.decode16`."""
     launch_each(f"decode<{_type_16(dtype)}>", blocks(x.size, 4), wire, x, x.size, scale)
 
 
 def encode_blocks(
     x: Array, residuals: tuple[Array, Array], wire: Array, bits: int, seed: int | None, findings: Array
 ) -> None:
-    """See `Kernels.encode_blocks`."""
     findings.fill(0)
     items = blocks(x.size, _core.quantized_block) * THREADS
     launch_strided("encode_blocks", items, x, *residuals, wire, x.size, bits, seed is not None, seed or 0, findings)
 
 
 def decode_blocks(wire: Array, x: Array, bits: int, factor: float, adds: bool) -> None:
-    """See `Kernels.decode_blocks`."""
     launch_each("decode_blocks", x.size, wire, x, x.size, bits, factor, adds)
 
 
 def encode_chunks(x: Array, residuals: tuple[Array, Array], wire: Array, k: int, bits: int, findings: Array) -> None:
-    """See `Kernels.encode_chunks`."""
     findings.fill(0)
     if chunks := blocks(x.size, _core.top_chunk):
         launch("encode_chunks", (chunks,), (THREADS,), x, *residuals, wire, x.size, k, bits, findings)
 
 
 def decode_chunks(wires: Array, x: Array, k: int, bits: int, factor: float) -> None:
-    """See `Kernels.decode_chunks`."""
     if chunks := blocks(x.size, _core.top_chunk):
         launch("decode_chunks", (chunks,), (THREADS,), wires, *wires.shape, x, x.size, k, bits, factor)
 
 
 def squared_norm(x: Array) -> Any:
-    """See `Kernels.squared_norm`; the result is an array on the device."""
+    """As `Kernels.squared_norm`; the result is an array on the device."""
     return _norm_and_scale(x, 1.0)[0].reshape(()) if x.dtype == np.float32 else (x * x).sum()
 
 
 def clip_scale(x: Array, limit: float) -> Any:
-    """See `Kernels.clip_scale`; the factor is an array of one float32 on the device."""
+    """As `Kernels.clip_scale`; the factor is an array of one float32 on the device."""
     return _norm_and_scale(x, limit)[1]
 
 
@@ -133,7 +132,7 @@ def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
     return norm, scale
 
 
-def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
+def find_beyond(x: Array, limit: float, from_bad: Array) -> None:
     from_bad.fill(0)
     if x.dtype == np.float32:
         launch_strided("find_beyond", blocks(x.size, 4), x, x.size, limit, from_bad)
@@ -142,28 +141,29 @@ def _find_beyond(x: Array, limit: float, from_bad: Array) -> None:
         from_bad[...] = (x.size - beyond.argmax()) * beyond.any()
 
 
-def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
-    """See `Kernels.mark_beyond`."""
-    _find_beyond(x, limit, from_bad)
-    if x.size:
-        cupy.copyto(x[:1], np.nan, where=from_bad != 0)
+def any_bad(headers: Sequence[Array]) -> Array:
+    flag, ranks = cupy.empty((), np.bool_), headers[0].size // (FROM_BAD + 1)
+    for first in range(0, len(headers), _MOST_LISTS):
+        some = [_at(each) for each in headers[first : first + _MOST_LISTS]]
+        fields = *some, *[0] * (_MOST_LISTS - len(some))
+        launch("any_bad", (1,), (THREADS,), fields, len(some), ranks, first > 0, flag)
+    return flag
 
 
 def first_nonfinite(x: Array) -> int | None:
-    """See `Kernels.first_nonfinite`."""
     found = cupy.empty(1, np.int64)
-    _find_beyond(x, float(np.finfo(x.dtype).max), found)
+    find_beyond(x, float(np.finfo(x.dtype).max), found)
     from_bad = int(found.item())
     return x.size - from_bad if from_bad else None
 
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.accumulate`; a selection above a bound that no element reaches."""
+    """As `Kernels.accumulate`; a selection above a bound that no element reaches."""
     _select(x, 0, (0, 0, _NO_KEY), 0, accumulation, lists, findings)
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.top_k`.
+    """As `Kernels.top_k`.
 
     Reads (and accumulates) every element once and the few candidates several times; where the estimate fails every
     element up to six times.
@@ -176,7 +176,7 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
-    """See `Kernels.threshold`; the lists do not grow.
+    """As `Kernels.threshold`; the lists do not grow.
 
     Reads (and accumulates) every element once. If there are more entries than room, repeat it without the accumulation.
     """
@@ -219,7 +219,7 @@ def _select(
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
-    """See `Kernels.nonzero`; a selection with the smallest float32 above zero as threshold."""
+    """As `Kernels.nonzero`; a selection with the smallest float32 above zero as threshold."""
     lists, findings = new_lists(x.size), cupy.empty(FINDINGS, np.int64)
     threshold(x, _SMALLEST, Accumulation(), lists, findings)
     count = int(findings[0].item())
@@ -227,14 +227,12 @@ def nonzero(x: Array) -> tuple[Array, Array]:
 
 
 def clear_at(dense: Array, indices: Array) -> None:
-    """See `Kernels.clear_at`."""
     dense[indices] = 0
 
 
 def scatter_sum(
     dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
 ) -> None:
-    """See `Kernels.scatter_sum`."""
     if not 0 <= lo <= hi <= dense.size:
         raise ValueError(f"the range {lo} ... {hi} leaves the dense array of {dense.size} elements")
     if lo == hi:
@@ -248,7 +246,6 @@ def scatter_sum(
 
 
 def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
-    """See `Kernels.cuts`."""
     found: list[int] = cupy.searchsorted(indices, cupy.asarray(bounds, dtype=indices.dtype)).tolist()
     return found
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 import struct
 from pathlib import Path
 
 from ..errors import LaunchError
 from .sockets import listen_at_one_of
+
+LOOPBACK = "127.0.0.1"  # "localhost" is a name, which the resolver of a bare container does not know
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
@@ -43,6 +46,11 @@ def own_interfaces() -> list[tuple[str, str]]:
             if scope == "00":  # global
                 found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
     return [(name, address) for name, address in found if not address.startswith("127.")]
+
+
+def named_interface() -> str:
+    """The network interface that GLOO_SOCKET_IFNAME names, the first of several; empty without that variable."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def route_to(host: str) -> str:

@@ -24,7 +24,7 @@ from .sockets import keep_alive, peer_of, receive_exactly
 from .stopwatch import Deadline, Stopwatch
 
 CONNECT_SECONDS = 2.0  # then a connection attempt, or a message on a connection, gives up
-# Then a connected process is dropped that has not proved that it belongs to the job: three messages on a slow line.
+# A connected process has this time to prove that it belongs to the job: three messages on a slow line.
 _HANDSHAKE_SECONDS = 5.0
 LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # the longest time of a connection attempt
 
@@ -116,7 +116,7 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
 
 
 def introduction(key: bytes, purpose: bytes, rank: int, size: int) -> Generator[tuple[bytes, int], bytes, None]:
-    """What `introduce` sends and receives: yields what to send, and how many bytes to receive after that.
+    """The handshake of `introduce` without a socket: yields the bytes to send, and the number to receive after them.
 
     Raises:
         RefusedError, StrangerError: see `introduce`.
@@ -143,8 +143,8 @@ class Calling:
         rank: number of this process.
         size: how many it expects.
         selector: waits for the other end.
-        done: called once, not before this returns: with the connection, or with what `call` would raise.
-        seconds: for all of it.
+        done: called once, not before this returns: with the connection, or with what `call` would raise; without an
+            answer, after `LONGEST_CALL_SECONDS`.
     """
 
     def __init__(
@@ -156,14 +156,13 @@ class Calling:
         size: int,
         selector: selectors.BaseSelector,
         done: Callable[[socket.socket | Exception], None],
-        seconds: float = LONGEST_CALL_SECONDS,
     ) -> None:
         self._talk = introduction(key, purpose, rank, size)
         self._selector, self._done = selector, done
         self._link: socket.socket | None = None
         self._received = bytearray()
         self._count = 0  # bytes wanted; 0 until it is connected
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + LONGEST_CALL_SECONDS
         self._fact: Exception = SilentError("no answer")
         try:
             self._places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
@@ -245,7 +244,7 @@ def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 class Link:
-    """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
+    """One connection. Its rank is -1 until the other side has proved that it knows the key."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection
@@ -300,10 +299,6 @@ class Gate:
             listener.close()
 
     # For subclasses.
-    def _key_of(self, purpose: bytes) -> bytes:
-        """The key of the peers that come for this purpose."""
-        return self._key
-
     def _refusal(self, link: Link, size: int) -> str:
         """Why a peer that knows the key, and expects `size` ranks or nodes, is not admitted; empty if it is."""
         raise NotImplementedError
@@ -405,8 +400,7 @@ class Gate:
     def _admit(self, link: Link) -> None:
         said = bytes(link.received[: _HELLO.size])
         theirs, purpose, rank, size, host, pid, proved = _HELLO.unpack(said)
-        key = self._key_of(purpose)
-        expected = proof(key, b"join", link.nonce, said[:-_PROOF_BYTES])
+        expected = proof(self._key, b"join", link.nonce, said[:-_PROOF_BYTES])
         if not hmac.compare_digest(proved, expected) or len(link.received) != _HELLO.size:
             self._turn_away(link)
             return
@@ -419,7 +413,7 @@ class Gate:
         reason = self._refusal(link, size)
         text = reason.encode()
         try:
-            link.socket.sendall(proof(key, b"accept", theirs, link.nonce) + _REASON.pack(len(text)) + text)
+            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + _REASON.pack(len(text)) + text)
         except OSError:
             reason = "it has hung up"
         if reason:

@@ -23,17 +23,15 @@ ASK, GIVE_UP = 0, 1  # kinds of a client's frames
 VALUES, MISSING, FAILED = 0, 1, 2  # kinds of a server's frames
 MAX_BYTES = 16 << 20  # of a value
 
-_NO_VALUE = 0xFFFFFFFF  # the length of a value that its rank has not set before its end
 _MISSING = struct.Struct("!i?I64s")
 
 
-def pack(payloads: Sequence[bytes | None]) -> bytes:
+def pack(payloads: Sequence[bytes]) -> bytes:
     """Several values as the content of one frame."""
-    lengths = [_NO_VALUE if each is None else len(each) for each in payloads]
-    return struct.pack(f"!{1 + len(lengths)}I", len(lengths), *lengths) + b"".join(filter(None, payloads))
+    return struct.pack(f"!{1 + len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
-def unpack(content: bytes) -> list[bytes | None]:
+def unpack(content: bytes) -> list[bytes]:
     """The inverse of `pack`.
 
     Raises:
@@ -42,10 +40,10 @@ def unpack(content: bytes) -> list[bytes | None]:
     at = 4 + 4 * int.from_bytes(content[:4], "big")
     if len(content) < max(at, 4):
         raise ValueError("lengths are missing")
-    payloads: list[bytes | None] = []
+    payloads: list[bytes] = []
     for length in struct.unpack_from(f"!{at // 4 - 1}I", content, 4):
-        payloads.append(None if length == _NO_VALUE else content[at : at + length])
-        at += 0 if length == _NO_VALUE else length
+        payloads.append(content[at : at + length])
+        at += length
     if at != len(content):
         raise ValueError("the lengths do not add up")
     return payloads
@@ -58,31 +56,34 @@ class Wanted(NamedTuple):
         prefix: how they begin.
         ranks: a key ends with the number of the rank that sets it, one of these. If there are none, `prefix` is the
             whole key, and any process may set it.
-        living: whether to go without the values of ranks that have ended.
     """
 
     prefix: str
     ranks: Sequence[int] = ()
-    living: bool = False
 
     def to_bytes(self) -> bytes:
         """As part of a request; the same for the same keys."""
         ranks = self.ranks
         is_range = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
         numbers = f"{ranks[0]}-{ranks[-1]}" if is_range else ",".join(map(str, ranks))
-        return f"{'living' if self.living else 'all'} {numbers} {self.prefix}".encode()
+        return f"{numbers} {self.prefix}".encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Wanted:
         """The inverse of `to_bytes`; raises a ValueError for anything else."""
-        how, numbers, prefix = content.decode().split(" ", 2)
+        numbers, prefix = content.decode().split(" ", 1)
         first, _, last = numbers.partition("-")
         ranks = range(int(first), int(last) + 1) if last else [int(number) for number in filter(None, first.split(","))]
-        return cls(prefix, ranks, how == "living")
+        return cls(prefix, ranks)
 
     def owners(self) -> dict[str, int]:
         """The keys, and the rank that sets each; -1 for any."""
         return {f"{self.prefix}{rank}": rank for rank in self.ranks} or {self.prefix: -1}
+
+
+def request(deleted: str, key: str, value: bytes, wanted: Wanted | None) -> bytes:
+    """A request as `Values.ask` reads it: delete a key, set one, and wait for others; each may be absent."""
+    return pack([deleted.encode(), key.encode(), value, b"" if wanted is None else wanted.to_bytes()])
 
 
 class Missing(NamedTuple):
@@ -139,11 +140,8 @@ class Values:
         """A rank has ended: end the waits for its values."""
         self._ended.add(rank)
         for wait in list(self._waits.values()):
-            owed = [key for key, owner in wait.missing.items() if owner == rank]
-            if owed and not wait.wanted.living:
+            if rank in wait.missing.values():
                 self._finish(wait, MISSING)
-            for key in owed if wait.wanted.living else ():
-                self._found(wait, key)
         self.give_up(rank)
 
     def ask(self, client: int, content: bytes, answer: Answer) -> None:
@@ -152,7 +150,7 @@ class Values:
         Raises:
             ValueError: it is none.
         """
-        deleted, key, value, wanted = (each or b"" for each in unpack(content))
+        deleted, key, value, wanted = unpack(content)
         name = deleted.decode()
         if self._values.pop(name, None) is not None:
             for wait in list(self._waits.values()):
@@ -191,7 +189,7 @@ class Values:
         """Note which of these keys are missing, and answer if that ends the wait."""
         for key in keys:
             owner = wait.owners[key]
-            if key not in self._values and not (wait.wanted.living and owner in self._ended):
+            if key not in self._values:
                 wait.missing[key] = owner
                 self._waits_of.setdefault(key, set()).add(wait)
         if not wait.missing or self._ended.intersection(wait.missing.values()):
@@ -204,7 +202,7 @@ class Values:
             self._finish(wait, VALUES)
 
     def _finish(self, wait: _Wait, kind: int) -> None:
-        content = pack([self._values.get(key) for key in wait.owners]) if kind == VALUES else self._report(wait)
+        content = pack([self._values[key] for key in wait.owners]) if kind == VALUES else self._report(wait)
         self._remove(wait)
         for client, answer in wait.answers.items():
             self._wait_of.pop(client, None)
@@ -246,12 +244,6 @@ class KeyGate(Gate):
         self.values.cancel()
         for link in list(self._clients.values()):
             self._send(link, FAILED, text.encode())
-
-    def forget(self) -> None:
-        """Hang up on all clients, and forget all values."""
-        while self._clients:
-            self._drop(self._clients.popitem()[1])
-        self.values = Values()
 
     def _admitted(self, link: Link) -> None:
         self._clients[link.rank] = link

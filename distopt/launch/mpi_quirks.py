@@ -2,7 +2,7 @@
 
 Quirks that have their code here say so at their function. These shape code elsewhere:
 
-- Open MPI 5.0.11 leaves ranks behind when its mpiexec is killed: `end_together.siblings.end_with_parent`.
+- Open MPI 5.0.11 leaves ranks behind when its mpiexec is killed: `end_together.parent`.
 - Open MPI 5.0.11 may never end when several ranks call MPI_Abort at a time: in `end_together.lifeline`, ranks end by
   `os._exit`, except after the loss of a host.
 - MPICH 5.0.2: its mpiexec takes a rank that ends with code 0 and without MPI_Finalize for a success, kills the others
@@ -146,9 +146,9 @@ def abort(mpi: Any, code: int) -> NoReturn:
 
 
 def end_waiting_daemon() -> None:
-    """End the parent soon, if it is one that would wait for a lost host without end.
+    """End the parent soon, if it is one that would wait for a lost host forever.
 
-    mpiexec of Open MPI 5.0.11 (prterun) and its daemons (prted) do. Another process sends the signals, because the
+    These are mpiexec of Open MPI 5.0.11 (prterun) and its daemons (prted). Another process sends the signals, since the
     first one ends this process, too.
     """
     parent = os.getppid()

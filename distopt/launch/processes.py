@@ -18,11 +18,14 @@ from types import FrameType
 from ..errors import UsageError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Signals that `distopt run` passes on to what it has started.
+PASSED_ON_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVING_SECONDS = 30.0  # then ranks that save their states after a signal are killed
 _SAID_SECONDS = 2.0  # then a process that prints the same line prints it again
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Options of `prctl`, of linux/prctl.h.
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -133,10 +136,15 @@ def waitable_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+def prctl(option: int, value: int | bytes) -> None:
+    """Set an attribute of this process; raises an OSError if the kernel refuses."""
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, even by SIGKILL."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 

@@ -6,10 +6,12 @@ This module needs little of the standard library, so that a server can start at 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
@@ -24,6 +26,7 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_
 _USER_TIMEOUT_MS = 7000
 
 T = TypeVar("T")
+_of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
@@ -106,6 +109,19 @@ def keep_alive(link: socket.socket) -> None:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
         link.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def close_in_children(link: socket.socket) -> None:
+    """Have forked children close this socket: they would hold it open after the end of this process."""
+    _of_this_process.add(link)
+
+
+def _close_all() -> None:
+    for link in list(_of_this_process):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def say(link: socket.socket, line: str) -> None:

@@ -248,7 +248,7 @@ class Model(Layer):
             self._optimizer.attach(self.get_params().values())
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
-        """Local. The names of states that are equal on all ranks, so that a checkpoint saves them once.
+        """The names of states that are equal on all ranks, so that a checkpoint saves them once.
 
         These are the parameters, if the optimizer says that they agree. Running statistics differ between ranks, unless
         the optimizer has steps in shards.
@@ -259,14 +259,14 @@ class Model(Layer):
         return (self.get_states() if in_shards else self.get_params()).keys() & names
 
     def unshared_states(self) -> dict[str, Tensor]:
-        """Local. The states that change elsewhere than in an update: running statistics, or all if ranks may differ."""
+        """The states that change elsewhere than in an update: running statistics, or all if ranks may differ."""
         if not getattr(self._optimizer, "parameters_agree", False):
             return self.get_states()
         return {path + key: value for path, layer in self._sublayers() for key, value in layer.own_states().items()}
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
-        """Local. Write parameters and states to a safetensors file, atomically replacing an older one.
+        """Write parameters and states to a safetensors file, atomically replacing an older one.
 
         Args:
             fpath: file to write.
@@ -288,7 +288,7 @@ class Model(Layer):
         save_arrays(fpath, arrays, _FORMAT)
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, Tensor]:
-        """Local. Load parameters and states from a file, and return its `aux_states` as tensors on the CPU.
+        """Load parameters and states from a file, and return its `aux_states` as tensors on the CPU.
 
         Raises:
             StateError: the file is truncated, corrupt or foreign, or a name, shape or dtype differs; nothing was

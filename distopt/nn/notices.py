@@ -9,7 +9,7 @@ _told: set[str] = set()
 
 
 def tell_once(text: str) -> None:
-    """Local. Log `text` as a warning, unless this process has done so before."""
+    """Log `text` as a warning, unless this process has done so before."""
     if text not in _told:
         _told.add(text)
         _log.warning("%s", text)

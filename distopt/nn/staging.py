@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .core.tensor import Tensor
@@ -26,12 +25,11 @@ class _Buffer:
     """
 
     def __init__(self, device: Device, arrays: Sequence[tuple[Sequence[int], DTypeLike]]) -> None:
+        from ..kernels.gpu import pinned_like
+
         cuda = device.xp.cuda
         self.tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
-        self.host: list[NDArray[Any]] = []
-        for tensor in self.tensors:
-            memory = cuda.alloc_pinned_memory(max(tensor.array.nbytes, 1))
-            self.host.append(np.frombuffer(memory, tensor.dtype, tensor.size()).reshape(tensor.shape))
+        self.host: list[NDArray[Any]] = [pinned_like(each.array).reshape(each.shape) for each in self.tensors]
         self.copied, self.used = cuda.Event(disable_timing=True), cuda.Event(disable_timing=True)
 
 
@@ -65,14 +63,14 @@ class Staging:
         self._stream.wait_event(self._cuda.get_current_stream().record())
 
     def fill(self) -> list[NDArray[Any]]:
-        """Local. The arrays to write the next batch into; their contents are undefined."""
+        """The arrays to write the next batch into; their contents are undefined."""
         if not self._buffers:
             return [tensor.array for tensor in self._tensors[0]]
         self._buffers[0].copied.synchronize()  # returns at once if nothing was sent from this buffer yet
         return self._buffers[0].host
 
     def send(self) -> list[Tensor]:
-        """Local. The tensors of the batch that was written into the arrays of `fill`; does not wait."""
+        """The tensors of the batch that was written into the arrays of `fill`; does not wait."""
         if not self._buffers:
             self._tensors.append(self._tensors.pop(0))
             return self._tensors[-1]

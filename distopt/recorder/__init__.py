@@ -8,10 +8,10 @@
   `distopt run --watch` reads.
 - `statistics`: sums by bucket, which `stats()` returns.
 
-Each event is reported at one place, by one reading of the clock. Phases of a step: the fronts. Parts of a reduction,
-and waits for its collectives: `codecs.reduction`, to timeline and statistics. Operations of PyTorch's process groups,
-which have no statistics: their queue.
+Each event is reported at one place, by one reading of the clock. The fronts report the phases of a step.
+`codecs.reduction` reports the parts of a reduction and the waits for its collectives, to timeline and statistics. The
+queue of a process group of PyTorch reports its operations, which have no statistics.
 
-Imports the errors and settings of distopt. Never knows which transport carries an operation out. Its functions are
-local unless they say Collective.
+Imports the errors, settings and native functions of distopt. Never knows which transport carries an operation out. Its
+functions are local unless they say Collective.
 """

@@ -92,7 +92,7 @@ class FlightRecord:
 
     @property
     def progress(self) -> memoryview | None:
-        """See `Ring.progress`, of this process; None before `offer` and without a record."""
+        """`Ring.progress` of this process; None before `offer` and without a record."""
         return None if self._mine is None else self._mine.progress
 
     def forget(self) -> None:

@@ -20,6 +20,8 @@ from secrets import token_hex
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from .. import _core
+
 # Kinds of operations, in the order of their codes in csrc/base/types.h, and their names in PyTorch's recorder. Its
 # analysis takes no other names. `empty` is never noted.
 KINDS = {name: name for name in ("barrier", "all_reduce", "reduce_scatter", "all_gather")}
@@ -31,7 +33,9 @@ _BACKEND = "gloo"  # the analysis refuses the names of backends that are not PyT
 _VERSION = "2.10"  # of the format: PyTorch 2.13's
 
 # A ring: a head; for each group, the number of its last operation plus 1, and the endings; the records; and texts, one
-# JSON object a line. csrc/base/flight.h writes records and endings, too.
+# JSON object a line. csrc/base/flight.h writes records and endings, too. A text is whole before its bytes are counted,
+# and they are counted before a record or a group refers to it: the fences keep that order for readers on every
+# processor. A record that is being written may be read half old.
 _HEAD = struct.Struct("=32sqq")  # token; bytes of text; when another process last requested stacks
 _HEAD_BYTES, _WORD, _END, _REQUESTED, _NOTED, _PROGRESS = 128, struct.Struct("=q"), 32, 40, 48, 64
 # Words of the head, which `timeline` writes for `distopt run --watch`: steps and samples of training so far; ns of
@@ -123,7 +127,9 @@ class Ring:
         if end + len(line) > _TEXT_BYTES:
             return 0
         self.memory[self.texts + end : self.texts + end + len(line)] = line
+        _core.fence()
         _WORD.pack_into(self.memory, _END, end + len(line))
+        _core.fence()
         self._n_texts += 1
         return self._n_texts
 
@@ -181,19 +187,24 @@ class Ring:
         """Where the ending of an operation lies."""
         return self.group_at(index) + _GROUP_HEAD_BYTES + number % self.n_records * _PAIR.size
 
+    def _read_texts(self) -> bytes:
+        """The texts, of whatever has been read before among them."""
+        _core.fence()
+        end = self.head[1]
+        _core.fence()
+        return self.memory[self.texts : self.texts + end]
+
     def _group(self, index: int) -> dict[str, Any]:
         if index >= len(self._groups):
-            raw = self.memory[self.texts : self.texts + self.head[1]]
-            self._groups = [json.loads(line) for line in raw.splitlines() if b'"ranks"' in line]
+            lines = self._read_texts().splitlines()
+            self._groups = [json.loads(line) for line in lines if b'"ranks"' in line]
         return self._groups[index]
 
     def read(self) -> dict[str, Any]:
         """The content in the format of PyTorch's recorder; and `rank`, `folder` and `answers`."""
-        # Records before texts: the process may note more, and its records refer to texts. A processor may see their
-        # writes in another order; such a record is left out.
+        # Records before texts: the process may note more, and its records refer to texts.
         records = sorted(self._noted(), key=lambda record: record[-1])
-        raw = self.memory[self.texts : self.texts + self.head[1]]
-        texts = [{"label": "", "frames": []}, *(json.loads(line) for line in raw.splitlines())]
+        texts = [{"label": "", "frames": []}, *(json.loads(line) for line in self._read_texts().splitlines())]
         groups = [text for text in texts if "ranks" in text]
         return {
             "version": _VERSION,
@@ -278,6 +289,7 @@ class GroupRecord:
 
     def caller(self, kind: str, label: str) -> int:
         """The number of the text that says where the script calls an operation, and its label."""
+        # By `sys._getframe`: a record names the script's line, and `inspect.stack` would take longer than a collective.
         # An operation of a kind is usually called at the same depth below the script: other frames are not looked at.
         ring, depth = self._ring, self._depths[kind]
         try:

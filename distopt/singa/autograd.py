@@ -73,7 +73,7 @@ training: bool  # a property of the module, see below
 
 
 def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.autograd.backward`.
+    """Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.autograd.backward`.
 
     As in SINGA, the graph can be used again, by an optimizer too, until `y` is gone or an optimizer has used it.
     """
@@ -81,7 +81,7 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[int, Tensor]:
-    """Local. The gradients of all parameters behind `y`: {id(parameter): gradient}; see `backward`."""
+    """The gradients of all parameters behind `y`: {id(parameter): gradient}; see `backward`."""
     return {id(p): g for p, g in backward(y, dy)}
 
 

@@ -43,7 +43,7 @@ class DistOpt(dist_opt.DistOpt):
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
     def update(self, param: Tensor | Array, grad: Tensor | Array) -> None:
-        """Local. Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it.
+        """Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it.
 
         Args:
             param: updated in place. The optimizer keeps states by tensor, and for a raw one by its memory, so pass
@@ -211,7 +211,7 @@ class DistOpt(dist_opt.DistOpt):
 
 
 def codec_of(dist_option: str, spars: float = 0.05, corr: bool = True) -> Codec:
-    """Local. The codec of a `dist_option` other than partialUpdate; see `DistOpt.step_by`.
+    """The codec of a `dist_option` other than partialUpdate; see `DistOpt.step_by`.
 
     Raises:
         UsageError: no option has that name.

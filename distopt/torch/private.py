@@ -56,6 +56,7 @@ USES = {
     "torch.UntypedStorage._cdata": _MOVES,
     "torch.UntypedStorage._swap_data_ptr_": _MOVES,
     "torch.multiprocessing.reductions.StorageWeakRef.expired": _MOVES,
+    "torch._foreach_copy_": "to copy the gradients of a bucket at once",
     "torch.Tensor._version": "to tell whether a backward pass has added to a gradient",
     "torch.Tensor._base": "to write the sum of complex sparse tensors",
     "torch._C._distributed_c10d._allow_inflight_collective_as_graph_input": _COMPILED,
@@ -103,6 +104,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+# PyTorch does not say who calls a method of Python. The two functions below find out by `sys._getframe`.
 # The function that runs a backward pass. C++ that it calls has no frame of its own.
 BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # The method by which a loader with persistent workers begins another epoch.
@@ -122,6 +124,11 @@ def is_nested_backward() -> bool:
         count += frame.f_code is BACKWARD
         frame = frame.f_back
     return count > 1
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+# Local. Copy each of some tensors, `foreach_copy(targets, sources)`: on a GPU by few launches.
+foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 # -- profiler ---------------------------------------------------------------------------------------------------------
@@ -410,7 +417,7 @@ class _Part(_Backend):
         self._kept[self] = group
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool) -> None:
-        """Collective. See `DistoptProcessGroup.monitored_barrier`."""
+        """Collective. `DistoptProcessGroup.monitored_barrier` of the group that has been asked for."""
         self._asked().monitored_barrier(opts.timeout, wait_all_ranks)
 
     def shutdown(self) -> None:

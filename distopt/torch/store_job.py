@@ -25,7 +25,7 @@ _log = logging.getLogger("distopt")
 
 
 class StoreClient(KeyValueClient):
-    """The values in a store of PyTorch. It does not notice ranks that end, so waits for the living are not possible.
+    """The values in a store of PyTorch, which does not notice ranks that end.
 
     Args:
         store: used for nothing else.
@@ -47,15 +47,13 @@ class StoreClient(KeyValueClient):
         for number in range(max(1, self.rounds - 1), self.rounds + 1):
             self.delete(f"{number}/{self.rank}")
 
-    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes]:
         if deleted:
             self._store.delete_key(deleted)
         if key:
             self._store.set(key, value.hex())
         if wanted is None:
             return []
-        if wanted.living:
-            raise LaunchError("PyTorch's store does not notice ranks that end; wait for given ranks")
         owners = wanted.owners()
         warn_after = min(self.seconds, Settings.from_env().stall_warning)
         if not self._came(owners, warn_after):
@@ -129,11 +127,11 @@ class StoreJob(Job):
         self._key = bytes.fromhex(keys[self.local_ranks[0]])
 
     def client(self) -> StoreClient:
-        """Local here. See `Job.client`; through the store."""
+        """Local here. The key-value client: through the store."""
         return self._client
 
     def forget(self) -> None:
-        """Local, when all ranks have read them. See `StoreClient.forget`."""
+        """Local, when all ranks have read them. Delete the payloads of this rank in the store."""
         self._client.forget()
 
     def _make_host_group(self) -> HostGroup:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..comm.base import DTYPES, OPS, Array, ReduceOp
+from ..comm.base import DTYPES, OPS, ReduceOp
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # The types that communicators reduce. They also reduce bfloat16, and sum complex numbers as pairs; NumPy does the rest.
@@ -176,11 +176,6 @@ def array_of(row: torch.Tensor, dtype: np.dtype[Any] | None = None) -> np.ndarra
     memory.tensor = row  # type: ignore[attr-defined] # lives as long as the array
     array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype, count)  # type: ignore[call-overload] # any buffer
     return array
-
-
-def bytes_of(array: Array) -> Array:
-    """Local. A flat uint8 view of a contiguous array."""
-    return array.reshape(-1).view(np.uint8)
 
 
 def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], str | None] | None:

@@ -32,15 +32,15 @@ class Sequence(layer.Layer):
 
 
 class Residual(layer.Layer):
-    """`main(x)` plus x, by way of `shortcut` if given, and ReLU in the end if `relu`."""
+    """`main(x)`, normalized by `norm` if given, plus x, by way of `shortcut` if given; `norm` adds before its ReLU."""
 
-    def __init__(self, main, shortcut=None, *, relu=True):
+    def __init__(self, main, shortcut=None, norm=None):
         super().__init__()
-        self.main, self.shortcut, self.relu = main, shortcut, relu
+        self.main, self.shortcut, self.norm = main, shortcut, norm
 
     def forward(self, x):
-        y = autograd.add(self.main(x), self.shortcut(x) if self.shortcut else x)
-        return autograd.relu(y) if self.relu else y
+        y, other = self.main(x), self.shortcut(x) if self.shortcut else x
+        return self.norm(y, other) if self.norm else autograd.add(y, other)
 
 
 class Network(model.Model):
@@ -72,12 +72,13 @@ class Network(model.Model):
 def resnet(counts, expansion, classes, size, norm):
     """Of arXiv 1512.03385, with the stride in the 3 x 3 convolutions; bottlenecks if `expansion` is more than 1."""
 
-    def convolved(channels, kernel, stride=1):
-        return layer.Conv2d(channels, kernel, stride=stride, padding=kernel // 2, bias=False), norm()
+    def convolved(channels, kernel, stride=1, activation="RELU"):
+        convolution = layer.Conv2d(channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+        return convolution, norm(activation=activation)
 
-    layers = [*convolved(64, 7, 2), layer.ReLU(), layer.MaxPool2d(3, 2, 1)]
+    layers = [*convolved(64, 7, 2), layer.MaxPool2d(3, 2, 1)]
     if size < _LARGE:
-        layers = [*convolved(64, 3), layer.ReLU()]
+        layers = [*convolved(64, 3)]
     inputs = 64
     for stage, count in enumerate(counts):
         channels = 64 << stage
@@ -86,10 +87,10 @@ def resnet(counts, expansion, classes, size, norm):
             sizes = [(channels, 3, stride), (channels, 3)]
             if expansion > 1:
                 sizes = [(channels, 1), (channels, 3, stride), (expansion * channels, 1)]
-            main = [part for each in sizes for part in (*convolved(*each), layer.ReLU())][:-1]
+            *main, last = [part for each in sizes for part in convolved(*each)]
             changes = (inputs, stride) != (expansion * channels, 1)
-            shortcut = Sequence(*convolved(expansion * channels, 1, stride)) if changes else None
-            layers.append(Residual(Sequence(*main), shortcut))
+            shortcut = Sequence(*convolved(expansion * channels, 1, stride, None)) if changes else None
+            layers.append(Residual(Sequence(*main), shortcut, last))
             inputs = expansion * channels
     return Network(*layers, GlobalMean(), layer.Linear(classes))
 
@@ -131,9 +132,9 @@ def xceptionnet(classes, size, norm):
     def block(*sizes, stride=2, leads=True):
         main = [part for channels in sizes for part in (layer.ReLU(), *separable(channels))][0 if leads else 1 :]
         if stride == 1:
-            return Residual(Sequence(*main), relu=False)
+            return Residual(Sequence(*main))
         shortcut = Sequence(layer.Conv2d(sizes[-1], 1, stride=stride, bias=False), norm())
-        return Residual(Sequence(*main, layer.MaxPool2d(3, stride, 1)), shortcut, relu=False)
+        return Residual(Sequence(*main, layer.MaxPool2d(3, stride, 1)), shortcut)
 
     stride = 2 if size >= _LARGE else 1
     return Network(

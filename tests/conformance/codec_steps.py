@@ -1,5 +1,7 @@
 """A rank's steps with codecs, for ranks that are processes: importable by name."""
 
+from contextlib import nullcontext
+
 import numpy as np
 
 from distopt.codecs import (
@@ -16,9 +18,11 @@ from distopt.codecs import (
     TopK,
     finish_all,
 )
-from distopt.comm import Communicator, create
+from distopt.comm import TRANSPORTS, Communicator
 from distopt.kernels import kernels_of
 from distopt.launch.job.base import Job
+from instruments.emulation import activate
+from tests.conformance.run import load
 
 CODECS = [
     Fp32(),
@@ -53,10 +57,8 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
     """Three steps with a bucket per codec, all under way together; in the second a gradient is NaN."""
     rank = comm.topology.rank
     buckets = [comm.empty(size) for _ in CODECS]
-    reducers = [
-        codec.attach(bucket, comm, parts=parts_of(size), label=f"b{i}")
-        for i, (codec, bucket) in enumerate(zip(CODECS, buckets, strict=True))
-    ]
+    labelled = [(codec, bucket, f"b{i}") for i, (codec, bucket) in enumerate(zip(CODECS, buckets, strict=True))]
+    reducers = [codec.attach(bucket, comm, parts=parts_of(size), label=label) for codec, bucket, label in labelled]
     results = []
     for step in range(3):
         for i, bucket in enumerate(buckets):
@@ -64,11 +66,10 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
             if step == 1 and rank == comm.topology.world_size - 1:
                 grad[size // 2] = np.nan
             kernels_of(bucket).copy_into(bucket, grad)
-        verdicts = finish_all(
-            [PendingReduction(codec, reducer) for codec, reducer in zip(CODECS, reducers, strict=True)]
-        )
-        found = [verdict and (verdict.rank, verdict.element) for verdict in verdicts]
-        assert found == [(comm.topology.world_size - 1, size // 2) if step == 1 else None] * len(CODECS)
+        verdicts = finish_all(list(map(PendingReduction, CODECS, reducers)))
+        for codec, verdict in zip(CODECS, verdicts, strict=True):
+            expected = (comm.topology.world_size - 1, size // 2) if step == 1 else None
+            assert (verdict and (verdict.rank, verdict.element)) == expected, f"the verdict of {codec} in step {step}"
         if step != 1:
             results += [kernels_of(bucket).to_host(bucket) for bucket in buckets]
     comm.barrier()
@@ -76,19 +77,11 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
 
 
 def on_transport(job: Job, transport: str, sizes: list[int]) -> list[list[np.ndarray]]:
-    with create(job, transport) as comm:
-        return [steps_of(comm, size) for size in sizes]
-
-
-def on_emulated_gpu(job: Job, sizes: list[int]) -> list[list[np.ndarray]]:
-    from tests.emulation import activate
-
-    activate()
-    from distopt.comm.nccl import NcclCommunicator
-
-    with NcclCommunicator.create(job) as comm:
+    if transport not in ("shm", "single"):
+        activate()
+    with load(TRANSPORTS.get(transport, transport)).create(job) as comm:
         results = []
         for size in sizes:
-            with comm.xp.cuda.Stream(non_blocking=True):
+            with nullcontext() if comm.xp is np else comm.xp.cuda.Stream(non_blocking=True):
                 results.append(steps_of(comm, size))
         return results

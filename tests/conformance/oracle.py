@@ -1,7 +1,5 @@
 """The reference for every communicator, in plain NumPy: one loop over the ranks, in rank order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

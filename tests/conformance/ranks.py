@@ -1,7 +1,5 @@
 """Ranks as processes of this host, for tests."""
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os
@@ -69,8 +67,19 @@ class SmallChunkCommunicator(ShmCommunicator):
     """Takes arrays of moderate size through many chunks."""
 
     @classmethod
-    def create(cls, job: Job) -> SmallChunkCommunicator:
+    def create(cls, job: Job) -> "SmallChunkCommunicator":
         return cls(job.host_group(), job.topology, chunk_bytes=8192)
+
+
+def join_gloo(job: Job, backend: str = "gloo") -> None:
+    """Make the ranks a process group of PyTorch's."""
+    import torch.distributed as dist
+
+    rank, size = job.topology.rank, job.topology.world_size
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = int(job.all_gather(str(served.port if served else 0).encode())[0])
+    store = served or dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 class OverGloo:
@@ -78,15 +87,9 @@ class OverGloo:
 
     @classmethod
     def create(cls, job: Job) -> Communicator:
-        import torch.distributed as dist
-
         from distopt.torch.training.communicator import communicator_of
 
-        rank, size = job.topology.rank, job.topology.world_size
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-        port = int(job.all_gather(str(served.port if served else 0).encode())[0])
-        store = served or dist.TCPStore("127.0.0.1", port)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        join_gloo(job)
         return communicator_of()
 
 
@@ -155,7 +158,6 @@ class Outcome:
     trace: str = ""
     pid: int = 0
     exit_code: int | None = None
-    ended: float = 0.0  # time.monotonic() when the body returned or raised
 
 
 def run_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
@@ -200,27 +202,46 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Out
 
 def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """As `run_ranks`, for ranks that must all succeed: what they returned."""
-    outcomes = run_ranks(body, world_size, *args)
+    return values_of(run_ranks(body, world_size, *args))
+
+
+def values_of(outcomes: list[Outcome]) -> list[Any]:
+    """What ranks that must all have succeeded returned."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]
 
 
-def with_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of what so many ranks do, given their job and the parameters of the test; all must succeed."""
+def assert_passed(outcomes: list[Outcome], check: str) -> None:
+    """By all ranks that have run `tests.conformance.run.run_checks`."""
+    for rank, report in enumerate(values_of(outcomes)):
+        trace = report.get(check, "not reached: an earlier check failed")
+        assert trace is None, f"rank {rank}:\n{trace}"
+
+
+def with_ranks(world_size: int, connect: Callable[..., Any] | None = None) -> Callable[..., Callable[..., None]]:
+    """Make a test of what so many ranks do, all of which must succeed.
+
+    Of its parameters, `job` is the rank's job, `rank` its number, and `comm` what `connect` makes of the job.
+    """
 
     def as_test(body: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:
-            run_ranks_ok(body, world_size, *(given[name] for name in names))
+            run_ranks_ok(_call, world_size, body, connect, given)
 
-        _, *parameters = inspect.signature(body).parameters.values()
-        names = [parameter.name for parameter in parameters]
-        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        parameters = inspect.signature(body).parameters
+        others = [parameters[name] for name in parameters if name not in ("job", "rank", "comm")]
+        vars(test).update(body=body, __signature__=inspect.Signature(others))
         body.__qualname__ = f"{body.__name__}.body"  # by which it is found in the other processes
         return test
 
     return as_test
+
+
+def _call(job: Job, body: Callable[..., None], connect: Callable[..., Any] | None, given: dict[str, Any]) -> None:
+    offered = {"job": job, "rank": job.topology.rank, "comm": connect and connect(job)}
+    body(**given, **{name: offered[name] for name in inspect.signature(body).parameters if name in offered})
 
 
 def _rank_main(
@@ -238,7 +259,6 @@ def _rank_main(
         outcome.error, outcome.text, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
         if isinstance(error, CommunicatorError):
             outcome.fields = vars(error)
-    outcome.ended = time.monotonic()
     sender.send(outcome)
     sender.close()
 

@@ -1,12 +1,10 @@
 """Arrays of moderate size in many parts, over MPI."""
 
-from __future__ import annotations
-
 from distopt.comm.net.mpi import MpiCommunicator
 from distopt.launch.job.base import Job
 
 
 class SmallPartsCommunicator(MpiCommunicator):
     @classmethod
-    def create(cls, job: Job) -> SmallPartsCommunicator:
+    def create(cls, job: Job) -> "SmallPartsCommunicator":
         return cls(job, inline_bytes=64, chunk_bytes=512)

@@ -7,7 +7,7 @@ import pytest
 from tests.parts import values_beside
 
 from .checks import CHECKS
-from .ranks import Outcome, needs_ucx, run_ranks
+from .ranks import assert_passed, needs_ucx, run_ranks
 from .run import run_checks
 
 SWEPT = [pytest.mark.slow, pytest.mark.sweep]
@@ -30,19 +30,11 @@ JOBS = [
 ]
 
 
-def outcomes(transport: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
-    """One start of the ranks serves all checks."""
-    return run_ranks(run_checks, world_size, transport, checks)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("transport", "world_size"), JOBS, ids=lambda value: str(value).rpartition(":")[2])
 def test_check(request, once, transport: str, world_size: int, check: str) -> None:
+    # One start of the ranks serves all checks.
     checks = tuple(name for name in values_beside(request, "check") if name not in LEFT_OUT.get(transport, ()))
     if check not in checks:
         pytest.skip("the ranks of a process group have met in a store that they no longer need; they call new_group")
-    for rank, outcome in enumerate(once(f"{transport}-{world_size}", outcomes, transport, world_size, checks)):
-        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
-        assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
-        trace = outcome.value.get(check, "not reached: an earlier check failed")
-        assert trace is None, f"rank {rank}:\n{trace}"
+    assert_passed(once(f"{transport}-{world_size}", run_ranks, run_checks, world_size, transport, checks), check)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from distopt import comm
-from tests.emulation import activate, build
+from distopt.errors import LaunchError, MissingDependencyError
+from instruments.emulation import activate
 
-from .ranks import LocalJob, run_ranks_ok
+from .ranks import LocalJob, with_ranks
 from .scenes import log_of_distopt
+
+pytestmark = pytest.mark.usefixtures("built")
 
 SHARED = r"ranks 0 and 1 on .* would both use GPU .*, of 1 that rank 1 sees; start no more ranks than GPUs"
 # Machine states, and the log line for each. unit/test_nccl_setup.py has other software that may be missing.
@@ -21,11 +24,6 @@ LACKS = {
     "exclusive": r"rank 1 \(.*\) cannot use GPU .* \(.*busy or unavailable\); end the processes that nvidia-smi lists",
     "no CuPy": r"CuPy cannot be used \(.*\); pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    build.build()
 
 
 def take_away(lack: str, rank: int) -> None:
@@ -48,39 +46,26 @@ def take_away(lack: str, rank: int) -> None:
         cupy.cuda.Device.use = refuse
 
 
-def create(job: LocalJob, lack: str, transport: str, device: str) -> tuple[str, float, list[str]]:
-    """Name of the communicator or error, a sum of ranks + 1 or 0, and the lines of the log or the error."""
-    os.environ["DISTOPT_DEVICE"] = device
+@pytest.mark.slow(kept=4)
+@pytest.mark.parametrize("lack", LACKS)
+@with_ranks(2)
+def test_auto_takes_the_cpu_in_one_line_and_an_explicit_wish_is_an_error_with_the_cure(
+    job: LocalJob, lack: str
+) -> None:
+    os.environ["DISTOPT_DEVICE"] = "auto"
     activate()
-    take_away(lack, job.topology.rank)
-    lines = log_of_distopt()
-    try:
-        made = comm.create(job, transport)
-    except Exception as error:
-        return type(error).__name__, 0.0, [str(error)]
-    array = np.full(5, job.topology.rank + 1.0)
-    made.all_reduce(array).wait()
-    made.close()
-    return made.name, float(array[4]), lines
-
-
-@pytest.mark.slow(kept=4)
-@pytest.mark.parametrize("lack", LACKS)
-def test_auto_takes_the_cpu_and_says_so_in_one_line(lack: str) -> None:
-    first, second = run_ranks_ok(create, 2, lack, "auto", "auto")
-    assert [first[:2], second[:2]] == [("shm", 3.0)] * 2
-    (line,) = first[2]
-    assert second[2] == []
-    assert line.startswith("using the CPU: ")
-    assert line.endswith(" (DISTOPT_DEVICE=cpu stops this notice)")
-    assert "\n" not in line
-    assert re.search(LACKS[lack], line)
-
-
-@pytest.mark.slow(kept=4)
-@pytest.mark.parametrize(("transport", "device"), [("nccl", "auto"), ("auto", "cuda")])
-@pytest.mark.parametrize("lack", LACKS)
-def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, transport: str, device: str) -> None:
-    for name, _, lines in run_ranks_ok(create, 2, lack, transport, device):
-        assert name in {"LaunchError", "MissingDependencyError"}
-        assert re.search(LACKS[lack], lines[0])
+    rank = job.topology.rank
+    take_away(lack, rank)
+    lines, array = log_of_distopt(), np.full(5, rank + 1.0)
+    with comm.create(job) as made:
+        made.all_reduce(array).wait()
+    assert (made.name, array[4], len(lines)) == ("shm", 3.0, 1 - rank)
+    for line in lines:
+        assert line.startswith("using the CPU: ")
+        assert line.endswith(" (DISTOPT_DEVICE=cpu stops this notice)")
+        assert "\n" not in line
+        assert re.search(LACKS[lack], line)
+    for transport, device in (("nccl", "auto"), ("auto", "cuda")):
+        os.environ["DISTOPT_DEVICE"] = device
+        with pytest.raises((LaunchError, MissingDependencyError), match=LACKS[lack]):
+            comm.create(job, transport)

@@ -2,11 +2,12 @@
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +15,17 @@ import pytest
 from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
-from .ranks import LocalJob, connect, forked, run_ranks, run_ranks_ok, with_ranks
-from .scenes import interrupt, signalled
+from .ranks import connect, forked, with_ranks
+from .scenes import signalled
 
 
 # -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------
 # `job.all_gather(b"")` is where a rank waits for what another one does in its communicator.
-def test_ctrl_c_interrupts_a_wait() -> None:
-    run_ranks_ok(interrupt, 2, connect)
-
-
-@with_ranks(2)
-def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost(job: LocalJob) -> None:
-    comm = connect(job)
+@with_ranks(2, connect)
+def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost(comm):
     comm.close()
 
-    def interrupted(*_: object, **__: object) -> None:  # as by a signal whose handler runs before the first statement
+    def interrupted(*_, **__):  # as by a signal whose handler runs before the first statement
         raise SystemExit(143)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,41 +36,9 @@ def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost(job: LocalJob)
         comm.core.barrier().wait()
 
 
-@with_ranks(2)
-def test_an_interrupted_ragged_gather_can_be_taken_up_again(job: LocalJob) -> None:
-    comm = connect(job)
-    rank = job.topology.rank
-    if rank == 1:
-        job.all_gather(b"")
-    work = comm.all_gather_ragged(np.full(3 + rank, rank))
+@with_ranks(2, connect)
+def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job(comm, job, rank):
     if rank == 0:
-        with pytest.raises(UsageError, match="wait"):
-            _ = work.parts
-        with pytest.raises(KeyboardInterrupt):
-            signalled(signal.SIGINT, work.wait)
-        job.all_gather(b"")
-    work.wait()
-    assert [part.tolist() for part in work.parts] == [[0] * 3, [1] * 4]
-
-
-@with_ranks(2)
-def test_ragged_parts_outlive_the_communicator(job: LocalJob) -> None:
-    comm = connect(job)
-    work = comm.all_gather_ragged(np.arange(9_001 * job.topology.rank))
-    work.wait()
-    parts = work.parts
-    del work
-    comm.close()
-    del comm
-    gc.collect()
-    assert [part.size for part in parts] == [0, 9_001]
-    assert (parts[1] == np.arange(9_001)).all()
-
-
-@with_ranks(2)
-def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job(job: LocalJob) -> None:
-    comm = connect(job)
-    if job.topology.rank == 0:
         with pytest.raises(KeyboardInterrupt):
             signalled(signal.SIGINT, lambda: comm.empty(3))
     job.all_gather(b"")
@@ -82,10 +46,9 @@ def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job(job: LocalJ
         comm.barrier()
 
 
-@with_ranks(2)
-def test_a_signal_handler_may_close(job: LocalJob) -> None:
-    comm = connect(job)
-    if job.topology.rank == 1:
+@with_ranks(2, connect)
+def test_a_signal_handler_may_close(comm, job, rank):
+    if rank == 1:
         job.all_gather(b"")
         comm.all_reduce(np.zeros(3)).wait()  # rank 0 gave its part before it left
         with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* closed"):
@@ -98,73 +61,43 @@ def test_a_signal_handler_may_close(job: LocalJob) -> None:
     job.all_gather(b"")
 
 
-@with_ranks(2)
-def test_a_second_thread_is_refused(job: LocalJob) -> None:
-    comm = connect(job)
-    if job.topology.rank == 0:
-        refused: list[Any] = []
-
-        def also() -> None:
-            time.sleep(0.5)
-            for call in (comm.barrier, comm.close):
-                with pytest.raises(UsageError, match="thread"):
-                    call()
-                refused.append(call)
-            job.all_gather(b"")
-
-        thread = threading.Thread(target=also)
-        thread.start()
-        comm.barrier()
-        thread.join()
-        assert len(refused) == 2
-    else:
+@with_ranks(2, connect)
+def test_a_second_thread_is_refused(comm, job, rank):
+    def refuse_another_thread():
+        time.sleep(0.5)
+        for call in (comm.barrier, comm.close):
+            with pytest.raises(UsageError, match="thread"):
+                call()
         job.all_gather(b"")
+
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(refuse_another_thread) if rank == 0 else job.all_gather(b"")
         comm.barrier()
+        if rank == 0:
+            late.result()
 
 
-@with_ranks(2)
-def test_other_threads_run_while_a_rank_waits_in_a_small_collective(job: LocalJob) -> None:
+@with_ranks(2, connect)
+def test_other_threads_run_while_a_rank_waits_in_a_small_collective(comm, job, rank):
     """Rank 1 comes when the thread beside the wait of rank 0 has run for a while."""
-    comm = connect(job)
 
-    def tick() -> None:
+    def tick():
         for _ in range(20):
             time.sleep(0.01)
         job.all_gather(b"")
 
     for wait in (lambda: comm.all_reduce(np.ones(7, np.float32)).wait(), comm.barrier) * 2:
-        thread = threading.Thread(target=tick)
-        if job.topology.rank == 0:
-            thread.start()
-            wait()
-            thread.join()
-        else:
+        thread = threading.Thread(target=tick if rank == 0 else lambda: None)
+        thread.start()
+        if rank == 1:
             job.all_gather(b"")
-            wait()
+        wait()
+        thread.join()
 
 
-@with_ranks(2)
-def test_a_forked_child_is_no_rank(job: LocalJob) -> None:
-    comm = connect(job)
-    array = comm.empty(10)
-    work = comm.all_reduce(np.zeros(3))
-    with forked() as is_child:
-        if is_child:
-            for call in (comm.barrier, comm.progress, lambda: comm.empty(1)):
-                with pytest.raises(UsageError, match="forked"):
-                    call()
-            comm.close()
-            del comm, work, array
-            gc.collect()
-    work.wait()
-    comm.barrier()
-    assert comm.empty(5).size == 5
-
-
-@with_ranks(2)
-def test_a_forked_child_writes_to_memory_of_its_own(job: LocalJob) -> None:
-    comm = connect(job)
-    own = np.arange(5000.0, dtype=np.float32) + 1000 * job.topology.rank
+@with_ranks(2, connect)
+def test_a_forked_child_writes_to_memory_of_its_own(comm, job, rank):
+    own = np.arange(5000.0, dtype=np.float32) + 1000 * rank
     kept, closed = comm.empty(own.size), connect(job)
     left = closed.empty(own.size)
     closed.close()
@@ -186,110 +119,84 @@ def test_a_forked_child_writes_to_memory_of_its_own(job: LocalJob) -> None:
     assert (kept == 2 * np.arange(own.size, dtype=np.float32) + 1000).all()
 
 
-def exit_with_work_outstanding(job: LocalJob) -> None:
+@with_ranks(2, connect)
+def test_exit_with_work_outstanding(comm):
     global kept  # alive until the interpreter ends
-    comm = connect(job)
     array = comm.empty(100_000)
     kept = (comm, array, comm.all_reduce(array), comm.all_reduce(np.zeros(70_000)), comm.barrier)
 
 
-def test_exit_with_work_outstanding() -> None:
-    for outcome in run_ranks(exit_with_work_outstanding, 2):
-        assert (outcome.error, outcome.exit_code) == (None, 0)
-
-
 @with_ranks(2)
-def test_wire_memory_outlives_the_communicator(job: LocalJob) -> None:
+def test_memory_outlives_the_communicator(job, rank):
     comm = connect(job)
     array = comm.empty(1000)
     view = array[10:20]
-    array[...] = job.topology.rank
+    array[...] = rank
     comm.all_reduce(array, "max").wait()
-    work = comm.all_reduce(array) if job.topology.rank == 5 else None
+    gathered = comm.all_gather_ragged(np.arange(9_001 * rank))
+    gathered.wait()
+    parts = gathered.parts
+    del gathered
     comm.close()
     comm.close()
     with pytest.raises(CommunicatorClosedError, match="has closed"):
         comm.barrier()
     with pytest.raises(CommunicatorClosedError):
         comm.all_reduce(array)
-    del comm, array, work
+    del comm, array
     gc.collect()
     assert (view == 1).all()
     view[...] = 3
+    assert [part.size for part in parts] == [0, 9_001]
+    assert (parts[1] == np.arange(9_001)).all()
 
 
 # -- memory ----------------------------------------------------------------------------------------
-@with_ranks(2)
-def test_wire_memory_begins_at_a_page_of_any_size(job: LocalJob) -> None:
-    comm = connect(job)
+@with_ranks(2, connect)
+def test_wire_memory_begins_at_a_page_of_any_size(comm, rank):
     arrays = [comm.empty(1_000 + 7 * i) for i in range(3)]
     for i, array in enumerate(arrays):
-        array[:] = np.arange(array.size) + 10 * i + job.topology.rank
+        array[:] = np.arange(array.size) + 10 * i + rank
         comm.all_reduce(array).wait()
         np.testing.assert_array_equal(array, 2 * np.arange(array.size) + 20 * i + 1)
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     offsets = [int(line[2], 16) for line in lines if "memfd:distopt" in line[-2]]
     assert len(offsets) > len(arrays)
     assert [offset % 65_536 for offset in offsets] == [0] * len(offsets)  # pages of some ARM kernels
-    comm.close()
-
-
-def ask_for_too_much(job: LocalJob) -> str:
-    comm = connect(job)
-    with pytest.raises(WireMemoryError) as info:
-        comm.empty(1 << 44, "float64")
-    return str(info.value)
-
-
-def test_too_much_wire_memory_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks_ok(ask_for_too_much, 2)
-    assert first == second
-    assert "MiB of wire memory for each of 2 ranks do not fit" in first
-
-
-def fill_a_limited_file(job: LocalJob) -> str:
-    import resource
-
-    comm = connect(job)
-    if job.topology.rank == 1:  # its share of the file would end beyond this
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
-    with pytest.raises(WireMemoryError) as info:
-        comm.empty(4 << 20)
-    return str(info.value)
-
-
-def test_the_rank_that_cannot_allocate_is_named() -> None:
-    first, second = run_ranks_ok(fill_a_limited_file, 2)
-    assert first == second
-    assert "rank 1 (host" in first
-    assert "cannot allocate its share of 16 MiB" in first
 
 
 @with_ranks(2)
-def test_without_memfd_an_unlinked_file_serves(job: LocalJob) -> None:
+def test_wire_memory_that_one_rank_cannot_have_is_refused_on_all(job, rank):
+    for count, texts in (
+        (1 << 44, ["MiB of wire memory for each of 2 ranks do not fit"]),
+        (2 << 20, ["rank 1 (host", "cannot allocate its share of 16 MiB"]),
+    ):
+        if rank == 1 and count == 2 << 20:  # its share of the file would end beyond this
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+        with pytest.raises(WireMemoryError) as info:
+            connect(job).empty(count, "float64")
+        assert set(job.all_gather(str(info.value).encode())) == {str(info.value).encode()}
+        assert all(text in str(info.value) for text in texts)
+
+
+@with_ranks(2)
+def test_without_memfd_an_unlinked_file_serves(job, rank):
     fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))
     assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
     assert os.fstat(fd).st_nlink == 0
-    core = _core.ShmCommunicator(
-        fd, job.topology.rank, [Process(rank, "host", 7) for rank in range(2)], 10.0, 5.0, print
-    )
+    core = _core.ShmCommunicator(fd, rank, [Process(one, "host", 7) for one in range(2)], 10.0, 5.0, print)
     job.all_gather(b"")
     array = core.empty(30_000, 0, 1 << 30)
     for target in (array, np.empty(30_001, np.float32)):
-        target[...] = job.topology.rank + 1
+        target[...] = rank + 1
         core.start("all_reduce", target, target, 0, 0, 0, "", False).wait()
         assert (target == 3).all()
 
 
-def count_descriptors(job: LocalJob) -> tuple[int, int]:
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:distopt")
-
-    before = count()
+@with_ranks(2)
+def test_descriptors_and_mappings_are_released(job):
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         comm = connect(job)
         array = comm.empty(1000)
@@ -297,11 +204,8 @@ def count_descriptors(job: LocalJob) -> tuple[int, int]:
         comm.close()
         del comm, array
         gc.collect()
-    return count() - before, maps()
-
-
-def test_descriptors_and_mappings_are_released() -> None:
-    assert run_ranks_ok(count_descriptors, 2) == [(0, 0)] * 2
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert "memfd:distopt" not in Path("/proc/self/maps").read_text()
 
 
 # -- an operation on what an unfinished one still reads ----------------------------------------------------------------
@@ -310,7 +214,6 @@ COUNT = 20_006
 
 def start_reading(comm, kind, array):
     """An operation that reads `array`; its work, what returns the result, and the result in NumPy."""
-    rank = comm.topology.rank
     both = [np.arange(COUNT, dtype=np.float32) + 1000 * q for q in range(2)]
     if kind == "all_gather":
         out = np.zeros(2 * COUNT, np.float32)
@@ -318,15 +221,13 @@ def start_reading(comm, kind, array):
     if kind == "all_gather_ragged":
         return comm.all_gather_ragged(array), lambda work: np.concatenate(work.parts), np.concatenate(both)
     out = np.zeros(COUNT // 2, np.float32)
-    return comm.reduce_scatter(array, out), lambda _: out, np.split(both[0] + both[1], 2)[rank]
+    return comm.reduce_scatter(array, out), lambda _: out, np.split(both[0] + both[1], 2)[comm.topology.rank]
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_gather_ragged", "reduce_scatter"])
-@with_ranks(2)
-def test_peers_do_not_reduce_an_array_that_this_rank_still_reads(job: LocalJob, kind: str) -> None:
+@with_ranks(2, connect)
+def test_peers_do_not_reduce_an_array_that_this_rank_still_reads(comm, job, rank, kind):
     """Rank 0 has sent its array and starts to reduce it; rank 1 is through with both before rank 0 reads it again."""
-    rank = job.topology.rank
-    comm = connect(job)
     wire = comm.empty(COUNT, "float32")
     wire[:] = np.arange(COUNT) + 1000 * rank
     array = wire if rank == 0 else wire.copy()  # ordinary memory on one rank: the array is read in chunks
@@ -344,4 +245,3 @@ def test_peers_do_not_reduce_an_array_that_this_rank_still_reads(job: LocalJob, 
     second.wait()
     np.testing.assert_array_equal(result(first), expected)
     np.testing.assert_array_equal(wire[: COUNT // 2], 2 * np.arange(COUNT // 2) + 1000)
-    comm.close()

@@ -1,65 +1,34 @@
 """A step without update, because of a gradient that is NaN or infinite, leaves everything as it was before it."""
 
+import re
+
 import numpy as np
 import pytest
 
-from distopt.codecs import (
-    CODECS,
-    BFloat16,
-    ChunkedTopK,
-    Codec,
-    ErrorFeedback,
-    Fp16,
-    Fp32,
-    PowerSGD,
-    Quantized,
-    Threshold,
-    TopK,
-)
+from distopt.codecs import CODECS as REGISTRY
+from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.engine.by_hand import Fusion
 from distopt.errors import GradientError
 from tests.conformance import nccl_ranks
-from tests.conformance.ranks import LocalJob, run_ranks_ok
-from tests.conformance.test_engine import SHAPES, Parameter, Rank, gradients, same_bits
-from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
-from tests.emulation import build
+from tests.conformance.ranks import with_ranks
+from tests.conformance.test_engine import CODECS, SHAPES, Parameter, Rank, TroubleError, gradients, leave
+from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks, same_bits
 
 F32 = np.float32
 LEAVES = "an exception ends the step"
-EVERY = [
-    Fp32(),
-    Fp16("dynamic"),
-    ErrorFeedback(Fp16()),
-    ErrorFeedback(Fp16("dynamic")),
-    BFloat16(),
-    ErrorFeedback(BFloat16("dynamic")),
-    TopK(0.1, warm_up_steps=2),
-    ErrorFeedback(TopK(0.05)),
-    ErrorFeedback(TopK(0.05, momentum=0.5, clip_norm=3.0, warm_up_steps=2)),
-    ErrorFeedback(TopK(0.05, momentum=0.5, factor_masking=False)),
-    ErrorFeedback(TopK(1.0, momentum=0.5)),
-    Threshold(0.5),
-    ErrorFeedback(Threshold(1.0)),
-    ErrorFeedback(Threshold(0.0)),
-    PowerSGD(2),
-    ErrorFeedback(ChunkedTopK(300)),
-    ErrorFeedback(ChunkedTopK(100), decay=0.9),
-    ErrorFeedback(Quantized(4, stochastic=True)),
-    ErrorFeedback(PowerSGD(1)),
-]
-codecs = pytest.mark.parametrize("codec", EVERY, ids=repr)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+with_partial = pytest.mark.parametrize("codec", [*CODECS, None], ids=repr)
 
 
 def test_every_codec_of_the_registry_is_among_those_that_are_tested():
-    assert {type(getattr(codec, "codec", codec)) for codec in EVERY} == set(CODECS.values())
+    assert {type(getattr(codec, "codec", codec)) for codec in CODECS} == set(REGISTRY.values())
 
 
 @pytest.mark.sweep(rest=20)
 @worlds
 @pytest.mark.parametrize(
     "codec",
-    [c for c in EVERY if isinstance(c, ErrorFeedback) and c.decay == 1 and not getattr(c.codec, "momentum", 0)],
+    [c for c in CODECS if isinstance(c, ErrorFeedback) and c.decay == 1 and not getattr(c.codec, "momentum", 0)],
     ids=repr,
 )
 @pytest.mark.parametrize("large", [100.0, 3e20])
@@ -72,9 +41,8 @@ def test_a_skipped_gradient_is_never_applied(codec, world_size, large):
             grad = np.full((8, 5), {0: 1, 1: large}.get(number, 0), F32)
             if number == 1 and own.rank == world_size - 1:
                 grad[3, 2] = np.nan
-            step = own.begin(codec)
-            own.write(step, [grad])
-            if (verdict := step.finish()) is None:
+            step, verdict = own.take(codec, [grad])
+            if verdict is None:
                 applied += own.means(step)[0].sum(dtype=float)
             else:
                 own.engine.refuse(verdict)
@@ -88,50 +56,66 @@ def test_a_skipped_gradient_is_never_applied(codec, world_size, large):
 def plan_of(seed, world_size, steps=12):
     """For each step None, or how it goes wrong: on which rank, in which parameter, and by which value."""
     rng = np.random.default_rng([seed, world_size])
-    names = list(SHAPES)
-    return [
-        None
-        if rng.random() < 0.5
-        else (rng.integers(world_size), rng.integers(len(names)), rng.choice([np.nan, np.inf, -np.inf]))
-        for _ in range(steps)
-    ]
+    values = np.nan, np.inf, -np.inf
+    bad = [(rng.integers(world_size), rng.integers(len(SHAPES)), rng.choice(values)) for _ in range(steps)]
+    return [each if rng.random() < 0.5 else None for each in bad]
+
+
+def by(value, plan):
+    """The same steps go wrong, by another value."""
+    return [bad and (*bad[:2], value) for bad in plan]
 
 
 def trained(comm, codec_of, plan, *, skip=False, non_finite="skip"):
     """The means of the good steps, and the states in the end; `skip`: take the good steps only."""
     own, results, good = Rank(comm, non_finite=non_finite), [], 0
     for number, bad in enumerate(plan):
-        if skip and bad is not None:
-            continue
-        step = own.begin(codec_of(number))
+        codec = codec_of(number)
         if bad is None:
-            own.write(step, gradients(own.rank, good))
-            assert step.finish() is None
-            results += own.means(step)
+            results += own.run(codec, gradients(own.rank, good))
             good += 1
-            continue
-        rank, place, value = bad
-        grads = gradients(own.rank, 1000 + number)
-        if value is LEAVES:
-            with pytest.raises(ZeroDivisionError if rank == own.rank else GradientError), step:  # noqa: PT012
-                if rank == own.rank:
-                    own.write(step, grads, without=[list(SHAPES)[place]])
-                    1 / 0  # noqa: B018
-                own.write(step, grads)
-                step.finish()
-            continue
-        if rank == own.rank:
-            grads[place].flat[grads[place].size // 2] = value
-        own.write(step, grads)
-        verdict = step.finish()
-        assert verdict.rank == rank
-        if non_finite == "raise":
-            with pytest.raises(GradientError):
-                own.engine.refuse(verdict)
-        else:
-            own.engine.refuse(verdict)
+        elif not skip:
+            (leaves if bad[2] is LEAVES else refuse)(own, codec, number, *bad)
+    statistics = own.engine.statistics
+    expected = (good, 0) if skip else (len(plan), len(plan) - good)
+    assert (statistics.steps, statistics.skipped) == expected
+    assert own.engine.partial.pending == (codec is None)
     states = own.engine.get_states()
-    return results + [states[key].astype(F32) for key in sorted(states) if key != "steps"]
+    states["steps"] = states["steps"][2:]  # behind the numbers of steps
+    return results + [states[key].astype(F32) for key in sorted(states)]
+
+
+def leaves(own, codec, number, rank, place, _):
+    """A step that a rank leaves after so many gradients."""
+    grads = gradients(own.rank, 1000 + number)
+    if own.rank == rank:
+        with pytest.raises(TroubleError):
+            leave(own, codec, number, place)
+        return
+    text = rf"step {number}: rank {rank} \(host\) .*TroubleError: rank {rank} gives up"
+    with pytest.raises(GradientError, match=text) as caught:
+        own.run(codec, grads)
+    assert caught.value.rank == rank
+
+
+def refuse(own, codec, number, rank, place, value):
+    """A step whose verdict names parameter, step and rank."""
+    grads, before = gradients(own.rank, 1000 + number), own.engine.get_states()
+    if own.rank == rank:
+        grads[place].flat[grads[place].size // 2] = value
+    _, verdict = own.take(codec, grads)
+    name = list(SHAPES)[place]
+    text = f"step {number}: the gradient of {name} is NaN, infinite or too large for a sum on rank {rank} "
+    assert text in verdict.text
+    assert verdict.rank == rank
+    after = own.engine.get_states()
+    assert after["steps"][2:].tolist() == before["steps"][2:].tolist(), "of partial updates"
+    assert codec is not None or after.keys() == before.keys()
+    if own.engine.non_finite == "skip":
+        own.engine.refuse(verdict)
+    else:
+        with pytest.raises(GradientError, match=re.escape(name)):
+            own.engine.refuse(verdict)
 
 
 def check(world_size, codec_of, plan, cls=OracleCommunicator, **options):
@@ -143,22 +127,21 @@ def check(world_size, codec_of, plan, cls=OracleCommunicator, **options):
 
 @pytest.mark.sweep(rest=50)
 @worlds
-@codecs
+@with_partial
 @pytest.mark.parametrize("seed", range(3))
 def test_training_goes_on_as_if_there_had_been_no_bad_step(codec, world_size, seed):
+    plan = plan_of(seed, world_size)
     if isinstance(codec, Fp16 | BFloat16):  # infinity becomes the largest value: not a bad gradient
-        plan = [bad and (*bad[:2], np.nan) for bad in plan_of(seed, world_size)]
-    else:
-        plan = plan_of(seed, world_size)
+        plan = by(np.nan, plan)
     cls = SplittingCommunicator if seed == 2 else OracleCommunicator
     check(world_size, lambda _: codec, plan, cls, non_finite="raise" if seed == 1 else "skip")
 
 
-@pytest.mark.sweep(rest=20)
+@pytest.mark.sweep(rest=24)
 @worlds
-@codecs
+@with_partial
 def test_a_step_that_an_exception_ends_leaves_no_trace(codec, world_size):
-    check(world_size, lambda _: codec, [bad and (*bad[:2], LEAVES) for bad in plan_of(7, world_size)])
+    check(world_size, lambda _: codec, by(LEAVES, plan_of(7, world_size)))
 
 
 @worlds
@@ -172,7 +155,7 @@ def test_a_step_that_an_exception_ends_leaves_no_trace(codec, world_size):
     ids=repr,
 )
 def test_bad_steps_leave_no_trace_where_options_and_codecs_change(kinds, world_size):
-    plan = [bad and (*bad[:2], np.nan) for bad in plan_of(8, world_size, steps=20)]
+    plan = by(np.nan, plan_of(8, world_size, steps=20))
     check(world_size, lambda number: kinds[number % len(kinds)], plan)
 
 
@@ -183,7 +166,7 @@ def test_bad_steps_leave_no_trace_where_options_and_codecs_change(kinds, world_s
     ids=repr,
 )
 def test_sums_by_hand_leave_no_trace_of_a_bad_step(codec, world_size):
-    plan = [bad and (*bad[:2], np.nan) for bad in plan_of(9, world_size)]
+    plan = by(np.nan, plan_of(9, world_size))
     sizes = [300, 40, 40, 7, 300]
 
     def body(comm, skip):
@@ -213,44 +196,11 @@ def test_sums_by_hand_leave_no_trace_of_a_bad_step(codec, world_size):
         assert same_bits(a, b)
 
 
-@worlds
-def test_a_bad_partial_update_is_named_and_leaves_the_ranks_equal(world_size):
-    def body(comm):
-        own, before = Rank(comm, non_finite="skip"), []
-        for bad in (True, False, True):
-            before.append(own.engine.get_states())
-            step = own.begin_partial(100)
-            grads = gradients(own.rank)
-            if bad and own.rank == world_size - 1:
-                grads[1][0] = np.nan
-            own.write(step, grads)
-            verdict = step.finish()
-            assert (verdict is not None) == bad
-            if verdict is None:
-                own.engine.partial.average(step.layout)
-            else:
-                assert (verdict.rank, "the gradient of conv.b" in verdict.text) == (world_size - 1, True)
-                own.engine.refuse(verdict)
-                after = own.engine.get_states()
-                assert after.keys() == before[-1].keys()
-                assert after["steps"][2:].tolist() == before[-1]["steps"][2:].tolist()
-        return own.engine.partial.pending
-
-    assert on_ranks(world_size, body) == [True] * world_size
-
-
-def finish_on_a_gpu(job: LocalJob, codec: Codec) -> None:
-    comm = nccl_ranks.connect(job)
-    own = Rank(comm)
-    for param in own.params:
-        param.array = comm.xp.asarray(param.array)
-    step = own.begin(codec)
-    own.write(step, [comm.xp.asarray(grad) for grad in gradients(own.rank)])
-    assert step.finish() is None
-    comm.close()
-
-
-@pytest.mark.parametrize("codec", [Fp32(), Fp16()], ids=repr)
-def test_a_verdict_is_left_on_the_device_only_if_the_step_asks_for_it(codec):
-    build.build()
-    run_ranks_ok(finish_on_a_gpu, 2, codec)
+@pytest.mark.usefixtures("built")
+@with_ranks(2, nccl_ranks.connect)
+def test_a_verdict_is_left_on_the_device_only_if_the_step_asks_for_it(comm):
+    for codec in (Fp32(), Fp16()):
+        own = Rank(comm)
+        for param in own.params:
+            param.array = comm.xp.asarray(param.array)
+        own.run(codec, [comm.xp.asarray(grad) for grad in gradients(own.rank)])

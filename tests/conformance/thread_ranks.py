@@ -5,6 +5,7 @@ at what the others deposited only when it is waited for: a caller that uses a re
 in which the ranks arrive, fails.
 """
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -56,10 +57,6 @@ class OracleCommunicator(Communicator):
         self.topology = Topology.of_one_host(rank, board.world_size, "host")
         self.board = board
         self.sequence = 0
-
-    @classmethod
-    def create(cls, job):
-        raise NotImplementedError("ranks that are threads belong to no job")
 
     def _empty(self, count, dtype, xp):
         return np.full(count, 77, STORAGE[dtype])
@@ -118,3 +115,22 @@ def on_ranks(world_size, body, *, cls=OracleCommunicator):
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(body, cls(rank, board)) for rank in range(world_size)]
         return [future.result() for future in futures]
+
+
+def with_ranks(world_size, cls=OracleCommunicator):
+    """Make a test of what each of so many ranks does, given its communicator and the parameters of the test."""
+
+    def as_test(body):
+        def test(**given):
+            on_ranks(world_size, lambda comm: body(comm, **given), cls=cls)
+
+        _, *parameters = inspect.signature(body).parameters.values()
+        vars(test).update(__signature__=inspect.Signature(parameters))
+        return test
+
+    return as_test
+
+
+def same_bits(a, b):
+    """Whether two sequences hold the same float32 arrays."""
+    return all(np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(a, b, strict=True))

@@ -5,8 +5,6 @@ and a block of text after it is the beginning of what it prints, digits apart. T
 blocks run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -27,25 +25,16 @@ PAGES = [
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        page: path of the page in the repository.
-        line: number of its first line.
-        language: the first word behind the fence.
-        title: its title, or empty.
-        text: its lines.
-    """
-
-    page: str
-    line: int
-    language: str
-    title: str
+    page: str  # its path in the repository
+    line: int  # number of the first one
+    language: str  # the first word behind the fence
+    title: str  # or empty
     text: str
 
     @property
     def place(self) -> str:
-        """The block in messages."""
         return f"{self.page}:{self.line}"
 
 

@@ -1,7 +1,5 @@
 """Every block of Python and every command of README and docs runs, or stands here with the reason why not."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -27,37 +25,29 @@ RUN_ELSEWHERE = {
     "docs/guide/collectives.md": "tests/ranks/test_world.py",
     "docs/guide/checkpoints.md": "tests/unit/test_checkpoint.py",
 }
-SETUP = {
-    "docs/guide/pytorch.md": """
+TORCH = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 import distopt.torch
 import torch.distributed as dist
 dist.init_process_group("distopt")
+"""
+SETUP = {
+    "docs/guide/pytorch.md": f"""{TORCH}
+from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
 data = TensorDataset(torch.randn(256, 1, 5, 5), torch.zeros(256))
 adam = torch.optim.AdamW(model.parameters())
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10)
 """,
-    "docs/guide/codecs.md": """
-import torch
-from torch.nn.parallel import DistributedDataParallel
+    "docs/guide/codecs.md": f"""{TORCH}
 import distopt.codecs
-import distopt.torch
-import torch.distributed as dist
-dist.init_process_group("distopt")
 net, model = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
 loss_function = torch.nn.CrossEntropyLoss()
 batches = [(torch.randn(4, 5), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
 """,
-    "docs/guide/one_hash.md": """
-import torch
-from torch.nn.parallel import DistributedDataParallel
+    "docs/guide/one_hash.md": f"""{TORCH}
 from torch.utils.data import DataLoader, TensorDataset
-import distopt.torch
-import torch.distributed as dist
-dist.init_process_group("distopt")
 model = torch.nn.Linear(5, 3)
 loss_function = torch.nn.CrossEntropyLoss()
 data = TensorDataset(torch.randn(100, 5), torch.randint(0, 3, (100,)))
@@ -69,10 +59,7 @@ sys.path.insert(0, {str(ROOT / "examples" / "template")!r})
 }
 # Blocks of Python that do not run: the page, the title or a line, and the reason.
 NOT_RUN = {
-    (
-        "docs/guide/codecs.md",
-        "min_workers=1",
-    ): "needs distopt run --workers; examples/pytorch/mnist_workers.py is tested",
+    ("docs/guide/codecs.md", "min_workers=1"): "needs --workers; examples/pytorch/mnist_workers.py is tested",
     ("docs/guide/horovod.md", "before.py"): "needs Horovod",
     ("docs/guide/pytorch.md", "before.py"): "a rank over Gloo aborts at its end now and then on a busy machine",
     ("docs/guide/singa.md", "train.py"): "needs SINGA; it runs after the page's command has changed its imports",
@@ -93,10 +80,10 @@ COMMANDS = {
     r"DISTOPT_HASH=every distopt run|distopt diff ": "compares two trainings: tests/unit/test_diff.py",
     r"distopt run .*--heal": "waits for a fault: tests/ranks/test_heal.py",
     r"((DISTOPT_DEVICE=cpu )?python|mpiexec .* python) examples/mnist_": "minutes: make mnist and make examples",
-    r"python tests/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
+    r"python instruments/gpu|python3 first_gpu.py": "needs a GPU: make first-gpu",
     r"(python|distopt run .*) train.py .*-": "examples/template: tests/torch and make slurm run them",
     r"(python|mpiexec -n 2 python) train_(cnn|mpi|multiprocess).py": "needs SINGA's scripts: make singa",
-    r"(\.venv/bin/)?python -m (tests\.|pytest )": "minutes: see docs/reference/testing.md",
+    r"(\.venv/bin/)?python -m ((tests|instruments)\.|pytest )": "minutes: see docs/reference/testing.md",
     r"(distopt run .*|python )examples/pytorch/language/serve.py": "loads a model: tests/torch/test_language.py",
     r"export (DISTOPT|GLOO)_[A-Z_]+=": "sets a variable",
     r"wg genkey|sudo (wg|ip) |  peer KEY": "needs WireGuard on two hosts",
@@ -230,9 +217,9 @@ def test_the_tests_elsewhere_name_the_pages_that_they_run():
 def test_every_command_runs_or_has_a_reason():
     left, used, makefile = [], set(), (ROOT / "Makefile").read_text()
     options = subprocess.run([sys.executable, "-m", "distopt", "run", "-h"], capture_output=True, text=True, check=True)
-    for block in blocks("sh"):
+    for block in [*blocks("sh"), *blocks("bash")]:  # those of bash are parts of job scripts
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
-        for command in commands_of(block):
+        for command in commands_of(block) if block.language == "sh" else ():
             if is_run(block.page, command):
                 continue
             known = [pattern for pattern in COMMANDS if re.match(pattern, command)]
@@ -244,15 +231,10 @@ def test_every_command_runs_or_has_a_reason():
                 assert benchmark[1] in BENCHMARKS, command
             if own := re.search(r"distopt run (.*?)\S+\.py", command):
                 assert all(option in options.stdout for option in re.findall(r"--[a-z-]+", own[1])), command
-            for path in re.findall(r"\b(?:examples|tests)/[\w./-]+", command):
+            for path in re.findall(r"\b(?:examples|instruments|tests)/[\w./-]+", command):
                 assert (ROOT / path).exists(), command
     assert not left
     assert used == set(COMMANDS)
-
-
-def test_parts_of_job_scripts_are_scripts_of_bash():
-    for block in blocks("bash"):
-        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
 
 
 @pytest.mark.parametrize("page", PAGES)

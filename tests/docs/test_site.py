@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import fields
+from xml.etree import ElementTree
 
 import pytest
 
@@ -71,9 +72,17 @@ def test_the_page_of_settings_has_every_setting():
     assert sorted(variables) == sorted(field.name.upper() for field in fields(Settings))
 
 
-def test_the_first_page_links_to_pages_only():
+def test_the_first_page_links_to_pages_and_pictures_only():
     targets = re.findall(r"\]\(([^)\s]+)\)", pages.first_page())
     assert "guide/start.md" in targets
     assert "reference/settings.md" in targets
-    files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(pages.generated())
+    files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.*")} | set(pages.generated())
     assert {target.partition("#")[0] for target in targets if not target.startswith(("#", "http"))} <= files
+
+
+def test_the_recording_shows_a_lost_machine_and_its_return():
+    path = ROOT / "docs/healing.svg"
+    texts = [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert path.stat().st_size < 100_000
+    assert sum("healed: " in text for text in texts) == 2
+    assert "(docs/healing.svg)" in (ROOT / "README.md").read_text()

@@ -1,7 +1,5 @@
 """Tests on a GPU, or on the emulated one: `make test-gpu`, and `tests/unit/test_ops_gpu.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 

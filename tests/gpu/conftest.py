@@ -1,7 +1,5 @@
 """Tests of a GPU ask for one, whatever `tests/conftest.py` says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +22,22 @@ def stack() -> GpuStack:
         return gpu_stack()
     except MissingDependencyError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def isa() -> None:
+    """Tests of the CPU, collected here, ask for an instruction set."""
+
+
+@pytest.fixture
+def dtype() -> str:
+    """The only one of the GPU's layers."""
+    return "float32"
+
+
+@pytest.fixture
+def hosted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of `tests/unit/test_ops.py`, collected here, run the kernels of the GPU."""
+    from tests.gpu.hosted import hosted
+
+    monkeypatch.setattr("tests.unit.test_ops.cpu", hosted)

@@ -1,7 +1,5 @@
 """The kernels of `nn.numerics.gpu` for NumPy arrays, so that the tests of `nn.numerics.cpu` serve for both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cupy

@@ -1,7 +1,5 @@
 """The kernels of the codecs on the GPU against those of the CPU, on the same arrays."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -126,40 +124,40 @@ def encoded(n):
         yield x, [(None, None), (residual, residual), (residual, np.zeros(n, F32))][i % 3]
 
 
+def encode(kernel, offset, x, residuals, wire, *options):
+    """The same bytes and findings; where x is not finite, the same findings. Whether it is finite."""
+    findings = new_findings()
+    if np.isfinite(x).all():
+        both(kernel, offset, x, residuals, wire, *options, findings)
+        return True
+    on_gpu = on_device((x, residuals, wire, *options, findings), offset)
+    getattr(gpu, kernel)(*on_gpu)
+    getattr(host, kernel)(x, residuals, wire, *options, findings)
+    assert same(findings, on_gpu[-1])
+    return False
+
+
 @pytest.mark.parametrize("n", [0, 1, 1023, 2 * TILE + 1])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_blocks_have_the_bytes_of_the_cpu(n, bits, offset):
     for seed, (x, residuals) in enumerate(encoded(n)):
-        wire, findings = np.zeros(_core.blocks_bytes(n, bits), np.uint8), new_findings()
-        if np.isfinite(x).all():
-            both("encode_blocks", offset, x, residuals, wire, bits, seed if seed % 2 else None, findings)
+        wire = np.zeros(_core.blocks_bytes(n, bits), np.uint8)
+        stochastic = seed if seed % 2 and np.isfinite(x).all() else None
+        if encode("encode_blocks", offset, x, residuals, wire, bits, stochastic):
             both("decode_blocks", offset, wire, x, bits, 0.3, seed % 2 > 0)
-        else:
-            found = on_device((x, residuals, wire, findings), offset)
-            gpu.encode_blocks(*found[:3], bits, None, found[3])
-            host.encode_blocks(x, residuals, wire, bits, None, findings)
-            assert same(findings, found[3])
 
 
 @pytest.mark.parametrize("n", [0, 1, TILE - 1, 2 * TILE + 1])
 @pytest.mark.parametrize(("k", "bits"), [(64, 2), (1, 4), (777, 8), (4096, 16)])
 def test_chunks_have_the_bytes_of_the_cpu(n, k, bits, offset):
     for x, residuals in encoded(n):
-        wires, findings = np.zeros((3, _core.chunks_bytes(n, k, bits)), np.uint8), new_findings()
-        if np.isfinite(x).all():
-            both("encode_chunks", offset, x, residuals, wires[0], k, bits, findings)
+        wires = np.zeros((3, _core.chunks_bytes(n, k, bits)), np.uint8)
+        if encode("encode_chunks", offset, x, residuals, wires[0], k, bits):
             wires[1:] = wires[0]
-            theirs = cupy.asarray(wires)
-            out = np.empty(n, F32)
+            out, on_gpu = np.empty(n, F32), cupy.empty(n, F32)
             host.decode_chunks(wires, out, k, bits, 0.25)
-            on_gpu = cupy.empty(n, F32)
-            gpu.decode_chunks(theirs, on_gpu, k, bits, 0.25)
+            gpu.decode_chunks(cupy.asarray(wires), on_gpu, k, bits, 0.25)
             assert same(out, on_gpu)
-        else:
-            found = on_device((x, residuals, wires[0], findings), offset)
-            gpu.encode_chunks(*found[:3], k, bits, found[3])
-            host.encode_chunks(x, residuals, wires[0], k, bits, findings)
-            assert same(findings, found[3])
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -272,12 +270,23 @@ def test_the_first_element_that_is_not_finite_or_too_large(dtype, offset):
             x[index] = [np.nan, np.inf, -np.inf][index % 3]
         both("first_nonfinite", offset, x)
     both("first_nonfinite", offset, x[:0])
-    both("mark_beyond", offset, small[:0], limit, np.array([7]))
+    both("find_beyond", offset, small[:0], limit, np.array([7]))
     for value in (0, np.nan, np.inf, -np.inf, 3.1, -3.1):
-        marked = small.copy()
-        marked[40_000] = value
-        marked[-1] = np.nan if value else 0
-        both("mark_beyond", offset, marked, limit, np.array([7]))
+        bad = small.copy()
+        bad[40_000] = value
+        bad[-1] = np.nan if value else 0
+        both("find_beyond", offset, bad, limit, np.array([7]))
+
+
+@pytest.mark.parametrize("buckets", [1, 32, 33, 70])
+def test_whether_a_header_of_any_bucket_is_bad(buckets):
+    for ranks in (1, 2, 300):
+        headers = [np.resize(np.array([5, 7, 0]), 3 * ranks) for _ in range(buckets)]
+        both("any_bad", 0, headers)
+        for bucket, rank in ((0, 0), (buckets - 1, ranks - 1)):
+            headers[bucket][3 * rank + 2] = 1
+            both("any_bad", 0, headers)
+            headers[bucket][3 * rank + 2] = 0
 
 
 @pytest.mark.parametrize("n", [1, 17, TILE, TILE + 1, 20_001])
@@ -303,15 +312,15 @@ def test_clear_and_nonzero():
 
 def test_wrong_arguments_are_refused():
     x, found = cupy.zeros(10, F32), on_device(new_findings())
-    for k in (0, 11):
-        with pytest.raises(ValueError, match="outside"):
-            gpu.top_k(x, k, Accumulation(), gpu.new_lists(0), found)
-    with pytest.raises(ValueError, match="bound"):
-        gpu.threshold(x, -1.0, Accumulation(), gpu.new_lists(0), found)
-    with pytest.raises(ValueError, match="16-bit"):
-        gpu.decode16(x, x, "float32", 1.0)
-    with pytest.raises(ValueError, match="range"):
-        gpu.scatter_sum(x, [], [], 3, 11)
+    for text, kernel, *arguments in (
+        ("outside", gpu.top_k, 0, Accumulation(), gpu.new_lists(0), found),
+        ("outside", gpu.top_k, 11, Accumulation(), gpu.new_lists(0), found),
+        ("bound", gpu.threshold, -1.0, Accumulation(), gpu.new_lists(0), found),
+        ("16-bit", gpu.decode16, x, "float32", 1.0),
+        ("range", gpu.scatter_sum, [], [], 3, 11),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kernel(x, *arguments)
 
 
 def test_a_copy_whose_result_is_never_read_writes_into_no_other_memory():
@@ -326,11 +335,9 @@ def test_a_copy_whose_result_is_never_read_writes_into_no_other_memory():
 
 
 def test_state_goes_to_the_host_and_back():
-    x = cupy.asarray(np.arange(5, dtype=F32))
+    x, target = cupy.asarray(np.arange(5, dtype=F32)), cupy.zeros(5, F32)
     copy = gpu.to_host(x)
     x.fill(1)
-    assert copy.tolist() == [0, 1, 2, 3, 4]
     gpu.copy_into(x, copy)
-    target = cupy.zeros(5, F32)
     gpu.copy_into(target, x)
-    assert target.tolist() == copy.tolist()
+    assert target.tolist() == copy.tolist() == [0, 1, 2, 3, 4]

@@ -1,7 +1,5 @@
 """Convolution on a GPU: the tests of `nn.numerics.cpu` once more, chunks, alignment, streams."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,27 +12,14 @@ import cupy  # noqa: E402
 from distopt import autograd, device  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
 from distopt.nn.numerics import gpu, gpu_images  # noqa: E402
-from distopt.nn.ops import convolution, pooling  # noqa: E402
+from distopt.nn.ops.convolution import Conv2d  # noqa: E402
+from distopt.nn.ops.pooling import AvgPool2d, MaxPool2d  # noqa: E402
 from tests import reference  # noqa: E402
-from tests.gpu.hosted import hosted, to_device  # noqa: E402
+from tests.gpu.hosted import to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit.test_ops import array, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
 
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch):
-    monkeypatch.setattr(on_cpu, "cpu", hosted)
-
-
-@pytest.fixture
-def isa():
-    """The tests of the CPU ask for one."""
-
-
-@pytest.fixture
-def dtype():
-    """The only one of the GPU."""
-    return "float32"
+pytestmark = pytest.mark.usefixtures("hosted_kernels")
 
 
 def parts(case):
@@ -101,29 +86,24 @@ def test_arrays_may_begin_anywhere():
 
 
 WINDOWS = {
-    "conv": (lambda: convolution.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "grouped": (lambda: convolution.Conv2d((1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
-    "grouped pooled": (
-        lambda: convolution.Conv2d((1, 1), (0, 0), True, ((2, 2), (2, 2), (0, 0))),
-        (2, 4, 5, 6),
-        (6, 2, 2, 3),
-        (6,),
-    ),
-    "depthwise": (lambda: convolution.Conv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
-    "max pool": (lambda: pooling.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
-    "avg pool": (lambda: pooling.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "conv": (Conv2d, [(2, 1), (0, 1, 2, 1), True], (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
+    "grouped": (Conv2d, [(1, 2), (1, 0), True], (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "grouped pooled": (Conv2d, [(1, 1), (0, 0), True, ((2, 2), (2, 2), (0, 0))], (2, 4, 5, 6), (6, 2, 2, 3), (6,)),
+    "depthwise": (Conv2d, [(2, 1), (1, 0, 0, 2), True], (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
+    "max pool": (MaxPool2d, [(2, 3), (2, 1), (0, 1, 1, 0)], (2, 2, 5, 4)),
+    "avg pool": (AvgPool2d, [(2, 3), (2, 1), (0, 1, 1, 0)], (2, 2, 5, 4)),
 }
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize("name", WINDOWS)
-def test_groups_and_uneven_padding_are_as_on_the_cpu(monkeypatch, name):
-    monkeypatch.setattr(autograd, "training", True)
-    make, *shapes = WINDOWS[name]
+def test_groups_and_uneven_padding_are_as_on_the_cpu(name):
+    operation, options, *shapes = WINDOWS[name]
     results = []
     for where in (device.get_default_device(), device.create_cuda_gpu()):
         data = [array(shape, "float32", i) for i, shape in enumerate(shapes)]
         inputs = [Tensor(data=values, device=where, stores_grad=True) for values in data]
-        y = make()(*inputs)
+        y = operation(*options)(*inputs)
         dy = Tensor(data=array(y.shape, "float32", 9), device=where)
         gradients_of = dict(autograd.backward(y, dy))
         results.append([t.to_numpy() for t in (y, *(gradients_of[t] for t in inputs))])

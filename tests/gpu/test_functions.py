@@ -1,7 +1,5 @@
 """The functions of `autograd` on a GPU: values as on the CPU, and gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,11 +10,6 @@ require_gpu()
 from distopt import autograd, device  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
 from tests.unit import test_functions as on_cpu  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def training(monkeypatch):
-    monkeypatch.setattr(autograd, "training", True)
 
 
 def results(case, target, differentiable):
@@ -31,6 +24,7 @@ def results(case, target, differentiable):
     return [y.to_numpy(), *[gradients[p].to_numpy() for p in inputs]]
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize("table", [on_cpu.CASES, on_cpu.FIXED], ids=["with gradients", "without"])
 def test_results_and_gradients_are_those_of_the_cpu(table):
     for name, case in table.items():

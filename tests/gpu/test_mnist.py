@@ -1,7 +1,5 @@
 """The example on a real GPU, to the accuracy of the reference."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The communicator over NCCL on real GPUs. Without one: `tests/conformance/test_nccl_emulated.py`."""
-
-from __future__ import annotations
+"""The communicators of real GPUs. Without one: `tests/conformance/test_nccl_emulated.py`."""
 
 import functools
 import os
@@ -10,7 +8,8 @@ import pytest
 
 from distopt.comm.gpu import GpuStack
 from tests.conformance.checks import CHECKS
-from tests.conformance.ranks import LocalJob, Outcome, run_ranks, run_ranks_ok
+from tests.conformance.nccl_ranks import VIA_HOST
+from tests.conformance.ranks import LocalJob, Outcome, assert_passed, run_ranks, run_ranks_ok
 from tests.conformance.run import run_checks
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,20 +19,22 @@ SHARING_VERSION = 23000
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
 
 
-def check(job: LocalJob, share: bool) -> dict[str, str | None]:
+def check(job: LocalJob, share: bool, transport: str) -> dict[str, str | None]:
     os.environ.update(SHARING if share else {})
-    return run_checks(job, "nccl")
+    return run_checks(job, transport)
 
 
 @functools.cache
-def outcomes(world_size: int, share: bool) -> list[Outcome]:
-    return run_ranks(check, world_size, share)
+def outcomes(world_size: int, share: bool, transport: str = "nccl") -> list[Outcome]:
+    return run_ranks(check, world_size, share, transport)
 
 
-@pytest.fixture(params=["one", "all", "two on one"])
+@pytest.fixture(params=["one", "all", "two on one", "via the host"])
 def results(request: pytest.FixtureRequest, stack: GpuStack) -> list[Outcome]:
     if request.param == "one":
         return outcomes(1, False)
+    if request.param == "via the host":
+        return outcomes(2, False, VIA_HOST)
     if request.param == "all":
         count = stack.cupy.cuda.runtime.getDeviceCount()
         if count < 2:
@@ -46,10 +47,7 @@ def results(request: pytest.FixtureRequest, stack: GpuStack) -> list[Outcome]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_check(results: list[Outcome], name: str) -> None:
-    for rank, outcome in enumerate(results):
-        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
-        trace = outcome.value.get(name, "not reached: an earlier check failed")
-        assert trace is None, f"rank {rank}:\n{trace}"
+    assert_passed(results, name)
 
 
 def order_streams(job: LocalJob) -> None:

@@ -1,7 +1,5 @@
 """The kernels of `nn.numerics.gpu`: the tests of `nn.numerics.cpu` once more, and what only a device has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,6 @@ from distopt.errors import UsageError  # noqa: E402
 from distopt.nn.numerics import cpu, gpu, gpu_base, gpu_images, numerics_of  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
-from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_updates as updates  # noqa: E402
 from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     array,
@@ -30,27 +27,15 @@ from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     test_linear,
     test_max_pool_passes_nan_on,
     test_pool2d,
+    test_relu_in_batch_norm2d_has_the_bits_of_one_behind_it,
     test_relu_passes_nan_on,
     test_softmax_cross_entropy,
 )
 
 SGD = 0.1, 0.0, 0.0, 0.0, False
+ADAM = 0.1, 0.9, 0.999, 1e-8, 0.0
 
-
-@pytest.fixture(autouse=True)
-def kernels_of_the_gpu(monkeypatch):
-    monkeypatch.setattr(on_cpu, "cpu", hosted)
-
-
-@pytest.fixture
-def isa():
-    """The tests of the CPU ask for one."""
-
-
-@pytest.fixture
-def dtype():
-    """The only one of the GPU."""
-    return "float32"
+pytestmark = pytest.mark.usefixtures("hosted_kernels")
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
@@ -64,18 +49,38 @@ def test_updates_have_the_bits_of_the_cpu(name, settings, dtype, shape):
     assert [a.tobytes() for a in got] == [a.tobytes() for a in expected]
 
 
+def test_updates_of_many_parameters_have_the_bits_of_single_ones():
+    several = [(array((n,), "float32", n), array((n,), "float32", 0), [array((n,), "float32", 1)]) for n in range(200)]
+    expected = [(param.copy(), grad, [slot.copy()]) for param, grad, [slot] in several]
+    hosted.update("sgd", several, 0.1, 0.9, 0.0, 0.01, True)
+    for one, got in zip(expected, several, strict=True):
+        hosted.update("sgd", [one], 0.1, 0.9, 0.0, 0.01, True)
+        assert (one[0].tobytes(), one[2][0].tobytes()) == (got[0].tobytes(), got[2][0].tobytes())
+
+
 @pytest.mark.parametrize("shape", [(1,), (1003,), (3, 5, 7)])
 def test_element_wise_parts_have_the_bits_of_the_cpu(dtype, shape):
     x, dy = array(shape, dtype), array(shape, dtype, 1)
     y = cpu.relu(x)
     np.testing.assert_array_equal(hosted.relu(x), y)
     np.testing.assert_array_equal(hosted.relu_backward(dy, y), cpu.relu_backward(dy, y))
-    y, saved = cpu.max_pool2d(array((2, 3, 8, 9), dtype), (3, 2), (2, 1), (1, 1))
-    got, on_device = hosted.max_pool2d(array((2, 3, 8, 9), dtype), (3, 2), (2, 1), (1, 1))
+    pooled = array((2, 3, 8, 9), dtype), (3, 2), (2, 1), (1, 1)
+    (y, saved), (got, on_device) = cpu.max_pool2d(*pooled), hosted.max_pool2d(*pooled)
     np.testing.assert_array_equal(got, y)
     slope = array(y.shape, dtype, 2)
-    expected = cpu.max_pool2d_backward(slope, saved)
-    np.testing.assert_array_equal(hosted.max_pool2d_backward(slope, on_device), expected)
+    found = hosted.max_pool2d_backward(slope, on_device)
+    np.testing.assert_array_equal(found, cpu.max_pool2d_backward(slope, saved))
+
+
+def test_tf32_is_a_switch(monkeypatch):
+    modes, call = [], gpu_base._call
+    monkeypatch.setattr(
+        gpu_base, "_call", lambda name, *rest: (modes.extend(rest if "MathMode" in name else ()), call(name, *rest))
+    )
+    for value in ("1", "0"):
+        monkeypatch.setenv("CUPY_TF32", value)
+        gpu_base.product(cupy.ones((2, 3), "float32"), cupy.ones((3, 2), "float32"))
+    assert modes == [3, 0]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -99,10 +104,7 @@ def zeros(*shape, kind="float32"):
         (lambda: gpu.update("sgd", [(zeros(3), zeros(3, kind="float64"), [None])], *SGD), TypeError),
         (lambda: gpu.update("sgd", [(np.zeros(3, "float32"), zeros(3), [None])], *SGD), TypeError),
         (lambda: gpu.relu(zeros(3, kind="float64")), TypeError),
-        (
-            lambda: gpu.update("adam", [(zeros(3), zeros(3), [zeros(3), zeros(3)])], 0, 0.1, 0.9, 0.999, 1e-8, 0.0),
-            ValueError,
-        ),
+        (lambda: gpu.update("adam", [(zeros(3), zeros(3), [zeros(3), zeros(3)])], 0, *ADAM), ValueError),
     ],
 )
 def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
@@ -152,12 +154,7 @@ def test_products_of_shapes_that_do_not_fit():
 
 def test_gradients_of_a_linear_layer_lie_in_a_bucket():
     """At any address of its own, and nothing beside them changes."""
-    x, w, b, dy = (
-        array((6, 5), "float32"),
-        array((5, 7), "float32", 1),
-        array(7, "float32", 2),
-        array((6, 7), "float32", 3),
-    )
+    x, w, b, dy = (array(shape, "float32", i) for i, shape in enumerate([(6, 5), (5, 7), 7, (6, 7)]))
     bucket = cupy.full(45, 7, "float32")
     dw, db = bucket[1:36].reshape(5, 7), bucket[37:44]
     _, saved = gpu.linear(*map(to_device, (x, w, b)), relu=True)
@@ -171,14 +168,11 @@ def test_gradients_of_a_linear_layer_lie_in_a_bucket():
 
 # -- labels ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])
-def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, monkeypatch):
+def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, training):
     gpu_device = device.create_cuda_gpu()
-    monkeypatch.setattr(autograd, "training", True)
     logits = tensor.Tensor((4, 3), gpu_device, stores_grad=True)
-    for labels, message in (
-        ([0, 1, label, label], f"label {label} of sample [23] is outside 0 ... 2"),
-        ([0, 1, 2, 0], None),
-    ):
+    text = f"label {label} of sample [23] is outside 0 ... 2"
+    for labels, message in (([0, 1, label, label], text), ([0, 1, 2, 0], None)):
         loss = autograd.softmax_cross_entropy(logits, tensor.from_numpy(np.array(labels), gpu_device))
         ((_, grad),) = autograd.backward(loss)
         if message:
@@ -201,10 +195,9 @@ CHOICES = {  # of x [4, 2] by indices [2], and the axis
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("index", [5, -5, 1 << 40])
-def test_an_index_out_of_range_is_found_when_a_value_is_read(choice, index, monkeypatch):
+def test_an_index_out_of_range_is_found_when_a_value_is_read(choice, index, training):
     """CuPy takes it modulo the length; nothing may be learnt from that."""
     gpu_device = device.create_cuda_gpu()
-    monkeypatch.setattr(autograd, "training", True)
     function, axis = CHOICES[choice]
     length = (4, 2)[axis]
     for given, message in (([1, index], rf"index {index}, number 1, is not in \[-{length}, "), ([0, -1], None)):

@@ -1,7 +1,5 @@
 """Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU if necessary."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,6 +1,4 @@
-"""Codecs of PyTorch's front on a GPU, over NCCL, against the same training on CPUs."""
-
-from __future__ import annotations
+"""Codecs of PyTorch's front on a GPU, over NCCL and via the host, against the same training on CPUs."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from distopt.comm.gpu import GpuStack
-from tests.conformance.ranks import LocalJob, run_ranks_ok
+from tests.conformance.ranks import LocalJob, join_gloo, run_ranks_ok
 
 from .test_nccl import SHARING, SHARING_VERSION
 
@@ -17,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from tests.torch.checks.codecs import CODECS, params_of, sgd  # noqa: E402
 
+FRONTS = [f"{front}{where}" for where in ("", " via host") for front in ("hook", "DistOpt", "DiLoCo")]
 SMALL = 2_000  # elements of a bucket: the network has several
 
 
@@ -39,16 +38,18 @@ def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
     from distopt import codecs
 
     model, made = network(device), codecs.create(codec, **CODECS[codec])
+    front, _, where = front.partition(" via ")
+    options = {"bucket_elements": SMALL, "via_host": bool(where)}
     optimizer = sgd(model)
     trains, steps = model, optimizer
     if front == "hook":
         trains = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
-        trains.register_comm_hook(*distopt.torch.hook(model, made, bucket_elements=SMALL))
+        trains.register_comm_hook(*distopt.torch.hook(model, made, **options))
     elif front == "DistOpt":
-        steps = distopt.torch.DistOpt(optimizer, model.named_parameters(), codec=made, bucket_elements=SMALL)
+        steps = distopt.torch.DistOpt(optimizer, model.named_parameters(), codec=made, **options)
     else:
         outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.5, nesterov=True)
-        distopt.torch.DiLoCo(model, optimizer, outer, sync_every=2, codec=made, bucket_elements=SMALL)
+        distopt.torch.DiLoCo(model, optimizer, outer, sync_every=2, codec=made, **options)
     for x, y in batches(rank, device):
         steps.zero_grad()
         torch.nn.functional.cross_entropy(trains(x), y).backward()
@@ -56,16 +57,8 @@ def trained(front: str, codec: str, device: str, rank: int) -> list[Any]:
     return [param.cpu() for param in params_of(model)]
 
 
-def train(job: LocalJob, share: bool, front: str) -> list[Any]:
-    import torch.distributed as dist
-
-    os.environ.update(SHARING if share else {})
-    rank, size = job.topology.rank, job.topology.world_size
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = int(job.all_gather(str(served.port if served else 0).encode())[0])
-    dist.init_process_group(
-        "gloo", store=served or dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size
-    )  # the ranks meet there; gradients travel by NCCL
+def compare(front: str, rank: int, **tolerances: float) -> list[Any]:
+    """Collective. The parameters that each codec has ended with: on the GPU as on the CPU, whatever the stream."""
     ended = []
     for codec in CODECS:
         expected = trained(front, codec, "cpu", rank)
@@ -73,20 +66,29 @@ def train(job: LocalJob, share: bool, front: str) -> list[Any]:
         with torch.cuda.stream(torch.cuda.Stream()):
             on_another_stream = trained(front, codec, "cuda", rank)
         for theirs, one, two in zip(expected, found, on_another_stream, strict=True):
-            # An element near the smallest that is sent may be sent on one device alone.
-            assert torch.allclose(one, theirs, rtol=1e-3, atol=2e-3), (codec, (one - theirs).abs().max())
+            assert torch.allclose(one, theirs, **tolerances), (codec, (one - theirs).abs().max())
             assert torch.equal(one, two), codec
         ended += found
+    return ended
+
+
+def train(job: LocalJob, share: bool, front: str) -> list[Any]:
+    import torch.distributed as dist
+
+    os.environ.update(SHARING if share else {})
+    join_gloo(job)
+    # An element near the smallest that is sent may be sent on one device alone.
+    ended = compare(front, job.topology.rank, rtol=1e-3, atol=2e-3)
     dist.destroy_process_group()
     return [param.numpy() for param in ended]
 
 
-@pytest.mark.parametrize("front", ["hook", "DistOpt", "DiLoCo"])
+@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_codecs_on_a_gpu(stack: GpuStack, ranks: int, front: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA")
-    if ranks > 1 and stack.nccl_version < SHARING_VERSION:
+    if ranks > 1 and "host" not in front and stack.nccl_version < SHARING_VERSION:
         pytest.skip(f"two ranks on one GPU need NCCL 2.30; this is {stack.nccl_version}")
     first, *others = run_ranks_ok(train, ranks, ranks > 1, front)
     for other in others:

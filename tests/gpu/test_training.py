@@ -1,7 +1,5 @@
 """Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py` and `test_graph_emulated.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu import require_gpu
@@ -17,16 +15,14 @@ from tests.ranks.test_gpu_emulated import by_hand, check, every_strategy, mnist_
 
 
 @pytest.mark.parametrize("body", [every_strategy, by_hand, wrong_label, mnist_example])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_ends_as_on_the_cpu(tmp_path, monkeypatch, world_size, body):
-    if cupy.cuda.runtime.getDeviceCount() < world_size:
+@pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("auto", 2), ("shm", 2)])
+def test_training_ends_as_on_the_cpu(tmp_path, transport, world_size, body):
+    if transport == "auto" and cupy.cuda.runtime.getDeviceCount() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     if world_size == 1 and body is wrong_label:
         pytest.skip("the label is wrong on rank 1")
-    (tmp_path / "cpu").mkdir()
-    gpus = on_gpus(tmp_path, world_size, body, emulated=False)
-    monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
-    check(gpus, on_ranks(tmp_path / "cpu", world_size, body))
+    gpus = on_gpus(tmp_path, world_size, body, emulated=False, transport=transport)
+    check(gpus, on_ranks(world_size, body))
 
 
 @pytest.mark.parametrize("body", [*BODIES, refused])

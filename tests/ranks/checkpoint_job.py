@@ -14,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import launch, layer, model, opt, singa_wrap, tensor
+from distopt import launch, layer, opt, singa_wrap, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.checkpoint.adapters import adapters_of, copy_of
 from distopt.codecs import ErrorFeedback, Fp16, PowerSGD, TopK
 from distopt.data import ShardedSampler
+from tests.ranks import small_net
 
-SAMPLES, CLASSES, BATCH = 203, 5, 8
+SAMPLES, BATCH = 203, 8
 BUCKET, PARTITION = 300, 100  # elements; both cut the net into several pieces
 
 CODECS = {
@@ -34,15 +35,11 @@ STRATEGIES = ["plain", "half", "bf16", "partialUpdate", "sparseTopK", "sparseThr
 SPARS = {"sparseTopK": 0.05, "sparseThreshold": 0.01}
 
 
-class Net(model.Model):
+class Net(small_net.Net):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = layer.BatchNorm2d(1)
-        self.flatten = layer.Flatten()
-        self.linear1 = layer.Linear(31, activation="RELU")
+        self.norm, self.flatten = layer.BatchNorm2d(1), layer.Flatten()
         self.dropout = layer.Dropout(dropout) if dropout else None
-        self.linear2 = layer.Linear(CLASSES)
-        self.loss = layer.SoftMaxCrossEntropy()
 
     def forward(self, x):
         y = self.linear1(self.flatten(self.norm(x)))
@@ -55,14 +52,6 @@ class Net(model.Model):
         else:
             self.optimizer(loss)
         return loss
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    """Learnable: the class is that of the nearest of fixed centres."""
-    rng = np.random.default_rng(99)
-    labels = rng.integers(0, CLASSES, SAMPLES, np.int32)
-    centres = rng.standard_normal((CLASSES, 1, 3, 7), np.float32) * 2
-    return centres[labels] + rng.standard_normal((SAMPLES, 1, 3, 7), np.float32), labels
 
 
 class Job:
@@ -78,7 +67,8 @@ class Job:
         self.optimizer = opt.DistOpt(
             inner, communicator=communicator, codec=codec, bucket_elements=BUCKET, partition_elements=PARTITION
         )
-        self.x, self.y = data()
+        x, y = small_net.whole([(step, 0) for step in range(13)])
+        self.x, self.y = x.array[:SAMPLES].reshape(SAMPLES, 1, 3, 7), y.array[:SAMPLES]
         self.device = self.optimizer.device
         self.device.SetRandSeed(3)
         self.net = Net(dropout)
@@ -88,13 +78,8 @@ class Job:
         self.noise = np.random.default_rng((7, topology.rank))
         self.sums = self.device.xp.zeros(1)
         self.used: list[np.ndarray] = []
-        self.objects = {
-            "model": self.net,
-            "optimizer": self.optimizer,
-            "sampler": self.sampler,
-            "noise": self.noise,
-            "sums": self.sums,
-        }
+        self.objects = {"model": self.net, "optimizer": self.optimizer, "sampler": self.sampler}
+        self.objects |= {"noise": self.noise, "sums": self.sums}
         self.checkpoint = Checkpoint(folder, **options, **self.objects)
 
     def train(self, epochs: int, stop: int = 10**9) -> list[float]:
@@ -119,11 +104,9 @@ class Job:
 
     def results(self) -> dict[str, np.ndarray]:
         states = {name: adapter.snapshot() for name, adapter in adapters_of(self.objects).items()}
-        found = {
-            f"{name}/{key}": copy_of(array) for name, state in states.items() for key, array in state.arrays.items()
-        }
+        arrays = ((f"{name}/{key}", each) for name, state in states.items() for key, each in state.arrays.items())
         notes = json.dumps({name: state.notes for name, state in states.items()}, sort_keys=True)
-        return {**found, "notes": np.frombuffer(notes.encode(), np.uint8)}
+        return {**{key: copy_of(array) for key, array in arrays}, "notes": np.frombuffer(notes.encode(), np.uint8)}
 
 
 def main(rank: int, world_size: int, ticket, folder: str, strategy: str, epochs: int, results: str) -> None:

@@ -1,76 +1,61 @@
 """Training steps that cannot be captured in CUDA graphs, for ranks that the tests start."""
 
 import logging
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 
 import numpy as np
 
 from distopt import autograd, layer, tensor
-from tests.ranks.graph_steps import BEFORE, Net, batch, equal_with_and_without
+from tests.ranks.graph_steps import BATCH, BEFORE, CLASSES, Net, equal_with_and_without, steps
 
 
-class WithDropout(Net):
-    def forward(self, x):
-        return super().forward(autograd.dropout(x, 0.5))
+def reads(net, x, y):
+    out = net.forward(x)
+    loss = net.loss(out, y) * (1.0 if out.array.sum() > 1e9 else 0.5)
+    net.step(loss)
+    return out, loss
 
 
-class ReadsForward(Net):
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.loss(out, y) * (1.0 if out.array.sum() > 1e9 else 0.5)
-        self.step(loss)
-        return out, loss
-
-
-class ReducesForward(Net):
+def reduces(net, x):
     """A collective of its own between the layers; the gradient does not see it."""
-
-    def forward(self, x):
-        total = x.clone()
-        if self.training:
-            self.optimizer.communicator.all_reduce(total.array).wait()
-        return super().forward(x)
+    total = x.clone()
+    if net.training:
+        net.optimizer.communicator.all_reduce(total.array).wait()
+    return Net.forward(net, x)
 
 
-class Synchronizes(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = layer.SyncBatchNorm2d()
+def synchronizes(net):
+    Net.__init__(net)
+    net.norm = layer.SyncBatchNorm2d()
 
 
-class Multiplies(Net):
+def multiplies(net, x):
     """By CuPy's own product, which calls cuBLAS."""
-
-    square = None
-
-    def forward(self, x):
-        if self.square is None:
-            self.square = tensor.from_numpy(np.eye(5, dtype=np.float32), x.device)
-        return autograd.matmul(super().forward(x), self.square)
+    if not hasattr(net, "square"):
+        net.square = tensor.from_numpy(np.eye(5, dtype=np.float32), x.device)
+    return autograd.matmul(Net.forward(net, x), net.square)
 
 
-class CopiesFromHost(Net):
-    """From pinned memory, so that nothing waits."""
-
-    pinned = None
-
-    def forward(self, x):
-        out, cuda = super().forward(x), x.device.xp.cuda
-        if self.pinned is None:
-            memory = cuda.alloc_pinned_memory(out.array.nbytes)
-            self.pinned = np.frombuffer(memory, np.float32, out.size()).reshape(out.shape)
-            self.pinned[...] = 2
-        return self.copied(out, cuda.get_current_stream())
-
-    def copied(self, out, stream):
-        factor = tensor.Tensor(out.shape, out.device)
-        factor.array.set(self.pinned, stream)
-        return out * factor
+def pinned(net, out):
+    """Memory of the host, for copies that nothing waits for."""
+    if not hasattr(net, "pinned"):
+        memory = out.device.xp.cuda.alloc_pinned_memory(out.array.nbytes)
+        net.pinned = np.frombuffer(memory, np.float32, out.size()).reshape(out.shape)
+        net.pinned[...] = 2
+    return net.pinned
 
 
-class CopiesToHost(CopiesFromHost):
-    def copied(self, out, stream):
-        out.array.get(stream, out=self.pinned, blocking=False)
-        return out
+def copies_from_host(net, x):
+    out, factor = Net.forward(net, x), tensor.Tensor((BATCH, CLASSES), x.device)
+    factor.array.set(pinned(net, out), x.device.xp.cuda.get_current_stream())
+    return out * factor
+
+
+def copies_to_host(net, x):
+    out = Net.forward(net, x)
+    out.array.get(x.device.xp.cuda.get_current_stream(), out=pinned(net, out), blocking=False)
+    return out
 
 
 class _ReadsBackward(autograd.Operation):
@@ -81,80 +66,58 @@ class _ReadsBackward(autograd.Operation):
         return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
 
 
-class ReadsBackward(Net):
-    def forward(self, x):
-        return self.linear2(_ReadsBackward()(self.linear1(self.flatten(self.norm(self.conv(x))))))
+def reads_backward(net, x):
+    return net.linear2(_ReadsBackward()(net.linear1(net.flatten(net.norm(net.conv(x))))))
 
 
-class StepsTwice(Net):
-    def train_one_batch(self, x, y):
-        for _ in range(2):
-            out = self.forward(x)
-            loss = self.loss(out, y)
-            self.step(loss)
-        return out, loss
+def steps_twice(net, x, y):
+    Net.train_one_batch(net, x, y)
+    return Net.train_one_batch(net, x, y)
 
 
-class AsksBefore(Net):
-    def train_one_batch(self, x, y):
-        self.optimizer.stats()
-        return super().train_one_batch(x, y)
+def asks_before(net, x, y):
+    net.optimizer.stats()
+    return Net.train_one_batch(net, x, y)
 
 
-class ComputesLater(Net):
-    def train_one_batch(self, x, y):
-        out, loss = super().train_one_batch(x, y)
-        return out, loss * 1.0
+def computes_later(net, x, y):
+    out, loss = Net.train_one_batch(net, x, y)
+    return out, loss * 1.0
 
 
-class ReturnsANumber(Net):
-    def train_one_batch(self, x, y):
-        out, loss = super().train_one_batch(x, y)
-        return out, loss, loss.item()
+def returns_a_number(net, x, y):
+    out, loss = Net.train_one_batch(net, x, y)
+    return out, loss, loss.item()
 
 
-REFUSED = {
-    WithDropout: "random numbers",
-    ReadsForward: "",  # what CUDA says to that
-    CopiesFromHost: "copies from the host",
-    CopiesToHost: "copies to the host",
-    Multiplies: "calling cuBLAS API during stream capture",
-    ReducesForward: "a collective cannot be captured",
-    Synchronizes: "norm sums over ranks, which a CUDA graph cannot hold",
-    ReadsBackward: "the backward pass",
-    StepsTwice: "2 times",
-    AsksBefore: "self.optimizer.stats before the forward pass is complete",
-    ComputesLater: "not computed before the optimizer's step",
-    ReturnsANumber: "returns a float",
-}
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+# The method that a net has of its own, and a part of the message.
+REFUSED = [
+    ("forward", lambda net, x: Net.forward(net, autograd.dropout(x, 0.5)), "random numbers"),
+    ("train_one_batch", reads, ""),  # what CUDA says to that
+    ("forward", copies_from_host, "copies from the host"),
+    ("forward", copies_to_host, "copies to the host"),
+    ("forward", multiplies, "calling cuBLAS API during stream capture"),
+    ("forward", reduces, "a collective cannot be captured"),
+    ("__init__", synchronizes, "norm sums over ranks, which a CUDA graph cannot hold"),
+    ("forward", reads_backward, "the backward pass"),
+    ("train_one_batch", steps_twice, "2 times"),
+    ("train_one_batch", asks_before, "self.optimizer.stats before the forward pass is complete"),
+    ("train_one_batch", computes_later, "not computed before the optimizer's step"),
+    ("train_one_batch", returns_a_number, "returns a float"),
+]
 
 
 def refused(optimizer) -> dict[str, np.ndarray]:
     """The log says why, and training is right."""
-    kinds, results = dict(REFUSED), {}
-    if optimizer.world_size == 1:
-        del kinds[ReducesForward]  # it does nothing
-    for kind, reason in kinds.items():
-        log = _Records()
+    results = {}
+    for name, method, reason in REFUSED:
+        if method is reduces and optimizer.world_size == 1:
+            continue  # it does nothing
+        log, kind = QueueHandler(SimpleQueue()), type("Refused", (Net,), {name: method})
         logging.getLogger("distopt").addHandler(log)
-
-        def train(own, net):
-            return [net(*batch(n, own))[1].item() for n in range(BEFORE + 3)]
-
-        found, net = equal_with_and_without(optimizer, train, kind.__name__, kind=kind)
+        results |= equal_with_and_without(optimizer, steps(BEFORE + 3), reason, 0, kind=kind)
         logging.getLogger("distopt").removeHandler(log)
-        told = [text for text in log.texts if "use_graph=True" in text]
-        assert len(told) == 1, (kind, told)
-        assert reason in told[0], (kind, told)
-        assert not net.graph_replays
-        results |= found
+        texts = [log.queue.get().getMessage() for _ in range(log.queue.qsize())]
+        (told,) = [text for text in texts if "use_graph=True" in text]
+        assert reason in told, told
     return results

@@ -19,23 +19,20 @@ if how != "success" and job.topology.rank == job.topology.world_size - 1:
         raise ValueError("the cause")
     if how == "sys.exit":
         sys.exit(3)
-    if how == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "SIGHUP":
-        os.kill(os.getpid(), signal.SIGHUP)
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
         time.sleep(5)
     if how == "huge":
         raise ValueError("0123456789" * 5_000_000 + " the end of the text")
     if how == "wait":
         signal.pause()
 if how == "finalize":
-    MPI = sys.modules["mpi4py.MPI"]
     try:
         if job.topology.rank == job.topology.world_size - 1:
             raise ValueError("the cause")
         communicator.barrier()
     finally:
-        MPI.Finalize()
+        sys.modules["mpi4py.MPI"].Finalize()
 if how in ("use", "make"):
     sys.modules["mpi4py.MPI"].Finalize()
     if how == "make":

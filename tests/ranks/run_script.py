@@ -28,10 +28,8 @@ def main(how: str) -> None:
         print(f"attempt {attempt}")
         if LAST and attempt < 2:
             os.kill(os.getpid(), signal.SIGSEGV)
-    elif how.startswith("exit"):
-        if LAST:
-            sys.exit(int(how.split()[1]))
-        stay()
+    elif how.startswith("exit") and LAST:
+        sys.exit(int(how.split()[1]))
     elif how == "child":  # that outlives SIGTERM, and its parent
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -49,14 +47,14 @@ def main(how: str) -> None:
     elif how == "port":
         place = ("", int(os.environ["MASTER_PORT"]))
         for reuse in (0, 1):
-            with socket.socket() as server:
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-                try:
-                    server.bind(place)
-                    server.listen()
-                    print(f"with SO_REUSEADDR {reuse}: listens")
-                except OSError as error:
-                    print(f"with SO_REUSEADDR {reuse}: {error.strerror}")
+            server, said = socket.socket(), "listens"
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            try:
+                server.bind(place)
+                server.listen()
+            except OSError as error:
+                said = error.strerror
+            print(f"with SO_REUSEADDR {reuse}: {said}")
     elif how == "torch":
         import torch
         from torch import distributed

@@ -1,11 +1,14 @@
 """A small net and its data, trained by ranks that the tests start."""
 
+import itertools
+import os
 from pathlib import Path
 
 import numpy as np
 
 from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
 from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.comm import create
 
 FEATURES, CLASSES, BATCH = 21, 5, 16
 SMALL = 300  # elements; cuts the net into several buckets
@@ -65,15 +68,30 @@ def build(optimizer) -> Net:
     return net
 
 
+def sgd() -> opt.SGD:
+    return opt.SGD(lr=0.05, momentum=0.5)
+
+
 def make(rank: int, world_size: int, ticket, **options) -> opt.DistOpt:
-    return opt.DistOpt(
-        opt.SGD(lr=0.05, momentum=0.5), ticket, rank, world_size, **{"bucket_elements": SMALL, **options}
-    )
+    return opt.DistOpt(sgd(), ticket, rank, world_size, **{"bucket_elements": SMALL, **options})
 
 
-def parameters(net: Net) -> np.ndarray:
-    params = net.get_params()
-    return np.concatenate([params[name].to_numpy().reshape(-1) for name in sorted(params)])
+def beside(optimizer, rule=None, **options) -> opt.DistOpt:
+    """Another one, on the same communicator."""
+    options = {"bucket_elements": SMALL, **options}
+    return opt.DistOpt(rule or sgd(), communicator=optimizer.communicator, **options)
+
+
+def parameters(net: model.Model) -> np.ndarray:
+    return joined(net.get_params())
+
+
+def states(net: model.Model) -> np.ndarray:
+    return joined(net.get_states())
+
+
+def joined(tensors: dict[str, tensor.Tensor]) -> np.ndarray:
+    return np.concatenate([tensors[name].to_numpy().reshape(-1) for name in sorted(tensors)])
 
 
 def step_of(optimizer, strategy):
@@ -105,11 +123,28 @@ def enter(rank: int, world_size: int, ticket, folder: str, body, *args) -> None:
     optimizer.communicator.barrier()
 
 
-def on_ranks(folder: Path, world_size: int, body, *args) -> list[dict[str, np.ndarray]]:
-    launch.spawn(enter, world_size, (singa_wrap.NcclIdHolder(), str(folder), body, *args))
+def spawned(folder: Path, world_size: int, target, *args) -> list[dict[str, np.ndarray]]:
+    """The results of ranks that `launch.spawn` starts, and whose target is as `enter`."""
+    launch.spawn(target, world_size, (singa_wrap.NcclIdHolder(), str(folder), *args))
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
 
 
-def assert_equal_bits(ranks: list[dict[str, np.ndarray]], key: str) -> None:
-    for other in ranks[1:]:
+def on_ranks(world_size: int, body, *args) -> list:
+    """Results of `body(optimizer, *args)`, by rank; the ranks start faster than `spawned` ones."""
+    from tests.conformance.ranks import run_ranks_ok  # which looks for UCX
+
+    return run_ranks_ok(with_optimizer, world_size, body, *args)
+
+
+def with_optimizer(job, body, *args):
+    os.environ["DISTOPT_DEVICE"] = "cpu"
+    with create(job) as communicator:
+        result = body(opt.DistOpt(sgd(), communicator=communicator, bucket_elements=SMALL), *args)
+        communicator.barrier()
+    return result
+
+
+def assert_equal_bits(ranks: list[dict[str, np.ndarray]], *keys: str) -> None:
+    """Of the arrays under these keys, or all."""
+    for key, other in itertools.product(keys or ranks[0], ranks[1:]):
         np.testing.assert_array_equal(ranks[0][key].view(np.int32), other[key].view(np.int32), err_msg=key)

@@ -5,13 +5,15 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import network
 from benchmarks.__main__ import BENCHMARKS, main
-from examples.data import idx, synthetic
-from tests.processes import ROOT, Ended, Program
+from benchmarks.networks.emulation import two_hosts
+from benchmarks.networks.far import Link, far_hosts
+from tests.conformance.ranks import has_ucx
+from tests.digits import write_digits
+from tests.processes import ROOT, Program, or_skipped
 
 pytestmark = pytest.mark.slow
 
@@ -73,12 +75,7 @@ def documented() -> list[str]:
 def files(tmp_path_factory) -> dict[str, Path]:
     """The files that `SHORT` names."""
     folder = tmp_path_factory.mktemp("files")
-    digits = folder / "digits"
-    digits.mkdir()
-    for name, count, seed in (("train", 384, 1), ("t10k", 100, 2)):
-        images, labels = synthetic.digits(count, seed)
-        (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
-        (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
+    digits = write_digits(folder / "digits", 384, 100)
     page = folder / "page.md"
     pages = ("network.md", "faults.md", "gpu.md", "convergence.md", "scaling.md", "language.md")
     page.write_text("".join((ROOT / "docs" / "results" / name).read_text() for name in pages))
@@ -86,53 +83,28 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
 
 
-def run_short(words: str, files: dict[str, Path]) -> Ended:
-    """Run a benchmark with the words of a page, then those of `SHORT`."""
+def run_short(words: str, files: dict[str, Path]) -> Program:
+    """Start a benchmark with the words of a page, then those of `SHORT`."""
     name = words.split(maxsplit=1)[0]
     if name in AS_ROOT or "--emulate" in words:
         require_hosts()
     if name in FAR_APART:
-        require_far_hosts()
         pytest.importorskip("torch")
-    if name == "distance":
-        require_ucx()
+        with or_skipped(far_hosts(2, Link(0.0, 1e6), "-probe")):
+            pass
+    if name == "distance" and not has_ucx():
+        pytest.skip("UCX is absent: pip install libucx-cu12")
     if name in {"convergence", "scale"}:
         pytest.importorskip("matplotlib")
     words = words.replace("2xN", "2x1").replace(".venv/bin/python", sys.executable)
     own = SHORT[f"{name} --front torch" if "--front torch" in words else name].format(**files)
-    return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end()
+    return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()])
 
 
 def require_hosts() -> None:
     pytest.importorskip("mpi4py", exc_type=ImportError)
-    from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
-
-    try:
-        with two_hosts("-probe"):
-            pass
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
-
-
-def require_far_hosts() -> None:
-    from benchmarks.networks.emulation import HostsUnavailableError
-    from benchmarks.networks.far import Link, far_hosts
-
-    try:
-        with far_hosts(2, Link(0.0, 1e6), "-probe"):
-            pass
-    except HostsUnavailableError as error:
-        pytest.skip(f"no hosts far apart: {error}")
-
-
-def require_ucx() -> None:
-    from distopt.comm.net.ucx import library
-    from distopt.errors import MissingDependencyError
-
-    try:
-        library()
-    except MissingDependencyError as error:
-        pytest.skip(str(error))
+    with or_skipped(two_hosts("-probe")):
+        pass
 
 
 def test_every_benchmark_is_here_and_in_its_readme():
@@ -164,9 +136,7 @@ def test_a_benchmark_runs(words, files):
         pytest.skip("see the tests below, and for hosts test_far_hosts.py")
     if "--pytorch" in words or words.split()[0] in {"scale", "serving"}:
         pytest.importorskip("torch")
-    ended = run_short(words, files)
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout
+    assert run_short(words, files).end(code=0).stdout
 
 
 @pytest.mark.parametrize(
@@ -188,6 +158,5 @@ def test_training_steps_between_hosts(files, monkeypatch, peers_here, rows, peer
 def test_without_a_gpu_the_reason_is_given(files):
     if shutil.which("nvidia-smi"):
         pytest.skip("there is one")
-    ended = run_short("gpu", files)
-    assert ended.code == 1
+    ended = run_short("gpu", files).end(code=1)
     assert "the benchmark measures on a GPU: " in ended.stderr

@@ -1,22 +1,22 @@
 """A rank that goes another way than the others is found and named, where results would else be wrong in silence."""
 
 import functools
-import json
 import operator
+import os
 import sys
-from itertools import product
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 
 import distopt
-from distopt import launch, opt, singa_wrap, tensor
+from distopt import opt, singa_wrap, tensor
 from distopt.codecs import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
-from tests.emulation import activate
-from tests.emulation import build as emulator
-from tests.parts import cases_beside
+from instruments.emulation import activate
+from instruments.emulation import build as emulator
+from tests.conformance.ranks import run_ranks_ok
+from tests.parts import values_beside
 from tests.processes import mpiexec
 from tests.ranks.small_net import SMALL, batch, build, by_hand, step_of
 
@@ -24,75 +24,53 @@ pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
 STRATEGIES = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "partial": "partialUpdate"}
 STEPS, LATER, EVERY = 8, 5, 2
+SIZES = {"bucket_elements": SMALL, "partition_elements": SMALL}
 
 
 class Trainer:
     """A net that is trained in one of the ways: a strategy, or by hand."""
 
     def __init__(self, optimizer, way: str) -> None:
-        self.optimizer = optimizer
-        self.net = build(optimizer)
-        self.step = (
-            functools.partial(by_hand, optimizer) if way == "by hand" else step_of(optimizer, STRATEGIES.get(way))
-        )
+        self.optimizer, self.net = optimizer, build(optimizer)
+        by_strategy = step_of(optimizer, STRATEGIES.get(way))
+        self.step = functools.partial(by_hand, optimizer) if way == "by hand" else by_strategy
 
-    def train(self, number: int) -> None:
-        self.net(*batch(number, self.optimizer.global_rank, self.optimizer.device), self.step)
+    def train(self, *numbers: int) -> None:
+        for number in numbers:
+            self.net(*batch(number, self.optimizer.global_rank, self.optimizer.device), self.step)
 
     @property
     def weights(self):
         return self.net.linear1.W
 
 
-def enter(rank, world_size, tickets, folder, body) -> None:
-    """Run `body` for each case; note the MismatchError in which it ends."""
-    ends = {}
-    for case, ticket in tickets.items():
-        create = functools.partial(opt.DistOpt, nccl_id=ticket, local_rank=rank, world_size=world_size)
-        create = functools.partial(create, bucket_elements=SMALL, partition_elements=SMALL)
-        odd = rank == world_size - 1
-        try:
-            body(create, odd, *case.split("/"))
-        except MismatchError as error:
-            ends[case] = str(error)
-        else:
-            ends[case] = "no error"
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(ends))
+def go(case: str, odd: bool, **options) -> str:
+    """Go one way, BODY/WHAT/WAY: the text of the MismatchError in which it ends."""
+    body, *words = case.split("/")
+    try:
+        globals()[body](functools.partial(opt.DistOpt, **options, **SIZES), odd, *words)
+    except MismatchError as error:
+        return str(error)
+    return "no error"
 
 
-def run(factory, world_size, body, cases) -> dict[str, list[str]]:
+def enter(job, tickets) -> list[str]:
+    place = {"local_rank": job.topology.rank, "world_size": job.topology.world_size}
+    odd = job.topology.rank == job.topology.world_size - 1
+    return [go(case, odd, nccl_id=ticket, **place) for case, ticket in tickets.items()]
+
+
+def run(world_size, cases) -> dict[str, tuple[str, ...]]:
     """Each rank's outcome, by case."""
-    folder = factory.mktemp("ends")
-    launch.spawn(enter, world_size, ({case: singa_wrap.NcclIdHolder() for case in cases}, str(folder), body))
-    ends = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
-    return {case: [end[case] for end in ends] for case in cases}
+    ends = run_ranks_ok(enter, world_size, {case: singa_wrap.NcclIdHolder() for case in cases})
+    return dict(zip(cases, zip(*ends, strict=True), strict=True))
 
 
-@pytest.fixture
-def ends(request, once, tmp_path_factory):
-    """`ends(body, *names)`: what each rank said at its end; the parameters `names` are the case.
-
-    One start of the ranks serves all cases of a test that run.
-    """
-
-    def of_this_case(body, *names) -> list[str]:
-        test, given = request.function.__name__, request.node.callspec.params
-        cases = ["/".join(case) for case in cases_beside(request, *names)]
-        world_size = given["world_size"]
-        every = once(f"{test}-{world_size}", run, tmp_path_factory, world_size, body, cases)
-        return every["/".join(given[name] for name in names)]
-
-    return of_this_case
-
-
-def assert_named(ends: list[str], *parts: str) -> None:
+def assert_named(ends: Sequence[str], parts: Iterable[str]) -> None:
     """Every rank's error must name the last rank and contain `parts`."""
     for end in ends:
         for part in (f"rank {len(ends) - 1} (", *parts):
             assert part in end, ends
-
-
-two_and_three = pytest.mark.parametrize("world_size", [2, 3])
 
 
 # -- rules and constants -----------------------------------------------------------------------------------------------
@@ -117,15 +95,6 @@ def other_rule(create, odd, rule, way):
     trainer.train(0)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=6)
-@two_and_three
-@pytest.mark.parametrize("way", STRATEGIES)
-@pytest.mark.parametrize("rule", OTHER_RULES)
-def test_another_rule_on_one_rank_is_named_in_the_first_step(ends, rule, way, world_size):
-    assert_named(ends(other_rule, "rule", "way"), OTHER_RULES[rule][1], "make the same optimizer")
-
-
 def assign(name, value):
     return lambda optimizer: setattr(optimizer, name, value)
 
@@ -145,28 +114,10 @@ CHANGES = {
 
 def change(create, odd, what, way):
     trainer = Trainer(create(sgd()), way)
-    for number in range(LATER):
-        trainer.train(number)
+    trainer.train(*range(LATER))
     if odd:
         CHANGES[what][0](trainer.optimizer)
     trainer.train(LATER)
-
-
-@pytest.mark.sweep(rest=6)
-@two_and_three
-@pytest.mark.parametrize("way", STRATEGIES)
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_a_constant_on_one_rank_is_named_in_the_same_step(ends, what, way, world_size):
-    assert_named(ends(change, "what", "way"), CHANGES[what][1], "make the same assignments on all ranks")
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
-@two_and_three
-@pytest.mark.parametrize("way", ["by hand"])
-@pytest.mark.parametrize("what", ["lr", "momentum"])
-def test_a_change_on_one_rank_that_reduces_by_hand_is_named(ends, what, way, world_size):
-    assert_named(ends(change, "what", "way"), CHANGES[what][1], "make the same assignments")
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -186,31 +137,17 @@ SPOILED = {
     "another value": lambda param: param.set_value(0.25),
     "other data": lambda param: param.copy_from_numpy(np.ones(param.shape, np.float32)),
 }
-EQUAL = ["fp32", "fp16", "top-K"]  # ways that keep parameters equal
 
 
 def spoil(create, odd, what, way):
     trainer = Trainer(create(sgd(), check_every=EVERY), way)
-    for number in range(LATER):
-        trainer.train(number)
+    trainer.train(*range(LATER))
     if odd:
         SPOILED[what](trainer.weights)
-    for number in range(LATER, LATER + EVERY):
-        trainer.train(number)
+    trainer.train(*range(LATER, LATER + EVERY))
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=6)
-@two_and_three
-@pytest.mark.parametrize("way", EQUAL)
-@pytest.mark.parametrize("what", SPOILED)
-def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(ends, what, way, world_size):
-    assert_named(
-        ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters equally on all ranks"
-    )
-
-
-def loaded_alone(create, odd, way):
+def loaded_alone(create, odd, _, way):
     """As in a script that loads states on one rank only, after `compile`."""
     trainer = Trainer(create(sgd()), way)
     if odd:
@@ -218,17 +155,7 @@ def loaded_alone(create, odd, way):
     trainer.train(0)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
-@two_and_three
-@pytest.mark.parametrize("way", EQUAL)
-def test_parameters_that_differ_before_the_first_step_are_named(ends, way, world_size):
-    assert_named(
-        ends(loaded_alone, "way"), "before step 0, parameter linear2.b has other values on rank", "than on rank 0 ("
-    )
-
-
-def other_tensor(create, odd, way):
+def other_tensor(create, odd, _, way):
     """A parameter is another tensor, which layers refuse if they are asked."""
     trainer = Trainer(create(sgd()), way)
     if odd:
@@ -237,17 +164,9 @@ def other_tensor(create, odd, way):
     trainer.train(0)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
-@two_and_three
-@pytest.mark.parametrize("way", EQUAL)
-def test_another_tensor_than_was_attached_is_named(ends, way, world_size):
-    assert_named(ends(other_tensor, "way"), "has linear1.W of shape [21, 31] and type float32 of DistOpt.attach")
-
-
-def allowed(create, odd, what):
-    """Allowed changes: nothing raises."""
-    every, way = {"unchecked": 0}.get(what, 1), "partial" if "partial" in what else "fp32"
+def allowed(create, odd, what, way):
+    """What all ranks do alike, and partial updates, are no drift: nothing raises."""
+    every = 0 if what == "unchecked" else 1
     trainer = Trainer(create(sgd(lr=opt.CosineDecay(0.05, 9)), check_every=every), way)
     for number in range(STEPS):
         if odd and what in ("partial", "unchecked"):
@@ -268,40 +187,16 @@ def allowed(create, odd, what):
     trainer.optimizer.communicator.barrier()
 
 
-ALLOWED = ["partial", "partial, then all", "unchecked", "all change", "all change rule", "all load"]
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=6)
-@two_and_three
-@pytest.mark.parametrize("what", ALLOWED)
-def test_what_all_ranks_do_alike_and_partial_updates_are_no_drift(ends, what, world_size):
-    assert set(ends(allowed, "what")) == {"no error"}
-
-
-def other_interval(create, odd, how):
-    trainer = Trainer(create(sgd(), check_every=7 if odd else 0), how)
+def other_interval(create, odd, _, way):
+    trainer = Trainer(create(sgd(), check_every=7 if odd else 0), way)
     trainer.train(0)
-
-
-@pytest.mark.slow
-@two_and_three
-@pytest.mark.parametrize("way", ["fp32"])
-def test_another_interval_on_one_rank_is_named(ends, way, world_size):
-    assert_named(ends(other_interval, "way"), "check_every is 7 there, 0 on rank 0")
-
-
-@pytest.mark.parametrize("value", [-1, 2.5, True, None, "100"])
-def test_an_interval_that_is_no_number_of_steps_is_refused(value):
-    with pytest.raises(UsageError, match=r"check_every is .*; it must be an integer of at least 0"):
-        opt.DistOpt(sgd(), check_every=value)
 
 
 # -- two of them -------------------------------------------------------------------------------------------------------
 def two(create, odd, when, way):
     """Two nets of one kind, on one communicator; the last rank takes them in another order."""
     first = create(sgd())
-    second = opt.DistOpt(sgd(), communicator=first.communicator, bucket_elements=SMALL, partition_elements=SMALL)
+    second = opt.DistOpt(sgd(), communicator=first.communicator, **SIZES)
     optimizers = [first, second]
     if odd and when == "attach":
         optimizers.reverse()
@@ -316,62 +211,75 @@ def two(create, odd, when, way):
             optimizer.synchronize()
 
 
-WHEN = ["attach", "first step", "later"]
-WAYS = [*STRATEGIES, "by hand"]
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=4)
-@two_and_three
-@pytest.mark.parametrize(("when", "way"), [*product(WHEN, WAYS), ("synchronize", "partial")])
-def test_two_optimizers_in_another_order_on_one_rank_are_named(ends, when, way, world_size):
-    told = ["uses the DistOpt that it made as number 2", "in the same order on all ranks"]
-    if when in ("later", "synchronize") or (way == "by hand" and when == "first step"):
-        told = ["DistOpt 2: "]
-    assert_named(ends(two, "when", "way"), *told)
-
-
-# -- other communicators -----------------------------------------------------------------------------------------------
-MPI = {
-    ("other_rule", "lr", "fp32"): OTHER_RULES["lr"][1],
-    ("change", "lr", "fp32"): "(now lr = 0.01; ",
-    ("change", "momentum", "partial"): "(now momentum = 0.75; ",
-    ("spoil", "all signs", "top-K"): "before step 6, parameter linear",
-    ("two", "later", "fp16"): "(DistOpt 2: bucket ",
+# -- the cases ---------------------------------------------------------------------------------------------------------
+EQUAL = ["fp32", "fp16", "top-K"]  # ways that keep parameters equal
+OPTIMIZER = "make the same optimizer"
+ASSIGNMENTS = "make the same assignments on all ranks"
+PARAMETERS = "before step 6, parameter linear", "1.W", "change parameters equally on all ranks"
+TENSOR = "has linear1.W of shape [21, 31] and type float32 of DistOpt.attach"
+LOADED = "before step 0, parameter linear2.b has other values on rank", "than on rank 0 ("
+SECOND = "uses the DistOpt that it made as number 2", "in the same order on all ranks"
+# Of each case the parts of every rank's message; none: no error.
+NAMED: dict[str, tuple[str, ...]] = {
+    **{f"change/{what}/{way}": (text, ASSIGNMENTS) for what, (_, text) in CHANGES.items() for way in STRATEGIES},
+    **{f"change/{what}/by hand": (CHANGES[what][1], ASSIGNMENTS) for what in ("lr", "momentum")},
+    **{f"other_rule/{what}/{way}": (text, OPTIMIZER) for what, (_, text) in OTHER_RULES.items() for way in STRATEGIES},
+    **{f"spoil/{what}/{way}": PARAMETERS for what in SPOILED for way in EQUAL},
+    **{f"loaded_alone//{way}": LOADED for way in EQUAL},
+    **{f"other_tensor//{way}": (TENSOR,) for way in EQUAL},
+    "other_interval//fp32": ("check_every is 7 there, 0 on rank 0",),
+    **{f"allowed/{what}/partial": () for what in ("partial", "partial, then all")},
+    **{f"allowed/{what}/fp32": () for what in ("unchecked", "all change", "all change rule", "all load")},
+    **{f"two/{when}/{way}": SECOND for when in ("attach", "first step") for way in STRATEGIES},
+    **{f"two/later/{way}": ("DistOpt 2: ",) for way in (*STRATEGIES, "by hand")},
+    "two/attach/by hand": SECOND,
+    "two/first step/by hand": ("DistOpt 2: ",),
+    "two/synchronize/partial": ("DistOpt 2: ",),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=3)
+@pytest.mark.sweep(rest=36)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", MPI)
-def test_over_mpi(case, world_size):
-    ended = mpiexec(world_size, "-m", "tests.ranks.test_drift", *case, env={"DISTOPT_TRANSPORT": "mpi"})
-    assert ended.code != 0
-    assert "MismatchError" in ended.stderr
-    assert f"rank {world_size - 1} " in ended.stderr
-    assert MPI[case] in ended.stderr
+@pytest.mark.parametrize(
+    "case", [case if case.startswith("change") else pytest.param(case, marks=pytest.mark.slow) for case in NAMED]
+)
+def test_what_one_rank_does_otherwise_is_named(request, once, case, world_size):
+    """One start of the ranks serves all cases that run."""
+    ends = once(f"drift-{world_size}", run, world_size, values_beside(request, "case"))[case]
+    if NAMED[case]:
+        assert_named(ends, NAMED[case])
+    else:
+        assert set(ends) == {"no error"}
 
 
-def on_emulated_gpu(create, odd, function, *case):
-    activate()
-    globals()[function](create, odd, *case)
-
-
-GPU = {"change/lr/fp32": "now lr = 0.01; ", "spoil/all signs/fp32": "before step 6, parameter linear"}
+@pytest.mark.parametrize("value", [-1, 2.5, True, None, "100"])
+def test_an_interval_that_is_no_number_of_steps_is_refused(value):
+    with pytest.raises(UsageError, match=r"check_every is .*; it must be an integer of at least 0"):
+        opt.DistOpt(sgd(), check_every=value)
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=1)
-@two_and_three
-@pytest.mark.parametrize("case", GPU)
-def test_on_emulated_gpus(ends, monkeypatch, case, world_size):
+@pytest.mark.parametrize(
+    ("case", "part"), [("change/lr/fp32", "(now lr = 0.01; "), ("two/later/fp16", "(DistOpt 2: bucket ")]
+)
+def test_over_mpi(case, part):
+    ended = mpiexec(3, "-m", "tests.ranks.test_drift", case, env={"DISTOPT_TRANSPORT": "mpi"})
+    assert ended.stdout.count("rank 2 (") == ended.stdout.count(part) == 3, ended
+
+
+def on_emulated_gpu(create, odd, what, way):
+    activate()
+    os.environ["DISTOPT_DEVICE"] = "cuda"
+    spoil(create, odd, what, way)
+
+
+@pytest.mark.slow
+def test_on_emulated_gpus():
     emulator.build()
-    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
-    assert_named(ends(on_emulated_gpu, "case"), GPU[case])
+    (ends,) = run(3, ["on_emulated_gpu/all signs/fp32"]).values()
+    assert_named(ends, ["before step 6, parameter linear"])
 
 
-if __name__ == "__main__":  # a rank of mpiexec, with the function and the case that its arguments name
+if __name__ == "__main__":  # a rank of mpiexec, with the case that its argument names
     own_world = distopt.init()
-    make = functools.partial(opt.DistOpt, bucket_elements=SMALL, partition_elements=SMALL)
-    globals()[sys.argv[1]](make, own_world.rank == own_world.world_size - 1, *sys.argv[2:])
+    sys.stdout.write(f"{go(sys.argv[1], own_world.rank == own_world.world_size - 1)}\n")

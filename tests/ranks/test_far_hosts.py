@@ -4,7 +4,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ import pytest
 from benchmarks.networks import far
 from benchmarks.networks.emulation import HostsUnavailableError
 from benchmarks.networks.far import Link, far_hosts
-from tests.processes import Program
+from tests.processes import Program, end_all, or_skipped
 
+NUMBERS = itertools.count()  # in the names of hosts
 HOSTS = [sys.executable, "-m", "benchmarks", "hosts"]
 N_BYTES, HEADERS_BYTES = 1000, 28  # of a datagram, and of IP and UDP
 # Prints when each datagram arrives, by its number, until none comes for long.
@@ -48,30 +48,22 @@ for _ in range(100):
 def hosts_of():
     """A function that makes hosts with a link between them."""
     with ExitStack() as stack:
-        marks = map("-test{}".format, itertools.count())
 
         def make(count: int, link: Link) -> Sequence:
-            try:
-                return stack.enter_context(far_hosts(count, link, next(marks)))
-            except HostsUnavailableError as error:
-                pytest.skip(f"no hosts far apart: {error}")
+            return stack.enter_context(or_skipped(far_hosts(count, link, f"-test{next(NUMBERS)}")))
 
         yield make
 
 
 def send(hosts: Sequence, count: int, pause: float = 0.0) -> tuple[float, dict[int, float]]:
     """When the first host begins to send the last one `count` datagrams, and when each arrives, by its number."""
-    receiver = subprocess.Popen(
-        hosts[-1].inside([sys.executable, "-c", RECEIVE]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert receiver.stdout.readline() == "ready\n"
+    receiver = Program(hosts[-1].inside([sys.executable, "-c", RECEIVE]))
+    assert receiver.read_lines(1) == ["ready"]
     words = [sys.executable, "-c", SEND, hosts[-1].address, str(count), str(pause)]
-    sent = subprocess.run(hosts[0].inside(words), capture_output=True, text=True, check=False)
-    text, errors = receiver.communicate()
     # The receiver may be gone when the last of the datagrams that end it come.
-    assert receiver.returncode == 0, errors
+    sent, (received,) = Program(hosts[0].inside(words)).end(), end_all([receiver])
     assert sent.stdout, sent.stderr
-    lines = (line.split() for line in text.splitlines())
+    lines = (line.split() for line in received.stdout.splitlines())
     return float(sent.stdout), {int(number) - 1: float(second) for number, second in lines}
 
 
@@ -101,8 +93,7 @@ def test_the_seed_decides_which_packets_are_lost(hosts_of):
 def test_the_command_runs_on_each_host(hosts_of):
     hosts_of(2, Link(0.01, 1e6))
     show = 'echo "$(hostname) $NODE_RANK $RANK of $WORLD_SIZE, $LOCAL_RANK, $MASTER_ADDR, $GLOO_SOCKET_IFNAME"'
-    ended = Program([*HOSTS, "--hosts", "3", "--", "sh", "-c", f"{show}; exit $NODE_RANK"]).end()
-    assert ended.code == 1, ended.stderr
+    ended = Program([*HOSTS, "--hosts", "3", "--", "sh", "-c", f"{show}; exit $NODE_RANK"]).end(code=1)
     lines = [f"distopt-{x} {i} {i} of 3, 0, 10.213.77.1, wire" for i, x in enumerate("abc")]
     assert sorted(ended.stdout.splitlines()) == lines
 
@@ -114,23 +105,22 @@ def test_after_a_signal_nothing_remains(hosts_of, tmp_path, number):
     program = Program([*HOSTS, "--hosts", "2", "--", "sh", "-c", wait])
     while program.process.poll() is None and len([*tmp_path.iterdir()]) < 2:
         time.sleep(0.02)
-    program.process.send_signal(number)
-    assert program.end().code == 128 + number
-    assert not [name for name in namespaces() if name.startswith(f"distopt-{program.process.pid}")]
+    program.end_by(number, 128 + number)
+    assert not namespaces(f"distopt-{program.process.pid}")
 
 
 def test_after_an_exception_nothing_remains(hosts_of):
     hosts_of(2, Link(0.01, 1e6))
     with pytest.raises(ZeroDivisionError), far_hosts(2, Link(0.01, 1e6), "-fails"):
-        1 / (f"distopt-{os.getpid()}-fails-b" not in namespaces())
-    assert not [name for name in namespaces() if "-fails-" in name]
+        1 / (not namespaces(f"distopt-{os.getpid()}-fails-b"))
+    assert not namespaces("-fails-")
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     relays = [child for child in children if Path(f"/proc/{child}/comm").read_text() == "relay\n"]
     assert len(relays) == 1  # of `hosts_of`
 
 
-def namespaces() -> list[str]:
-    return [path.name for path in Path("/run/netns").iterdir()]
+def namespaces(part: str) -> list[Path]:
+    return [*Path("/run/netns").glob(f"*{part}*")]
 
 
 @pytest.mark.parametrize(
@@ -154,4 +144,4 @@ def test_a_relay_that_cannot_be_compiled_is_reported(hosts_of, monkeypatch, tmp_
     monkeypatch.setattr(far, "SOURCE", tmp_path / "relay.c")
     with pytest.raises(HostsUnavailableError, match="cc -O2"), far_hosts(2, Link(0.01, 1e6), "-fails"):
         pass
-    assert not [name for name in namespaces() if "-fails-" in name]
+    assert not namespaces("-fails-")

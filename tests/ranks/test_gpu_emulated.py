@@ -1,4 +1,4 @@
-"""Training on emulated GPUs, over the stand-in for NCCL: every strategy, and the example, end as on the CPU."""
+"""Training on emulated GPUs, over the stand-in for NCCL and via the host, ends as on the CPU."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distopt import autograd, launch, layer, model, opt, singa_wrap, tensor
+from distopt import autograd, model, opt, tensor
 from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
-from tests.emulation import activate, build
+from instruments.emulation import activate, build
 from tests.ranks import small_net
-from tests.ranks.small_net import SMALL, STRATEGIES, assert_equal_bits, on_ranks, parameters, train
+from tests.ranks.small_net import SMALL, STRATEGIES, assert_equal_bits, beside, on_ranks, parameters, spawned, train
 from tests.users_rules import ByApply
 
 STEPS = 6
@@ -24,12 +24,7 @@ TOLERANCE = {"all_reduce_half": 5e-3, "fp16": 3e-4, "fp16 scaled": 3e-4, "dynami
 def every_strategy(optimizer) -> dict[str, np.ndarray]:
     results = {"kind": np.array(optimizer.device.kind)}
     for name, strategy in STRATEGIES.items():
-        optimizer = opt.DistOpt(
-            opt.SGD(lr=0.05, momentum=0.5),
-            communicator=optimizer.communicator,
-            bucket_elements=SMALL,
-            partition_elements=100,
-        )
+        optimizer = beside(optimizer, partition_elements=100)
         net = small_net.build(optimizer)
         results[f"{name} losses"] = np.array(train(optimizer, net, range(STEPS), strategy))
         optimizer.synchronize()
@@ -47,7 +42,7 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     """SINGA's methods on single tensors, clipping, and the other rules."""
     results = {}
     for rule in (opt.Adam(lr=0.01), opt.RMSProp(lr=0.01), opt.AdaGrad(lr=0.05), ByApply()):
-        optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, bucket_elements=SMALL)
+        optimizer = beside(optimizer, rule)
         net = small_net.build(optimizer)
         train(optimizer, net, range(2), STRATEGIES["fp32"])
         step = lambda loss, o=optimizer: o.backward_and_update_half(loss, SMALL, True, 0.01)  # noqa: E731
@@ -76,7 +71,7 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
         optimizer.wait()
         results[name] = np.concatenate([t.to_numpy() for t in ts])
     results["residual losses"] = residual.to_numpy()
-    optimizer = opt.DistOpt(opt.SGD(0.25, 0.5), communicator=optimizer.communicator)
+    optimizer = beside(optimizer, opt.SGD(0.25, 0.5))
     param, _, grad = copies()
     for turn in range(2):
         optimizer.update(param.data, grad.data[5 * turn : 5 * turn + 5])  # momentum is found again by the memory
@@ -84,41 +79,34 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
-def wrong_label(optimizer) -> dict[str, np.ndarray]:
-    """The rank that has it names it, the other names that rank's bad gradients; nothing is learnt."""
-    net = small_net.build(optimizer)
+def nothing_learnt(optimizer, net, learn, message: str) -> dict[str, np.ndarray]:
+    """Rank 1, which has a wrong number, names it, the other names that rank's bad gradients."""
     before = parameters(net)
-    x, y = small_net.batch(0, optimizer.global_rank, optimizer.device)
-    y.array[3] = 77 if optimizer.global_rank == 1 else 0
-    kind, message = (
-        (UsageError, "label 77 of sample 3 is outside") if optimizer.global_rank else (GradientError, "rank 1")
-    )
     if optimizer.device.kind == "cuda":
-        net(x, y, optimizer)
-        with pytest.raises(kind, match=message):
+        learn()
+        kind, match = (UsageError, message) if optimizer.global_rank else (GradientError, "rank 1")
+        with pytest.raises(kind, match=match):
             optimizer.get_states()
     np.testing.assert_array_equal(parameters(net), before)
     return {"parameters": before}
 
 
-class Rows(layer.Layer):
+def wrong_label(optimizer) -> dict[str, np.ndarray]:
+    net = small_net.build(optimizer)
+    x, y = small_net.batch(0, optimizer.global_rank, optimizer.device)
+    y.array[3] = 77 if optimizer.global_rank == 1 else 0
+    return nothing_learnt(optimizer, net, lambda: net(x, y, optimizer), "label 77 of sample 3 is outside")
+
+
+class Words(model.Model):
+    """Learns the rows of a table."""
+
     def initialize(self, x):
         self.W = tensor.Tensor((9, 4), x.device, requires_grad=True, stores_grad=True)
         self.W.copy_from_numpy(np.arange(36, dtype=np.float32).reshape(9, 4) - 18)
 
     def forward(self, x):
         return autograd.embedding(x, self.W)
-
-
-class Words(model.Model):
-    """Learns the rows of a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = Rows()
-
-    def forward(self, x):
-        return self.rows(x)
 
     def train_one_batch(self, x):
         loss = autograd.mse_loss(self.forward(x), tensor.Tensor((6, 4), x.device))
@@ -127,21 +115,14 @@ class Words(model.Model):
 
 
 def wrong_index(optimizer) -> dict[str, np.ndarray]:
-    """As `wrong_label`: a GPU takes the index modulo the length of the table."""
+    """A GPU takes the index modulo the length of the table."""
     net = Words()
     net.set_optimizer(optimizer)
     index = tensor.from_numpy(np.arange(6, dtype=np.int32) + optimizer.global_rank, optimizer.device)
     net.compile([index], is_train=True)
     net.train_one_batch(index)
-    before = parameters(net)
     index.array[3] = 12 if optimizer.global_rank == 1 else 0
-    if optimizer.device.kind == "cuda":
-        kind, message = (UsageError, "index 12, number 3") if optimizer.global_rank else (GradientError, "rank 1")
-        net.train_one_batch(index)
-        with pytest.raises(kind, match=message):
-            optimizer.get_states()
-    np.testing.assert_array_equal(parameters(net), before)
-    return {"parameters": before}
+    return nothing_learnt(optimizer, net, lambda: net.train_one_batch(index), "index 12, number 3")
 
 
 CODECS = {
@@ -168,9 +149,9 @@ def step_of_rank(optimizer, net, n: int, codec) -> tensor.Tensor:
 def skipped_steps(optimizer) -> dict[str, np.ndarray]:
     """Nothing of a bad gradient is seen: not in parameters, slots or residuals, nor in what counts steps."""
     results = {}
-    for rule in (lambda: opt.SGD(lr=0.05, momentum=0.5), lambda: opt.Adam(lr=0.01), ByApply):
+    for rule in (small_net.sgd, lambda: opt.Adam(lr=0.01), ByApply):
         for name, codec in CODECS.items():
-            optimizer = opt.DistOpt(rule(), communicator=optimizer.communicator, non_finite="skip")
+            optimizer = beside(optimizer, rule(), non_finite="skip")
             net = small_net.build(optimizer)
             for n in range(5):
                 step_of_rank(optimizer, net, n, codec)
@@ -188,7 +169,7 @@ def raised_steps(optimizer) -> dict[str, np.ndarray]:
     """The error comes at the next step, which is not taken; the one after it is."""
     results = {}
     for name, codec in CODECS.items():
-        optimizer = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator)
+        optimizer = beside(optimizer)
         net = small_net.build(optimizer)
         step_of_rank(optimizer, net, 0, codec)
         before = parameters(net)
@@ -205,12 +186,10 @@ def raised_steps(optimizer) -> dict[str, np.ndarray]:
 
 def waits_per_step(optimizer) -> dict[str, np.ndarray]:
     """How often the host waits for the device in a step whose loss is not read."""
-    if optimizer.device.kind == "cpu":
-        return {name: np.zeros(0) for name in CODECS}
     host_waits = optimizer.device.xp.cuda.host_waits
     results = {}
     for name, codec in CODECS.items():
-        optimizer = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator)
+        optimizer = beside(optimizer, bucket_elements=10**6)  # one
         net = small_net.build(optimizer)
         batches = [small_net.batch(n, optimizer.global_rank, optimizer.device) for n in range(2, 8)]
         for n, (x, y) in enumerate(batches):
@@ -248,18 +227,17 @@ def mnist_example_as_graphs(optimizer) -> dict[str, np.ndarray]:
     return mnist_example(optimizer, "--graph")
 
 
-def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated: bool) -> None:
+def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated: bool, transport: str) -> None:
     if emulated:
         activate()
-    os.environ["DISTOPT_DEVICE"] = "cuda"
+    os.environ.update(DISTOPT_DEVICE="cuda", DISTOPT_TRANSPORT=transport)
     small_net.enter(rank, world_size, ticket, folder, body)
 
 
-def on_gpus(folder: Path, world_size: int, body, *, emulated: bool = True) -> list[dict[str, np.ndarray]]:
+def on_gpus(folder: Path, world_size: int, body, *, emulated=True, transport="auto") -> list[dict[str, np.ndarray]]:
     if emulated:
         build.build()
-    launch.spawn(enter_on_gpu, world_size, (singa_wrap.NcclIdHolder(), str(folder), body, emulated))
-    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
+    return spawned(folder, world_size, enter_on_gpu, body, emulated, transport)
 
 
 def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) -> None:
@@ -267,19 +245,17 @@ def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) 
         assert gpu.keys() == cpu.keys()
         for key in gpu.keys() - {"kind"}:
             name = key.removesuffix(" losses").removesuffix(" resumed")
-            np.testing.assert_allclose(
-                gpu[key], cpu[key], atol=TOLERANCE.get(name.split(" of ")[0], 2e-5), err_msg=f"{key}, rank {rank}"
-            )
+            bound = TOLERANCE.get(name.split(" of ")[0], 2e-5)
+            np.testing.assert_allclose(gpu[key], cpu[key], atol=bound, err_msg=f"{key}, rank {rank}")
             if "losses" not in key:
                 assert_equal_bits(gpus, key)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
-    (tmp_path / "cpu").mkdir()
-    gpus = on_gpus(tmp_path, world_size, every_strategy)
-    check(gpus, on_ranks(tmp_path / "cpu", world_size, every_strategy))
+@pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("auto", 2), ("shm", 2)])
+def test_every_strategy_ends_as_on_the_cpu(tmp_path, transport, world_size):
+    gpus = on_gpus(tmp_path, world_size, every_strategy, transport=transport)
+    check(gpus, on_ranks(world_size, every_strategy))
     assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
 
 
@@ -290,12 +266,9 @@ def test_waits_of_the_host(tmp_path, world_size):
         assert {name: float(count) for name, count in waits.items()} == MOST_WAITS
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=4)
+@pytest.mark.slow(rest=4)
 @pytest.mark.parametrize(
     "body", [by_hand, wrong_label, wrong_index, skipped_steps, raised_steps, mnist_example, mnist_example_as_graphs]
 )
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
-    (tmp_path / "cpu").mkdir()
-    gpus = on_gpus(tmp_path, 2, body)
-    check(gpus, on_ranks(tmp_path / "cpu", 2, body))
+    check(on_gpus(tmp_path, 2, body), on_ranks(2, body))

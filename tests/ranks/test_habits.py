@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from itertools import product
 from subprocess import TimeoutExpired
 
 import pytest
@@ -14,21 +15,16 @@ LAUNCHERS = ("mpiexec", "run", "main")
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
-def start(
-    launcher: str, script: Path, *args: str, ranks: int = 2, distopt: tuple[str, ...] = ("-m", "distopt")
-) -> Program:
-    start = {
-        "mpiexec": lambda: [*mpiexec_command(ranks), *PYTHON],
-        "run": lambda: [*PYTHON, *distopt, "run", "--nproc-per-node", str(ranks)],
-        "main": lambda: PYTHON,
-    }[launcher]()
-    return Program([*start, str(script), *args], {"DISTOPT_TIMEOUT": "400"})
+@pytest.fixture
+def start(script) -> Callable[..., Program]:
+    """`start(launcher, text, *words)`: a script on two ranks."""
 
+    def started(launcher: str, text: str, *words: str, distopt: tuple[str, ...] = ("-m", "distopt")) -> Program:
+        command = [*PYTHON, *distopt, "run", "--nproc-per-node", "2"] if launcher == "run" else PYTHON
+        mpi = mpiexec_command(2) if launcher == "mpiexec" else []
+        return Program([*mpi, *command, script(text), *words], {"DISTOPT_TIMEOUT": "400"})
 
-def script(folder: Path, text: str) -> Path:
-    path = folder / "job.py"
-    path.write_text(text)
-    return path
+    return started
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
@@ -48,29 +44,18 @@ if __name__ == "__main__": launch.main(train, 2)
 """
 
 
-@pytest.mark.slow(kept=2)
-@pytest.mark.sweep(rest=2)
-@pytest.mark.parametrize("whom", ["group", "launcher"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_handler_of_ctrl_c_saves(launcher: str, whom: str, tmp_path: Path) -> None:
-    program = start(launcher, script(tmp_path, INTERRUPTED))
-    program.read_lines(2)
+@pytest.mark.slow(kept=4, rest=2)
+@pytest.mark.parametrize(
+    ("launcher", "whom", "other"),
+    [("run", "group", "raise"), ("main", "group", "raise"), *product(LAUNCHERS, ("group", "launcher"), ("returns",))],
+)
+def test_a_handler_of_ctrl_c_saves_however_the_other_rank_ends(start, launcher: str, whom: str, other: str) -> None:
+    program = start(launcher, INTERRUPTED, other).ready()
     (os.killpg if whom == "group" else os.kill)(program.process.pid, signal.SIGINT)
     ended = program.end()
     assert "saved" in ended.stdout, ended
-    assert ended.code == 0 or (launcher == "mpiexec" and is_open_mpi()), ended
-
-
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("launcher", ["run", "main"])
-def test_a_rank_that_ends_by_ctrl_c_lets_others_save(launcher: str, tmp_path: Path) -> None:
-    program = start(launcher, script(tmp_path, INTERRUPTED), "raise")
-    program.read_lines(2)
-    os.killpg(program.process.pid, signal.SIGINT)
-    ended = program.end()
-    assert "saved" in ended.stdout, ended
-    assert ended.code == 130
-    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.code == (130 if other == "raise" else 0) or (launcher == "mpiexec" and is_open_mpi()), ended
+    assert other == "returns" or "Traceback" not in ended.stderr, ended.stderr
 
 
 IMPATIENT = """
@@ -80,23 +65,19 @@ agent.SAVING_SECONDS = owner.SAVING_SECONDS = spawn.SAVING_SECONDS = 3.0
 """
 
 
-@pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(kept=1, rest=2)
 @pytest.mark.parametrize("launcher", ["run", "main"])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_handler_of_ctrl_c_that_hangs_ends(again: bool, launcher: str, tmp_path: Path) -> None:
-    text, distopt = INTERRUPTED, ("-m", "distopt")
-    if not again:
-        text = IMPATIENT + text
-        distopt = "-c", IMPATIENT + "from distopt.cli import main; raise SystemExit(main())"
-    program = start(launcher, script(tmp_path, text), "hang", distopt=distopt)
-    program.read_lines(2)
+def test_a_handler_of_ctrl_c_that_hangs_ends(start, again: bool, launcher: str) -> None:
+    hurry = "" if again else IMPATIENT
+    distopt = "-c", hurry + "from distopt.cli import main; raise SystemExit(main())"
+    program = start(launcher, hurry + INTERRUPTED, "hang", distopt=distopt).ready()
     os.killpg(program.process.pid, signal.SIGINT)
     with pytest.raises(TimeoutExpired):
         program.process.wait(1)
     if again:
         os.killpg(program.process.pid, signal.SIGINT)
-    assert program.end().code == 130
+    program.end(code=130)
 
 
 # -- children of ranks -------------------------------------------------------------------------------------------------
@@ -121,12 +102,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(kept=2)
-@pytest.mark.sweep(rest=1)
+@pytest.mark.slow(kept=2, rest=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
-def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher, method, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, AT_THE_TOP), method).end()
+def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(start, launcher: str, method: str) -> None:
+    ended = start(launcher, AT_THE_TOP, method).end()
     assert ended.code != 0
     assert "was started by multiprocessing in rank" in ended.stderr, ended.stderr
     assert 'put the call under `if __name__ == "__main__":`' in ended.stderr
@@ -134,13 +114,11 @@ def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher
     assert "SpawnPoolWorker-4" not in ended.stderr
 
 
-@pytest.mark.slow(kept=2)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(kept=2, rest=2)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
-def test_a_worker_of_a_rank_does_not_join_in_its_place(launcher: str, method: str, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, IN_A_WORKER), method).end()
-    assert ended.code == 0, ended
+def test_a_worker_of_a_rank_does_not_join_in_its_place(start, launcher: str, method: str) -> None:
+    ended = start(launcher, IN_A_WORKER, method).end(code=0)
     for rank in range(2):
         assert f"was started by multiprocessing in rank {rank}, and is not a rank" in ended.stdout, ended.stdout
 
@@ -162,8 +140,8 @@ time.sleep(0.3)
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("launcher", ["mpiexec", "run"])
-def test_a_daemon_thread_at_work_does_not_abort_the_end(launcher: str, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, DAEMON)).end()
+def test_a_daemon_thread_at_work_does_not_abort_the_end(start, launcher: str) -> None:
+    ended = start(launcher, DAEMON).end()
     assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -177,13 +155,12 @@ if __name__ == "__main__": launch.main(train, 2)
 """
 
 
-@pytest.mark.slow(kept=3)
-@pytest.mark.sweep(rest=4)
+@pytest.mark.slow(kept=3, rest=4)
 @pytest.mark.parametrize(
     ("value", "code"), [("256", 0), ("257", 1), ("-1", 255), ("True", 1), ("'text'", 1), ("2**80", 255), ("None", 0)]
 )
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_exit_codes_are_those_of_one_process(launcher: str, value: str, code: int, tmp_path: Path) -> None:
-    ended = start(launcher, script(tmp_path, EXITS), value).end()
+def test_exit_codes_are_those_of_one_process(start, launcher: str, value: str, code: int) -> None:
+    ended = start(launcher, EXITS, value).end()
     assert ended.code == code or (launcher == "mpiexec" and code and ended.code in {code, signal.SIGKILL}), ended
     assert bool(ended.stderr) == bool(code), ended.stderr

@@ -8,39 +8,27 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.processes import LIMIT_SECONDS, Program
+from tests.processes import LIMIT_SECONDS, RUN, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
-RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
+TWO = [*RUN, "--nproc-per-node", "2"]
 
-# Writes without end; on SIGUSR1, creates a file, as if to save its state.
+# Writes without end. If it saves, it does so after SIGTERM, and writes more than a pipe holds meanwhile.
 CHATTER = """
 import os, signal, sys
 from pathlib import Path
 
-def save(*_):
-    Path(sys.argv[1], os.environ["RANK"]).touch()
-
-signal.signal(signal.SIGUSR1, save)
-Path(__file__ + os.environ["RANK"]).touch()
-while True:
-    print("x" * 100, flush=True)
-"""
-
-# Writes; after SIGTERM, saves its state, and writes more than a pipe holds meanwhile.
-SAVER = """
-import os, signal, sys
-from pathlib import Path
-
 caught = []
-signal.signal(signal.SIGTERM, lambda signum, _: caught.append(signum))
+if {saves}:
+    signal.signal(signal.SIGTERM, lambda signum, _: caught.append(signum))
 Path(__file__ + os.environ["RANK"]).touch()
 while not caught:
     print("x" * 100, flush=True)
@@ -61,10 +49,6 @@ Path(sys.argv[1], os.environ["RANK"]).touch()
 """
 
 
-def redirected(how: str, command: list[str]) -> list[str]:
-    return ["sh", "-c", f'exec "$@" {how}', "sh", *command]
-
-
 @pytest.fixture
 def folder(tmp_path):
     made = tmp_path / "ranks"
@@ -72,17 +56,24 @@ def folder(tmp_path):
     return made
 
 
-def chatter(tmp_path, folder, how: str = "", text: str = CHATTER) -> Program:
-    """A job of two ranks that write, with unread output, once there is no more room for it."""
-    script = tmp_path / "chatter.py"
-    script.write_text(text)
-    program = Program(redirected(how, [*RUN, str(script), str(folder)]))
+@pytest.fixture
+def start(script, folder):
+    """`start(text, how)`: a job of two ranks, whose script has the folder as its argument."""
+
+    def started(text: str, how: str = "", options: Sequence[str] = ()) -> Program:
+        return Program(["sh", "-c", f'exec "$@" {how}', "sh", *TWO, *options, script(text), str(folder)])
+
+    return started
+
+
+def unread(program: Program, folder: Path) -> Program:
+    """Once there is no more room for the output of ranks that write."""
     room = fcntl.fcntl(program.process.stdout, fcntl.F_GETPIPE_SZ) // 2  # writes need not fill their pages
     before, since = 0, time.monotonic()
     while time.monotonic() < since + 0.5:
-        (unread,) = struct.unpack("i", fcntl.ioctl(program.process.stdout, termios.FIONREAD, bytes(4)))
-        if unread != before or unread < room or len([*tmp_path.glob("chatter.py?")]) < 2:
-            before, since = unread, time.monotonic()
+        (now,) = struct.unpack("i", fcntl.ioctl(program.process.stdout, termios.FIONREAD, bytes(4)))
+        if now != before or now < room or len([*folder.parent.glob("script.py?")]) < 2:
+            before, since = now, time.monotonic()
         time.sleep(0.02)
     return program
 
@@ -103,8 +94,8 @@ def wait_for_the_end(program: Program) -> int:
 @pytest.mark.parametrize(
     ("how", "signum", "times"), [("", signal.SIGTERM, 1), ("2>&1", signal.SIGTERM, 1), ("2>&1", signal.SIGINT, 3)]
 )
-def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, folder, how, signum, times):
-    program = chatter(tmp_path, folder, how)
+def test_a_signal_ends_a_job_whose_output_nobody_reads(start, folder, how, signum, times):
+    program = unread(start(CHATTER.format(saves=False), how), folder)
     for _ in range(times):
         program.process.send_signal(signum)
         time.sleep(0.3)
@@ -113,38 +104,24 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, folder, how, si
 
 
 @pytest.mark.slow
-def test_ranks_of_a_job_whose_output_nobody_reads_get_its_preemption(tmp_path, folder):
-    program = chatter(tmp_path, folder)
-    program.process.send_signal(signal.SIGUSR1)
-    while len([*folder.iterdir()]) < 2:
-        time.sleep(0.02)
-    program.kill()
-    program.process.communicate()
-
-
-@pytest.mark.slow
-def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(tmp_path, folder):
-    program = chatter(tmp_path, folder, text=SAVER)
+def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(start, folder):
+    program = unread(start(CHATTER.format(saves=True)), folder)
     program.process.send_signal(signal.SIGTERM)
     assert wait_for_the_end(program) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):
-    program = chatter(tmp_path, folder)
-    ranks = [
-        pid for pid, command in program.pids().items() if f"chatter.py {folder}" in command and " run " not in command
-    ]
-    os.kill(max(ranks), signal.SIGKILL)
+def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(start, folder):
+    program = unread(start(CHATTER.format(saves=False)), folder)
+    words = {pid: command for pid, command in program.pids().items() if f"script.py {folder}" in command}
+    os.kill(max(pid for pid, command in words.items() if " run " not in command), signal.SIGKILL)
     assert wait_for_the_end(program) == 137
 
 
 @pytest.mark.slow
-def test_a_slow_reader_gets_every_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")
-    program = Program([*RUN, str(script)])
+def test_a_slow_reader_gets_every_line(start):
+    program = start("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")
     time.sleep(2.0)  # long enough for the pipes to be full
     lines = program.end().stdout.splitlines()
     for mark in ("", "[rank 1] "):
@@ -153,13 +130,10 @@ def test_a_slow_reader_gets_every_line(tmp_path):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr", "both streams"])
-def test_a_job_goes_on_whose_output_finds_no_room(tmp_path, folder, stream):
+def test_a_job_goes_on_whose_output_finds_no_room(start, folder, stream):
     """One notice, where there is room for it, and the number of lost lines."""
-    script = tmp_path / "script.py"
-    script.write_text(QUIET)
     how = {"stdout": ">/dev/full", "stderr": "2>/dev/full", "both streams": ">/dev/full 2>&1"}[stream]
-    ended = Program(redirected(how, [*RUN, str(script), str(folder)])).end()
-    assert ended.code == 0, ended
+    ended = start(QUIET, how).end(code=0)
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
     shown = {"stdout": ended.stderr, "stderr": ended.stdout, "both streams": ""}[stream].splitlines()
     if stream == "both streams":
@@ -175,29 +149,22 @@ def test_a_job_goes_on_whose_output_finds_no_room(tmp_path, folder, stream):
 
 
 @pytest.mark.slow
-def test_log_files_are_whole_though_what_is_shown_finds_no_room(tmp_path, folder):
-    script = tmp_path / "script.py"
-    script.write_text(QUIET)
-    run = [*RUN, "--log-dir", str(tmp_path / "logs"), str(script), str(folder)]
-    ended = Program(redirected(">/dev/full", run)).end()
-    assert ended.code == 0, ended
+def test_log_files_are_whole_though_what_is_shown_finds_no_room(start, tmp_path):
+    start(QUIET, ">/dev/full", ["--log-dir", str(tmp_path / "logs")]).end(code=0)
     for rank in "01":
         (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
         assert log.read_text().splitlines() == [f"out {i}" for i in range(60)]
 
 
-def test_a_failure_has_its_exit_code_though_its_message_finds_no_room(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("print('a line', flush=True)\nraise SystemExit(7)\n")
-    ended = Program(redirected(">/dev/full 2>&1", [*RUN, str(script)])).end()
+def test_a_failure_has_its_exit_code_though_its_message_finds_no_room(start):
+    ended = start("print('a line', flush=True)\nraise SystemExit(7)\n", ">/dev/full 2>&1").end()
     assert (ended.code, ended.stdout, ended.stderr) == (7, "", "")
 
 
-def test_rank_0_asks_at_a_terminal(tmp_path):
-    script = tmp_path / "ask.py"
-    script.write_text("import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))\n")
+def test_rank_0_asks_at_a_terminal(script):
+    path = script("import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))\n")
     terminal, end = pty.openpty()
-    agent = subprocess.Popen([*RUN, str(script)], stdin=end, stdout=end, stderr=end, start_new_session=True)
+    agent = subprocess.Popen([*TWO, path], stdin=end, stdout=end, stderr=end, start_new_session=True)
     os.close(end)
     shown = b""
     with contextlib.suppress(OSError):  # Linux: the process at the other end has ended

@@ -9,30 +9,25 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.processes import ROOT, Program
+from tests.processes import BY_VARIABLES, HERE, LAUNCHED, RUN, Program, end_all
+from tests.ranks.test_launchers import on_this_host
 
-RUN = [sys.executable, "-m", "distopt", "run"]
-RECORD = r"(; flight record in \S+)?"
-SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
-LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
-MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
-HOST = os.uname().nodename
+KILLED = "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"
 
 
-def start(n: int, *words: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Program:
-    return Program([*RUN, "--nproc-per-node", str(n), *options, *words], env)
+def start(n: int, *words: str, options: tuple[str, ...] = ()) -> Program:
+    return Program([*RUN, "--nproc-per-node", str(n), *options, *words])
 
 
-def last_line(text: str) -> str:
-    return text.splitlines()[-1]
+def mark_of(rank: int) -> str:
+    """At the start of the lines of a rank."""
+    return f"[rank {rank}] " if rank else ""
 
 
 def test_variables_and_a_secret_of_each_job():
-    ended = [start(3, SCRIPT, "variables").end() for _ in range(2)]
-    assert [one.code for one in ended] == [0, 0], ended
+    ended = end_all(start(3, BY_VARIABLES, "variables") for _ in range(2))
     lines = sorted(re.sub(r"^\[rank \d\] ", "", line) for line in ended[0].stdout.splitlines())
     assert [json.loads(line) for line in lines] == [[q, 3, str(q), "3", "0", "1", "127.0.0.1"] for q in range(3)]
     secrets = [{line.split()[-1] for line in one.stderr.splitlines()} for one in ended]
@@ -41,45 +36,37 @@ def test_variables_and_a_secret_of_each_job():
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [3, 1])
 def test_ranks_meet_without_mpi(n):
-    ended = start(n, LAUNCHED, "ok").end()
-    assert ended.code == 0, ended.stderr
-    transport = "single" if n == 1 else "shm"
-    marks = ["", *(f"[rank {rank}] " for rank in range(1, n))]
-    expected = [
-        f"{marks[rank]}rank {rank} of {n}, {rank} of {n} on {HOST}: LaunchedJob {transport} mpi=False"
-        for rank in range(n)
-    ]
+    ended = start(n, LAUNCHED, "ok").end(code=0)
+    expected = [mark_of(rank) + line for rank, line in enumerate(on_this_host(n, "single" if n == 1 else "shm"))]
     assert sorted(ended.stdout.splitlines()) == sorted(expected)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent")
-def test_scripts_of_pytorch_run_as_they_are():
-    ended = start(2, SCRIPT, "torch").end()
-    assert sorted(ended.stdout.splitlines()) == [f"{mark}sum 3 of 2, elastic True" for mark in ("[rank 1] ", "")]
-
-
-def test_the_port_of_the_store_is_kept_for_it():
-    """The kernel does not reassign it, but PyTorch's store, which sets SO_REUSEADDR, can listen there."""
-    ended = start(1, SCRIPT, "port").end()
-    assert ended.stdout.splitlines() == ["with SO_REUSEADDR 0: Address already in use", "with SO_REUSEADDR 1: listens"]
+@pytest.mark.parametrize(
+    ("how", "n", "expected"),
+    [
+        # The kernel does not reassign the port, but PyTorch's store, which sets SO_REUSEADDR, can listen there.
+        ("port", 1, ["with SO_REUSEADDR 0: Address already in use", "with SO_REUSEADDR 1: listens"]),
+        pytest.param("torch", 2, [f"{mark_of(q)}sum 3 of 2, elastic True" for q in (1, 0)], marks=pytest.mark.slow),
+    ],
+)
+def test_scripts_of_pytorch_run_as_they_are_and_the_port_of_its_store_is_kept(how, n, expected):
+    if how == "torch" and find_spec("torch") is None:
+        pytest.skip("torch is absent")
+    assert sorted(start(n, BY_VARIABLES, how).end().stdout.splitlines()) == expected
 
 
 def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):
-    ended = start(3, SCRIPT, "lines", options=("--log-dir", str(tmp_path), "--rdzv-id", "j")).end()
-    assert ended.code == 0
+    ended = start(3, BY_VARIABLES, "lines", options=("--log-dir", str(tmp_path), "--rdzv-id", "j")).end(code=0)
     (job,) = tmp_path.iterdir()
     assert re.fullmatch("j_[0-9a-f]{8}", job.name)
     for name, shown in (("stdout", ended.stdout), ("stderr", ended.stderr)):
         assert len(shown.splitlines()) == 3 * 60
         for rank in range(3):
-            mark = f"[rank {rank}] " if rank else ""
             lines = [f"{rank}:{i} {chr(97 + rank) * (i * 37 % 211)}" for i in range(60)]
-            assert [line for line in shown.splitlines() if line.startswith(f"{mark}{rank}:")] == [
-                mark + line for line in lines
-            ]
+            own = [line for line in shown.splitlines() if line.startswith(f"{mark_of(rank)}{rank}:")]
+            assert own == [mark_of(rank) + line for line in lines]
             assert (job / "attempt_0" / str(rank) / f"{name}.log").read_text().splitlines() == lines
 
 
@@ -108,91 +95,53 @@ def test_output_that_is_redirected_without_a_folder_goes_to_one_that_is_named():
 @pytest.mark.parametrize(
     ("script", "how", "code", "text"),
     [
-        (SCRIPT, "exit 7", 7, "left with exit code 7"),
-        (LAUNCHED, "SIGKILL", 137, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
+        (BY_VARIABLES, "exit 7", 7, "left with exit code 7"),
+        (LAUNCHED, "SIGKILL", 137, KILLED),
         (LAUNCHED, "raise", 1, "left with exit code 1: ValueError: the cause"),
-        (SCRIPT, "child", 137, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
+        (BY_VARIABLES, "child", 137, KILLED),
     ],
 )
 def test_one_death_ends_all_and_is_told_in_one_line(script, how, code, text):
-    ended = start(3, script, how).end()
-    assert ended.code == code
-    told = [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
-    assert len(told) == 1
-    assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HOST)} \(pid \d+\) {re.escape(text)}{RECORD}", told[0])
+    (line,) = start(3, script, how).end(code=code).agent_lines
+    record = r"(; flight record in \S+)?"
+    assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HERE)} \(pid \d+\) {re.escape(text)}{record}", line)
 
 
-@pytest.mark.slow
-def test_deaf_ranks_are_killed():
-    program = start(2, SCRIPT, "deaf")
+@pytest.mark.parametrize(("whom", "code"), [pytest.param("a rank", 137, marks=pytest.mark.slow), ("the agent", -9)])
+def test_deaf_ranks_end_with_a_killed_rank_or_agent(whom, code):
+    program = start(2, BY_VARIABLES, "deaf")
     line, _ = program.read_lines(2)
-    pid = int(line.split()[-2])
-    os.kill(pid, signal.SIGKILL)
-    assert program.end().code == 137
-
-
-def test_ranks_end_with_a_killed_agent():
-    program = start(2, SCRIPT, "deaf")
-    program.read_lines(2)
-    program.process.kill()
-    assert program.end().code == -signal.SIGKILL
+    os.kill(int(line.split()[-2]) if whom == "a rank" else program.process.pid, signal.SIGKILL)
+    program.end(code=code)
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_ranks_that_do_not_handle_them(signum):
-    program = start(2, SCRIPT, "stay", options=("--max-restarts", "3"))
-    program.read_lines(2)
-    program.process.send_signal(signum)
-    ended = program.end()
-    assert ended.code == 128 + signum
-    assert last_line(ended.stderr) == f"distopt run: {signum.name}: all 2 ranks have ended"
+    program = start(2, BY_VARIABLES, "stay", options=("--max-restarts", "3")).ready()
+    ended = program.end_by(signum, 128 + signum)
+    assert ended.stderr.splitlines()[-1] == f"distopt run: {signum.name}: all 2 ranks have ended"
     assert "attempt" not in ended.stderr
 
 
 @pytest.mark.slow
 def test_signals_reach_ranks_that_save_their_states(tmp_path):
-    program = start(2, SCRIPT, "save", str(tmp_path))
-    program.read_lines(2)
+    program = start(2, BY_VARIABLES, "save", str(tmp_path)).ready()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         program.process.send_signal(signum)
-        said = sorted(program.read_lines(2))
-        assert said == [f"[rank 1] got {signum.name}", f"got {signum.name}"]
-    program.process.send_signal(signal.SIGTERM)
-    ended = program.end()
-    assert ended.code == 0
+        assert sorted(program.read_lines(2)) == [f"[rank 1] got {signum.name}", f"got {signum.name}"]
+    program.end_by(signal.SIGTERM, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 @pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(("restarts", "code"), [(1, 139), (2, 0), (3, 0)])
 def test_restarts(restarts, code):
-    ended = start(2, SCRIPT, "fail twice", options=("--max-restarts", str(restarts))).end()
-    assert ended.code == code
+    ended = start(2, BY_VARIABLES, "fail twice", options=("--max-restarts", str(restarts))).end(code=code)
     attempts = sorted({line.split()[-1] for line in ended.stdout.splitlines()})
     assert attempts == ["0", "1", "2"][: restarts + 1]
     again = re.findall(r"was ended by SIGSEGV; starting all ranks again \((\d) of (\d)\)", ended.stderr)
     assert again == [(str(i + 1), str(restarts)) for i in range(min(restarts, 2))]
-
-
-def test_restarted_ranks_go_on_from_their_checkpoint(tmp_path):
-    results = {}
-    for name in ("undisturbed", "killed"):
-        folder, results[name] = tmp_path / name, tmp_path / f"{name} results"
-        results[name].mkdir()
-        job = ("tests.ranks.checkpoint_job", "2", str(folder), "plain", "3", str(results[name]))
-        program = start(2, *job, options=("--max-restarts", "1", "-m"))
-        if name == "killed":
-            program.read_lines(1)
-            os.kill(max(pid for pid, command in program.pids().items() if " -m tests.ranks" in command), signal.SIGKILL)
-        ended = program.end()
-        assert ended.code == 0, ended
-        assert ("starting all ranks again (1 of 1)" in ended.stderr) == (name == "killed")
-    assert "resuming from step" in ended.stdout
-    for rank in range(2):
-        one, other = (np.load(folder / f"{rank}.npz") for folder in results.values())
-        assert one.files == other.files
-        assert [name for name in one.files if not np.array_equal(one[name], other[name], equal_nan=True)] == []
 
 
 def test_version_of_either_program():

@@ -4,154 +4,117 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.networks.far import Link, far_hosts
 from tests.conformance.ranks import needs_ucx
-from tests.processes import ROOT, Ended, Program, patience
-
-RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
-SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
-LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
-HERE = os.uname().nodename
+from tests.processes import BY_VARIABLES, HERE, LAUNCHED, RUN, Program, end_all, or_skipped, patience
+from tests.ranks.test_launchers import of_srun
 
 
-def on_two_hosts(
-    net,
-    *words: str,
-    ranks: tuple[int, int] = (2, 2),
-    options: tuple[str, ...] = (),
-    env: dict[str, str] | None = None,
-) -> list[Program]:
+def on_two_hosts(net, *words: str, ranks=(2, 2), options=(), env=None) -> list[Program]:
     """The same line on both hosts, in either order."""
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400", *options]
-    return [Program(host.inside([*RUN, str(n), *meet, *words]), env) for host, n in zip(net.hosts, ranks, strict=True)]
-
-
-def ends(programs: list[Program]) -> list[Ended]:
-    return [program.end() for program in programs]
-
-
-def told(ended: Ended) -> list[str]:
-    """Without the notice that the other node is slow to come."""
-    words = re.compile("distopt run: (?!waiting for the other nodes)")
-    return [line for line in ended.stderr.splitlines() if words.match(line)]
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400", *options, *words]
+    commands = ([*RUN, "--nproc-per-node", str(n), *meet] for n in ranks)
+    return [Program(host.inside(command), env) for host, command in zip(net.hosts, commands, strict=True)]
 
 
 def agent_of(program: Program) -> int:
-    return next(
-        pid for pid, command in program.pids().items() if " -m distopt run " in command and "sh -c" not in command
-    )
+    commands = program.pids().items()
+    return next(pid for pid, command in commands if " -m distopt run " in command and "sh -c" not in command)
 
 
 @needs_ucx
 @pytest.mark.slow
 def test_ranks_of_two_hosts_meet_through_ucx(net):
-    ended = ends(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
-    assert [one.code for one in ended] == [0, 0], ended
-    first, second = net.hosts
-    assert sorted(ended[0].stdout.splitlines()) == [
-        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: HostsJob ucx mpi=False",
-        f"rank 0 of 3, 0 of 2 on {first.name}: HostsJob ucx mpi=False",
-    ]
-    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: HostsJob ucx mpi=False\n"
+    ended = end_all(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
+    first, second = (f"{host.name}: HostsJob ucx mpi=False\n" for host in net.hosts)
+    lines = [f"[rank 1] rank 1 of 3, 1 of 2 on {first}", f"rank 0 of 3, 0 of 2 on {first}"]
+    assert sorted(ended[0].stdout.splitlines(keepends=True)) == lines
+    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second}"
 
 
 def listened(host) -> set[int]:
     """The TCP ports at which the programs of a host listen, except those of the loopback."""
-    shown = subprocess.run(
-        host.inside(["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, text=True, check=True
-    )
-    rows = [line.split() for line in shown.stdout.splitlines() if " 0A " in line]
+    shown = Program(host.inside(["cat", "/proc/net/tcp", "/proc/net/tcp6"])).end().stdout
+    rows = [line.split() for line in shown.splitlines() if " 0A " in line]
     return {int(row[1].rpartition(":")[2], 16) for row in rows if not row[1].startswith("0100007F:")}
 
 
 @needs_ucx
 @pytest.mark.slow
-def test_a_job_listens_in_its_range_of_ports(net):
-    programs = on_two_hosts(net, LAUNCHED, "stay", env={"DISTOPT_PORTS": "24000-24009"})
-    for program in programs:
-        program.read_lines(2)
+def test_a_job_listens_in_its_range_of_ports_and_tells_if_they_are_too_few(net):
+    programs = [each.ready() for each in on_two_hosts(net, LAUNCHED, "stay", env={"DISTOPT_PORTS": "24000-24009"})]
     seen = [listened(host) for host in net.hosts]
     programs[0].process.terminate()
-    assert [one.code for one in ends(programs)] == [143, 143]
+    end_all(programs, 143)
     assert len(seen[0]) >= 4, seen  # the endpoint, the server of rank 0, two ranks
     assert len(seen[1]) >= 2, seen
     assert seen[0] | seen[1] <= {29400, *range(24000, 24010)}
-
-
-@needs_ucx
-@pytest.mark.slow
-def test_a_range_of_too_few_ports_is_told(net):
-    ended = ends(on_two_hosts(net, LAUNCHED, "ok", env={"DISTOPT_PORTS": "24020-24021"}))
+    programs = on_two_hosts(net, LAUNCHED, "ok", env={"DISTOPT_PORTS": "24020-24021"})
+    ended = [program.end() for program in programs]
     assert all(one.code != 0 for one in ended), ended
     assert any("all ports of DISTOPT_PORTS=24020-24021 are taken" in one.stderr for one in ended), ended
 
 
 @pytest.mark.slow
 def test_ranks_meet_again_after_a_restart(net):
-    ended = ends(on_two_hosts(net, LAUNCHED, "SIGKILL once", ranks=(1, 1), options=("--max-restarts", "1")))
-    assert [one.code for one in ended] == [0, 0], ended
+    ended = end_all(on_two_hosts(net, LAUNCHED, "SIGKILL once", ranks=(1, 1), options=("--max-restarts", "1")))
     for one, mark, rank in zip(ended, ("", "[rank 1] "), (0, 1), strict=True):
         assert len(re.findall(rf"^{re.escape(mark)}rank {rank} of 2, 0 of 1", one.stdout, re.MULTILINE)) == 2
-        assert "was ended by SIGKILL" in told(one)[0]
-        assert told(one)[0].endswith("starting all ranks again (1 of 1)")
+        assert re.search(r"was ended by SIGKILL.*starting all ranks again \(1 of 1\)$", one.agent_lines[0])
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_agent_takes_all_with_it(net, lost):
-    programs = on_two_hosts(net, SCRIPT, "deaf")
-    for program in programs:
-        program.read_lines(2)
+    programs = [program.ready() for program in on_two_hosts(net, BY_VARIABLES, "deaf")]
     pid = agent_of(programs[lost])
     os.kill(pid, signal.SIGKILL)
-    ended = ends(programs)
-    assert [one.code for one in ended] == ([-9, 1] if lost == 0 else [1, -9])
-    name = f"{net.hosts[lost].name} (pid {pid}), has ended or cannot be reached; see its output"
-    expected = (
-        f"the node that owns {net.hosts[0].address}:29400, {name}" if lost == 0 else f"node 1 (ranks 2 to 3), {name}"
-    )
-    assert told(ended[1 - lost]) == [f"distopt run: {expected}"]
+    ended = end_all(programs, [-9, 1] if lost == 0 else [1, -9])
+    node = "node 1 (ranks 2 to 3)" if lost else f"the node that owns {net.hosts[0].address}:29400"
+    end = f"{net.hosts[lost].name} (pid {pid}), has ended or cannot be reached; see its output"
+    assert ended[1 - lost].agent_lines == [f"distopt run: {node}, {end}"]
 
 
 @pytest.mark.slow
 def test_a_job_survives_an_outage_of_a_second(net):
-    programs = on_two_hosts(net, LAUNCHED, "stay", ranks=(1, 1))
-    for program in programs:
-        program.read_lines(1)
+    programs = [program.ready(1) for program in on_two_hosts(net, LAUNCHED, "stay", ranks=(1, 1))]
     net.cut(silently=False)
     time.sleep(1.0)
     net.mend()
     time.sleep(patience(2.0))
     assert [program.process.poll() for program in programs] == [None, None]
     programs[0].process.terminate()
-    assert [one.code for one in ends(programs)] == [143, 143]
+    end_all(programs, 143)
 
 
 def test_a_signal_to_one_host_ends_both(net):
-    programs = on_two_hosts(net, SCRIPT, "stay")
-    for program in programs:
-        program.read_lines(2)
+    programs = [program.ready() for program in on_two_hosts(net, BY_VARIABLES, "stay")]
     os.kill(agent_of(programs[1]), signal.SIGINT)
-    ended = ends(programs)
-    assert [(one.code, told(one)) for one in ended] == [(130, ["distopt run: SIGINT: all 4 ranks have ended"])] * 2
+    assert [one.agent_lines for one in end_all(programs, 130)] == [["distopt run: SIGINT: all 4 ranks have ended"]] * 2
 
 
 # -- where nodes meet, on one host ----------------------------------------------------------------------------------
-def node(port: int, *words: str, nodes: int = 2, env: dict[str, str] | None = None) -> Program:
-    endpoint = f"127.0.0.1:{port}"
-    return Program([*RUN, "1", "--nnodes", str(nodes), "--rdzv-endpoint", endpoint, *words], env)
+def node(port: int, how: str, *options: str, env: dict[str, str] | None = None) -> Program:
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *options]
+    return Program([*RUN, "--nproc-per-node", "1", *meet, BY_VARIABLES, how], env)
 
 
-def wait_for(port: int) -> None:
-    """Wait until it has a listener."""
+def owner_at(port: int, how: str, *options: str, env: dict[str, str] | None = None) -> Program:
+    """A node at whose endpoint somebody has hung up in silence.
+
+    As one does that has waited too long for an answer, on a slow line: the node must not take it for a stranger.
+    """
+    owner = node(port, how, *options, env=env)
     with socket.socket() as probe:
         while probe.connect_ex(("127.0.0.1", port)) != 0:
             time.sleep(0.02)
+    return owner
 
 
 TURNED_AWAY = (
@@ -160,56 +123,47 @@ TURNED_AWAY = (
 )
 
 
-@pytest.mark.slow
-def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port):
-    owner = node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})
-    wait_for(port)
-    with socket.create_connection(("127.0.0.1", port)) as garbage:
-        garbage.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(range(256)))
-    strangers = [node(port, SCRIPT, "variables"), node(port, "--rdzv-id", "x", SCRIPT, "variables")]
-    for ended in ends(strangers):
-        assert ended.code == 2
-        assert re.fullmatch(
-            rf"distopt run: the program at 127.0.0.1:{port} is no node of this .* or another port\n", ended.stderr
-        )
-    ended = ends([owner, node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})])
-    assert [one.code for one in ended] == [0, 0], ended
-    assert told(ended[0]) == [TURNED_AWAY]  # once
+@pytest.mark.parametrize("strange", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port, strange):
+    env = {"DISTOPT_JOB_SECRET": "s"}
+    owner = owner_at(port, "variables", env=env)
+    if strange:
+        with socket.create_connection(("127.0.0.1", port)) as garbage:
+            garbage.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(range(256)))
+        text = rf"distopt run: the program at 127.0.0.1:{port} is no node of this .* or another port\n"
+        others = end_all([node(port, "variables"), node(port, "variables", "--rdzv-id", "x")], 2)
+        assert all(re.fullmatch(text, one.stderr) for one in others)
+    ended = end_all([owner, node(port, "variables", env=env)])
+    assert [one.agent_lines for one in ended] == [[TURNED_AWAY] * strange, []]  # once
 
 
-def test_who_hangs_up_in_silence_is_no_stranger(port):
-    """As a node that has waited too long for an answer, on a slow line."""
-    owner = node(port, SCRIPT, "variables")
-    wait_for(port)
-    ended = ends([owner, node(port, SCRIPT, "variables")])
-    assert [(one.code, told(one)) for one in ended] == [(0, [])] * 2
+@pytest.mark.parametrize(
+    ("meet", "text"),
+    [
+        (  # a node that never comes
+            "--rdzv-endpoint 127.0.0.1:{port} --rdzv-timeout 1",
+            r"1 of 2 nodes have come: {here} \(pid \d+\); within 1 s no other has. .*",
+        ),
+        (  # an owner that never comes
+            "--node-rank 1 --master-addr 127.0.0.1 --master-port {port} --rdzv-timeout 1",
+            r"no distopt run answers at 127.0.0.1:{port} within 1 s \(Connection refused\); .*",
+        ),
+        ("--rdzv-endpoint nowhere.invalid", "the host of the endpoint nowhere.invalid:29400 cannot be found: .*"),
+    ],
+)
+def test_nodes_that_do_not_meet(port, meet, text):
+    ended = Program([*RUN, "--nnodes", "2", *meet.format(port=port).split(), BY_VARIABLES, "stay"]).end(code=2)
+    assert re.fullmatch(f"distopt run: {text.format(port=port, here=re.escape(HERE))}\n", ended.stderr)
 
 
-def test_a_node_that_never_comes_is_waited_for_in_vain(port):
-    ended = node(port, "--rdzv-timeout", "1", SCRIPT, "stay").end()
-    assert ended.code == 2
-    assert re.fullmatch(
-        rf"distopt run: 1 of 2 nodes have come: {re.escape(HERE)} \(pid \d+\); within 1 s no other has. .*\n",
-        ended.stderr,
-    )
-
-
-def test_an_owner_that_never_comes_is_waited_for_in_vain(port):
-    static = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    ended = Program([*RUN, "1", *static, "--rdzv-timeout", "1", SCRIPT, "stay"]).end()
-    assert ended.code == 2
-    assert re.fullmatch(
-        rf"distopt run: no distopt run answers at 127.0.0.1:{port} within 1 s \(Connection refused\); .*\n",
-        ended.stderr,
-    )
-
-
-def test_an_unknown_host_is_told_at_once():
-    ended = Program([*RUN, "1", "--nnodes", "2", "--rdzv-endpoint", "nowhere.invalid", SCRIPT, "stay"]).end()
-    assert ended.code == 2
-    assert re.fullmatch(
-        r"distopt run: the host of the endpoint nowhere.invalid:29400 cannot be found: .*\n", ended.stderr
-    )
+@pytest.mark.slow  # a call without an answer takes five seconds
+@pytest.mark.parametrize("options", [[], ["--heal"]])
+def test_a_node_that_waits_for_an_owner_says_so(options):
+    owner = "203.0.113.7:29400"  # an address of documentation
+    words = [*RUN, *options, "--nnodes", "2", "--rdzv-endpoint", owner, "--rdzv-timeout", "8", BY_VARIABLES, "stay"]
+    first, *_ = Program(words, {"DISTOPT_STALL_WARNING": "0.1"}).end(code=2).stderr.splitlines()
+    text = rf"distopt run: waiting for the node that owns {owner}: (no answer|Network is unreach.*)"
+    assert re.fullmatch(text, first)
 
 
 @pytest.mark.slow(kept=1)
@@ -221,40 +175,89 @@ def test_an_unknown_host_is_told_at_once():
     ],
 )
 def test_lines_that_contradict_each_other_end_both(port, first, second, text):
-    owner = node(port, *first, SCRIPT, "stay")
-    wait_for(port)
-    ended = ends([owner, node(port, *second, SCRIPT, "stay")])
-    assert [one.code for one in ended] == [2, 2]
-    assert all(text in told(one)[-1] for one in ended)
+    owner = owner_at(port, "stay", *first)
+    assert all(text in one.agent_lines[-1] for one in end_all([owner, node(port, "stay", *second)], 2))
 
 
 def test_a_second_job_on_the_endpoint_is_refused_and_the_first_runs_on(port):
-    first = [node(port, SCRIPT, "stay") for _ in range(2)]
-    for program in first:
-        program.read_lines(1)
-    ended = ends([node(port, SCRIPT, "stay"), node(port, SCRIPT, "stay")])
-    assert [one.code for one in ended] == [2, 2]
+    first = [program.ready(1) for program in [node(port, "stay") for _ in range(2)]]
+    ended = end_all([node(port, "stay") for _ in range(2)], 2)
     text = rf"distopt run: 127.0.0.1:{port} refuses this node: the job 'none' there has its 2 nodes already: .*\n"
     assert all(re.fullmatch(text, one.stderr) for one in ended)
     assert [program.process.poll() for program in first] == [None, None]
     first[0].process.terminate()
-    assert [one.code for one in ends(first)] == [143, 143]
+    end_all(first, 143)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_waiting(port, signum):
-    program = node(port, SCRIPT, "stay")
-    wait_for(port)
-    program.process.send_signal(signum)
-    ended = program.end()
-    assert (ended.code, told(ended)[-1]) == (128 + signum, f"distopt run: {signum.name}: no rank has been started")
+    ended = owner_at(port, "stay").end_by(signum, 128 + signum)
+    assert ended.agent_lines[-1] == f"distopt run: {signum.name}: no rank has been started"
 
 
 @needs_ucx
 @pytest.mark.slow
 def test_a_script_that_has_loaded_mpi_joins_over_ucx(net):
     """MPICH's wheel brings a libucp of its own, beside which no other can be loaded."""
-    script = str(ROOT / "tests" / "ranks" / "mpi_imported_script.py")
-    ended = ends(on_two_hosts(net, script, "ok", ranks=(1, 1), env={"PYTHONPATH": str(ROOT)}))
-    assert [one.code for one in ended] == [0, 0], ended
+    ended = end_all(on_two_hosts(net, LAUNCHED, "ok", "MPI", ranks=(1, 1)))
     assert all("HostsJob ucx mpi=True" in one.stdout for one in ended), ended
+
+
+# -- names and numbers -------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0)], ids=["node 0 owns the endpoint", "node 1 owns the endpoint"])
+def test_nodes_with_the_same_host_name_meet(net, numbers):
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29461", "--node-rank"]
+    ended = end_all(
+        Program(replace(host, name="clone").inside([*RUN, *meet, str(number), LAUNCHED, "ok"]))
+        for host, number in zip(net.hosts, numbers, strict=True)
+    )
+    said = sorted(found for one in ended for found in re.findall(r"rank \d of 2, \d of \d on clone", one.stdout))
+    assert said == ["rank 0 of 2, 0 of 1 on clone", "rank 1 of 2, 0 of 1 on clone"]
+
+
+def node_at(endpoint: str, *options: str) -> Program:
+    return Program([*RUN, "--nnodes", "2", "--rdzv-endpoint", endpoint, *options, BY_VARIABLES, "variables"])
+
+
+def test_a_program_that_listens_and_says_nothing_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ended = node_at(f"localhost:{other.getsockname()[1]}", "--rdzv-timeout", "1").end(code=2)
+    assert "has not answered as distopt run does within 1 s; if it is another, give" in ended.stderr
+
+
+def test_nodes_meet_at_an_ipv6_address_in_brackets(port):
+    end_all([node_at(f"[::1]:{port}"), node_at(f"[::1]:{port}")])
+
+
+def test_an_endpoint_that_names_this_host_twice_is_refused(port):
+    ended = node_at(f"127.0.0.1:{port},127.0.0.2:{port}", "--heal").end(code=2)
+    assert "are this one, at the same port; give each once" in ended.stderr
+
+
+# -- slow ways ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.05, 1.2])
+def test_a_node_far_away_joins(seconds):
+    """So long is the way there and back; a meeting takes it several times."""
+    with or_skipped(far_hosts(2, Link(seconds, 1e6), "-meet")) as hosts:
+        meet = ["--nnodes", "2", "--rdzv-timeout", "100", "--rdzv-endpoint", f"{hosts[0].address}:29471"]
+        line = [*RUN, *meet, BY_VARIABLES, "variables"]
+        ended = end_all(Program(host.inside(line), {"DISTOPT_JOB_SECRET": "s"}) for host in hosts)
+    assert not any("another --rdzv-id" in one.stderr for one in ended)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_rank_0_does_not_lose_itself():
+    """Its helpers, which watch the other ranks, are killed."""
+    programs = [program.ready(1) for program in of_srun("stay")]
+    pid = programs[0].process.pid
+    helpers = [int(x) for task in Path(f"/proc/{pid}/task").iterdir() for x in (task / "children").read_text().split()]
+    for helper in helpers:
+        os.kill(helper, signal.SIGKILL)
+    if not helpers:
+        programs[0].process.terminate()
+    ended = [program.end() for program in programs]
+    assert ended[0].code != 0
+    assert not re.search("rank 0 .*has lost rank 0", ended[0].stderr)

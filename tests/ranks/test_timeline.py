@@ -2,19 +2,16 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distopt.cli import main
 from distopt.cli.timeline import RankTimeline, load, summarize
-from tests.processes import ROOT, Program
+from tests.processes import ROOT, RUN, Program, end_all
 from tests.ranks.timeline_script import SLOW_SECONDS, STEPS
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "timeline_script.py")
-RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
-TORCH = ["ddp", "hook", "distopt", "diloco"]
 LEAD_SECONDS = 5000  # of the second host's clock
 BY_CODEC = ("encode", "wire", "wait", "decode")
 
@@ -57,28 +54,41 @@ def check_phases(ranks: dict[int, RankTimeline], phases: tuple[str, ...] = ("for
         assert names[-3 * len(phases) :] == [*phases] * 3
 
 
+def start(n: int, front: str, slow: int, folder: Path) -> Program:
+    command = [*RUN, "--nproc-per-node", str(n), SCRIPT, front, str(slow)]
+    return Program(command, {"DISTOPT_TIMELINE": str(folder)})
+
+
 def run(front: str, slow: int, folder: Path, n: int = 2) -> dict[int, RankTimeline]:
-    if front in TORCH:
+    if front not in ("nn", "partial"):
         pytest.importorskip("torch")
-    ended = Program([*RUN, str(n), SCRIPT, front, str(slow)], {"DISTOPT_TIMELINE": str(folder)}).end()
-    assert ended.code == 0, ended.stderr
+    start(n, front, slow, folder).end(code=0)
     return load(folder)
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=2)
-@pytest.mark.parametrize("front", ["nn", *TORCH])
-def test_every_front_records_its_buckets(tmp_path, front):
+@pytest.mark.parametrize("front", ["nn", "hook", "diloco"])
+def test_fronts_record_their_buckets(tmp_path, front):
+    """And those of the test on two hosts."""
     ranks = run(front, -1, tmp_path)
     assert [*ranks] == [0, 1]
     assert {rank.error for rank in ranks.values()} == {0}
-    check_spans(ranks, ("wire", "wait") if front == "ddp" else BY_CODEC)
+    check_spans(ranks, BY_CODEC)
     if front != "diloco":  # which updates twice
         check_phases(ranks)
+    assert main(["timeline", "merge", str(tmp_path)]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = [event for event in trace["traceEvents"] if "name" in event["args"]]
+    named = {(event["name"], event["pid"], event.get("tid"), event["args"]["name"]) for event in events}
+    assert {name[3].split(",")[0] for name in named if name[0] == "process_name"} == {"rank 0", "rank 1"}
+    assert ("thread_name", 2, 2000, "training") in named
+    tracks = sum(name[0] == "thread_name" and name[3].startswith("bucket") for name in named)
+    assert tracks > 2 or front == "diloco"  # whose buckets are those of fragments
+    assert trace["otherData"]["clocks"] == "all ranks have one clock"
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-def test_the_slow_rank_is_named(tmp_path, slow, capsys):
+def test_the_slow_rank_is_named(tmp_path, capsys):
+    slow = 2
     summary = summarize(run("nn", slow, tmp_path, 3))
     assert max(summary.last, key=summary.last.get) == slow
     assert summary.last[slow] > 0.5
@@ -100,8 +110,7 @@ def test_waits_of_partial_updates_are_recorded(tmp_path, capsys):
     assert "All ranks wait" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("front", ["nn", "ddp", "distopt"])
 def test_the_clocks_of_two_hosts_are_aligned(net, tmp_path, front):
     if front != "nn":
@@ -111,44 +120,23 @@ def test_the_clocks_of_two_hosts_are_aligned(net, tmp_path, front):
         pytest.skip("this kernel has no namespaces of clocks")
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400"]
     env = {"DISTOPT_TIMELINE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [*RUN, "2", *meet, SCRIPT, front, "-1"]
-    programs = [
-        Program(host.inside([*clock, *command]), env) for host, clock in zip(net.hosts, ([], later), strict=True)
-    ]
-    for ended in [program.end() for program in programs]:
-        assert ended.code == 0, ended.stderr
+    command = [*RUN, "--nproc-per-node", "2", *meet, SCRIPT, front, "-1"]
+    clocks = zip(net.hosts, ([], later), strict=True)
+    end_all(Program(host.inside([*clock, *command]), env) for host, clock in clocks)
     ranks = load(tmp_path)
     assert [rank.host for rank in ranks.values()] == [net.hosts[q // 2].name for q in range(4)]
     assert ranks[0].error == ranks[1].error == 0 < ranks[2].error == ranks[3].error < 1e6
-    raw = [event["ts"] for path in tmp_path.glob("rank-[23]-*") for event in _raw(path) if event["ph"] == "X"]
+    texts = [path.read_text().rstrip().rstrip(",") + "]" for path in tmp_path.glob("rank-[23]-*")]
+    raw = [event["ts"] for text in texts for event in json.loads(text) if event["ph"] == "X"]
     assert ranks[2].shift == pytest.approx(LEAD_SECONDS * 1e6, abs=ranks[2].error)
-    assert min(raw) - ranks[2].shift == pytest.approx(
-        min(e["ts"] for q in (2, 3) for e in ranks[q].events if e["ph"] == "X"), abs=2
-    )
+    first = min(event["ts"] for q in (2, 3) for event in ranks[q].events if event["ph"] == "X")
+    assert min(raw) - ranks[2].shift == pytest.approx(first, abs=2)
     check_spans(ranks, ("wire", "wait") if front == "ddp" else BY_CODEC)
     check_phases(ranks)
 
 
-def _raw(path: Path) -> list[dict]:
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
-
-
-def test_the_trace_names_ranks_and_tracks(tmp_path):
-    run("nn", -1, tmp_path)
-    assert main(["timeline", "merge", str(tmp_path)]) == 0
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    named = {
-        (e["name"], e["pid"], e.get("tid"), e["args"]["name"]) for e in trace["traceEvents"] if "name" in e["args"]
-    }
-    assert {name[3].split(",")[0] for name in named if name[0] == "process_name"} == {"rank 0", "rank 1"}
-    assert ("thread_name", 2, 2000, "training") in named
-    assert sum(name[0] == "thread_name" and name[3].startswith("bucket") for name in named) > 2
-    assert trace["otherData"]["clocks"] == "all ranks have one clock"
-
-
 def test_a_folder_that_cannot_be_written_is_one_notice(tmp_path):
     (tmp_path / "file").touch()
-    ended = Program([*RUN, "2", SCRIPT, "nn", "-1"], {"DISTOPT_TIMELINE": str(tmp_path / "file" / "x")}).end()
-    assert ended.code == 0
+    ended = start(2, "nn", -1, tmp_path / "file" / "x").end(code=0)
     assert ended.stderr.count("the timeline cannot be written") == 2  # one a rank
     assert "training goes on" in ended.stderr

@@ -1,16 +1,18 @@
 """`distopt.init` and what a world computes, on ranks of every launcher and transport; and what ranks in error say."""
 
-import multiprocessing
+import os
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import distopt
-from distopt import launch
+from distopt import launch, opt, tensor
+from instruments.emulation import activate, build
+from tests.conformance.ranks import run_ranks_ok
 from tests.processes import ROOT, Ended, Program, mpiexec
+from tests.ranks.world_script import SHAPES, calls, data
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -52,27 +54,17 @@ def test_the_script_of_the_documentation_runs(n, tmp_path):
     assert len(ended.stdout.splitlines()) == (100 if n == 1 else 1)
 
 
-def joined(ticket: launch.Ticket, rank: int, world_size: int, folder: str) -> None:
-    with distopt.init(ticket, rank, world_size) as world:
-        assert distopt.init(ticket, rank, world_size) is world
-        ranks = world.all_gather(rank)
-        Path(folder, str(rank)).write_text(f"{world.communicator.name} {ranks.tolist()}")
+def joined(job, ticket: launch.Ticket) -> str:
+    place = ticket, job.topology.rank, job.topology.world_size
+    with distopt.init(*place) as world:
+        assert distopt.init(*place) is world
+        return f"{world.communicator.name} {world.all_gather(world.rank).tolist()}"
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_processes_that_a_script_starts_itself_pass_a_ticket(world_size, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    ticket = launch.Ticket()
-    args = [(ticket, rank, world_size, str(tmp_path)) for rank in range(world_size)]
-    processes = [context.Process(target=joined, args=each) for each in args]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * world_size
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    name = "single" if world_size == 1 else "shm"
-    assert told == {str(rank): f"{name} {list(range(world_size))}" for rank in range(world_size)}
+def test_processes_that_a_script_starts_itself_pass_a_ticket(world_size):
+    said = f"{'single' if world_size == 1 else 'shm'} {[*range(world_size)]}"
+    assert run_ranks_ok(joined, world_size, launch.Ticket()) == [said] * world_size
 
 
 # How the last rank and the others call a collective, in the words of either transport.
@@ -88,39 +80,25 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.sweep(rest=1)
-@pytest.mark.parametrize("how", MISMATCHES)
-def test_a_mismatch_names_both_calls_on_both_ranks(how):
-    ended = run("spawn", 2, how)
-    assert (ended.code, ended.stderr) == (0, "")
-    check_mismatch(ended.stdout, how)
+@pytest.mark.parametrize(("start", "transport"), [("spawn", "shm"), ("mpiexec", "mpi")])
+def test_a_mismatch_names_both_calls_on_both_ranks(start, transport):
+    ended = run(start, 2, *MISMATCHES, transport=transport)
+    assert ended.code == 0, ended
+    lines = [re.sub(r"^\[rank \d\] ", "", line) for line in ended.stdout.splitlines()]
+    for how, texts in MISMATCHES.items():
+        told = [line for line in lines if line.startswith(f"{how}, rank ")]
+        assert len(told) == 2, ended
+        for line in told:
+            for rank, call in zip((1, 0), texts, strict=True):
+                assert re.search(rf"rank {rank}( on \S+)? \([^)]*\) (is in|in|called) {call}", line), line
 
 
-def test_a_mismatch_names_both_calls_over_mpi():
-    ended = run("mpiexec", 2, "number", transport="mpi")
-    assert ended.code == 0
-    check_mismatch(ended.stdout, "number")
-
-
-def check_mismatch(stdout: str, how: str) -> None:
-    lines = stdout.splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        for rank, call in zip((1, 0), MISMATCHES[how], strict=True):
-            assert re.search(rf"rank {rank}( on \S+)? \([^)]*\) (is in|in|called) {call}", line), line
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=1)
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
         ("raise", 1, "ValueError: the cause"),
-        (
-            "usage",
-            2,
-            "a list is neither a number nor an array; convert it with numpy.asarray, or send it as it is with",
-        ),
+        ("usage", 2, "a list is neither a number nor an array; convert it with numpy.asarray, or send it as it is"),
         ("exit", 3, "left with exit code 3"),
     ],
 )
@@ -132,28 +110,21 @@ def test_one_rank_that_leaves_the_body_by_an_exception_ends_all_by_its_name(star
     assert "has closed" not in ended.stderr, "the cause alone is told, not its consequences"
 
 
-def on_a_gpu(rank: int, world_size: int, folder: str) -> None:
-    from tests.emulation import activate
-
+def on_a_gpu(job, ticket: launch.Ticket) -> str:
     activate()
+    os.environ["DISTOPT_DEVICE"] = "cuda"
     import cupy
 
-    from distopt import opt, tensor
-
-    from .world_script import SHAPES, data
-
-    with distopt.init() as world:
+    rank, world_size = job.topology.rank, job.topology.world_size
+    with distopt.init(ticket, rank, world_size) as world:
         for dtype in ("float32", "float16", "int8", "int32", "int64", "uint64", "bool"):
             for shape in SHAPES[1:]:
-                array = cupy.asarray(data(rank, (2, *shape), dtype))[::2]
-                host = data(rank, (2, *shape), dtype)[::2]  # NumPy's take the same way, through device memory
-                for result, expected in (
-                    (world.all_reduce(array), world.all_reduce(host)),
-                    (world.all_reduce(array, "max"), world.all_reduce(host, "max")),
-                    (world.all_reduce(array, "mean"), world.all_reduce(host, "mean")),
-                    (world.broadcast(array, world_size - 1), data(world_size - 1, (2, *shape), dtype)[::2]),
-                    (world.all_gather(array), np.stack([data(r, (2, *shape), dtype)[::2] for r in range(world_size)])),
-                ):
+                inputs = [data(r, (2, *shape), dtype)[::2] for r in range(world_size)]
+                array, host = cupy.asarray(data(rank, (2, *shape), dtype))[::2], inputs[rank]
+                # NumPy's take the same way, through device memory.
+                sums = [("all_reduce", args, world.all_reduce(host, *args)) for args in ((), ("mean",))]
+                for call, args, expected in (*calls(inputs), *sums):
+                    result = getattr(world, call)(array, *args)
                     assert isinstance(result, cupy.ndarray)
                     assert result.dtype == expected.dtype
                     np.testing.assert_array_equal(result.get(), expected)
@@ -168,15 +139,9 @@ def on_a_gpu(rank: int, world_size: int, folder: str) -> None:
         assert world.all_reduce(rank + 1) == world_size * (world_size + 1) // 2
         assert world.broadcast_object({"rank": rank}, world_size - 1) == {"rank": world_size - 1}
         world.barrier()
-        Path(folder, str(rank)).write_text(world.communicator.name)
+        return world.communicator.name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_arrays_of_emulated_gpus(world_size, tmp_path, monkeypatch):
-    from tests.emulation import build
-
+def test_arrays_of_emulated_gpus():
     build.build()
-    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
-    launch.spawn(on_a_gpu, world_size, (str(tmp_path),))
-    names = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert names == {str(rank): "nccl" if world_size > 1 else "single" for rank in range(world_size)}
+    assert run_ranks_ok(on_a_gpu, 2, launch.Ticket()) == ["nccl"] * 2

@@ -1,4 +1,9 @@
-"""A rank that trains a small net for some steps, by either front, or calls collectives in ways that fail."""
+"""A rank that trains a small net by one of the fronts, or calls collectives in ways that fail.
+
+timeline_script.py FRONT SLOW: for STEPS steps, in which rank SLOW takes its time
+timeline_script.py FRONT FILE [slow RANK | late RANK | prints]: until the file appears, for `distopt run --watch`
+timeline_script.py fail HOW
+"""
 
 import atexit
 import os
@@ -11,23 +16,25 @@ import numpy as np
 
 STEPS = 12
 SLOW_SECONDS = 0.2  # far from what another program on the machine can make a rank wait
+MOST_SECONDS = float(os.environ.get("WATCH_SECONDS", "500"))
 
 
-def train_nn(slow: int, front: str) -> None:
-    import distopt
+def by_nn(front: str):
+    """The rank, its step of a number, a sum over the ranks, and the end."""
     from distopt import opt
     from tests.ranks.small_net import SMALL, batch, build, step_of
 
     optimizer = opt.DistOpt(opt.SGD(lr=0.05), codec="fp16", bucket_elements=SMALL)
     net, update = build(optimizer), step_of(optimizer, "partialUpdate") if front == "partial" else optimizer
-    for step in range(STEPS):
-        if optimizer.global_rank == slow:
-            time.sleep(SLOW_SECONDS)
-        net(*batch(step, optimizer.global_rank), update)
-    assert distopt.init().world_size == optimizer.world_size
+
+    def step(number: int) -> None:
+        net(*batch(number % 7, optimizer.global_rank), update)
+
+    return optimizer.global_rank, step, lambda array: optimizer.communicator.all_reduce(array).wait(), lambda: None
 
 
-def train_torch(slow: int, front: str) -> None:
+def by_torch(front: str):
+    """The same with PyTorch."""
     import torch
     import torch.distributed as dist
 
@@ -35,7 +42,6 @@ def train_torch(slow: int, front: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("distopt")
-    rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(3)))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -48,13 +54,43 @@ def train_torch(slow: int, front: str) -> None:
         net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
         if front == "hook":
             net.register_comm_hook(*distopt.torch.hook(net, "fp16", bucket_elements=500))
-    for step in range(STEPS):
-        if rank == slow:
-            time.sleep(SLOW_SECONDS)
+
+    def step(number: int) -> None:
         optimizer.zero_grad()
-        net(torch.full((4, 20), float(step - rank))).square().mean().backward()
+        net(torch.full((8, 20), float(number % 7 - dist.get_rank()))).square().mean().backward()
         optimizer.step()
-    dist.destroy_process_group()
+
+    return dist.get_rank(), step, lambda array: dist.all_reduce(torch.from_numpy(array)), dist.destroy_process_group
+
+
+def main(front: str, argument: str, habit: str = "", which: str = "-1") -> None:
+    rank, step, all_reduce, close = (by_nn if front in ("nn", "partial") else by_torch)(front)
+    if argument.lstrip("-").isdigit():
+        for number in range(STEPS):
+            time.sleep(SLOW_SECONDS if rank == int(argument) else 0.0)
+            step(number)
+    else:
+        watched(rank, step, all_reduce, Path(argument), habit if rank == int(which) or habit == "prints" else "")
+    close()
+
+
+def watched(rank: int, step, all_reduce, file: Path, habit: str) -> None:
+    began = time.monotonic()
+    for number in range(1_000_000):
+        if habit == "slow":
+            time.sleep(0.02)
+        step(number)
+        if habit == "prints" and number % 20 == rank:
+            sys.stdout.write(f"rank {rank} has done {number}\n")
+            sys.stderr.write(f"\r{rank}: {number} of many" + " ." * 60 + "\r")
+        while habit == "late" and number == 10 and not file.exists():
+            time.sleep(0.01)
+        ends = np.array([file.exists() or time.monotonic() - began > MOST_SECONDS], np.float32)
+        if number % 10 == 0:
+            all_reduce(ends)
+            if ends[0]:
+                break
+    print(f"rank {rank} has ended well")
 
 
 def fail(how: str) -> None:
@@ -75,12 +111,10 @@ def fail(how: str) -> None:
             values = values.astype(np.float64)
         elif how == "stall":
             time.sleep(1000)
-        elif how == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raise":
             raise ZeroDivisionError("the cause")
-        elif how == "SIGQUIT":
-            os.kill(os.getpid(), signal.SIGQUIT)
+        elif how in ("SIGKILL", "SIGQUIT"):
+            os.kill(os.getpid(), signal.Signals[how])
         elif how == "SIGQUIT to the agent":
             os.kill(os.getppid(), signal.SIGQUIT)
             while len([*Path(os.environ["DISTOPT_FLIGHT_FOLDER"]).glob("stacks-*")]) < world.world_size:
@@ -90,15 +124,12 @@ def fail(how: str) -> None:
 
 
 if __name__ == "__main__":
-    front, argument = sys.argv[1:]
-    if argument == "caught":
+    if sys.argv[2] == "caught":
         try:
             fail("operation")
         except RuntimeError as error:
             print(f"has caught {type(error).__name__}")
-    elif front == "fail":
-        fail(argument)
-    elif front in ("nn", "partial"):
-        train_nn(int(argument), front)
+    elif sys.argv[1] == "fail":
+        fail(sys.argv[2])
     else:
-        train_torch(int(argument), front)
+        main(*sys.argv[1:])

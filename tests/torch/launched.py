@@ -36,9 +36,27 @@ def spawn(size: int, method: str, body: str = "run") -> None:
     torch.multiprocessing.spawn({"run": run, "fail": fail}[body], (size, method), nprocs=size)
 
 
+def has_helper(rank: int, size: int, way: str, place: str) -> None:
+    """Each rank has a process that makes a group with those of others."""
+    dist.init_process_group("distopt")
+    process = torch.multiprocessing.get_context(way).Process(target=help_out, args=(rank, size, place))
+    process.start()
+    process.join()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def help_out(rank: int, size: int, place: str) -> None:
+    try:
+        run(rank, size, place)
+    except RuntimeError as error:  # of rank 0 that its port is taken
+        sys.stdout.write(f"helper {rank} is refused: {error}\n")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         spawn(int(sys.argv[2]), *sys.argv[3:])
     else:
-        rank_name, size_name = next(names for names in NAMES if names[0] in os.environ)
-        run(int(os.environ[rank_name]), int(os.environ[size_name]), sys.argv[1], *sys.argv[2:])
+        rank, size = next((os.environ[a], os.environ[b]) for a, b in NAMES if a in os.environ)
+        body, words = (has_helper, sys.argv[2:]) if sys.argv[1] == "helper" else (run, sys.argv[1:])
+        body(int(rank), int(size), *words)

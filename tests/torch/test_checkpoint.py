@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +19,11 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from distopt import checkpoint, cli
+from distopt.data import ShardedSampler
 from distopt.errors import StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
 from distopt.torch.checkpoint.generators import global_generators
@@ -26,32 +31,25 @@ from distopt.torch.checkpoint.gradients import Gradients
 from distopt.torch.checkpoint.states import ModelState, parts_of
 from distopt.torch.checkpoint.trees import decode, encode
 from distopt.torch.ddp.bucket_order import bucket_order, lay_out
+from instruments.faults.healing import RUN, Job, without_heal
+from instruments.faults.healing import disturb as kill
+from instruments.torch.disturbed import disturb
 from tests.conformance.thread_ranks import on_ranks
-from tests.faults.healing import RUN, Job, without_heal
-from tests.faults.healing import disturb as kill
 from tests.processes import Ended, Program
-
-from .disturbed import disturb
+from tests.unit.refusals import refused
 
 SEED = int(os.environ.get("DISTOPT_TEST_SEED", "7"))
 JOB = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node"]
-THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 # -- jobs that are disturbed -------------------------------------------------------------------------------------------
-def command(ranks: int, folder: Path, *options: str) -> list[str]:
-    return [*JOB, str(ranks), "-m", "tests.torch.resumed", "--folder", str(folder), *options]
-
-
 def run(ranks: int, folder: Path, *options: str) -> Ended:
-    return Program(command(ranks, folder, *options), THREADS).end()
+    command = [*JOB, str(ranks), "-m", "instruments.torch.resumed", "--folder", str(folder), *options]
+    return Program(command, {"OMP_NUM_THREADS": "1"}).end()
 
 
 def ends_of(*ended: Ended) -> list[str]:
-    lines = [
-        line.removeprefix(f"[rank {n}] ") for one in ended for line in one.stdout.splitlines() for n in [line[6:7]]
-    ]
-    return sorted(line for line in lines if "ends with" in line)
+    return sorted(re.findall(r"^(?:\[rank \d\] )?(.* ends with .*)$", "".join(one.stdout for one in ended), re.M))
 
 
 def undisturbed(folder: Path, ranks: int, *options: str) -> list[str]:
@@ -60,30 +58,27 @@ def undisturbed(folder: Path, ranks: int, *options: str) -> list[str]:
     return ends_of(ended)
 
 
+WITH_CODECS = ["hook", "dist-opt", "diloco", "sparse-diloco"]
 # Over Gloo, sums of three ranks depend on the layout of DDP's buckets.
 JOBS = [
-    ("distopt", 2, []),
-    ("gloo", 2, ["--accumulate", "4"]),
-    pytest.param("distopt", 2, ["--accumulate", "4"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 3, ["--precision", "bfloat16"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 3, ["--static-graph"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"], marks=pytest.mark.sweep),
-    pytest.param("distopt", 2, ["--by", "zero"], marks=pytest.mark.sweep),
-    pytest.param("distopt", 2, ["--by", "hook"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 2, ["--by", "hook"], marks=pytest.mark.sweep),
-    pytest.param("distopt", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 2, ["--by", "dist-opt"], marks=pytest.mark.sweep),
-    pytest.param("distopt", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 2, ["--by", "diloco"], marks=pytest.mark.sweep),
-    pytest.param("distopt", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
-    pytest.param("gloo", 2, ["--by", "sparse-diloco"], marks=pytest.mark.sweep),
+    ("distopt", 2, ""),
+    ("gloo", 2, "--accumulate 4"),
+    pytest.param("distopt", 2, "--accumulate 4", marks=pytest.mark.sweep),
+    pytest.param("gloo", 3, "--precision bfloat16", marks=pytest.mark.sweep),
+    pytest.param("gloo", 3, "--static-graph", marks=pytest.mark.sweep),
+    pytest.param("gloo", 2, "--by fsdp --precision bfloat16", marks=pytest.mark.sweep),
+    pytest.param("distopt", 2, "--by zero", marks=pytest.mark.sweep),
+    *(
+        pytest.param(backend, 2, f"--by {by}", marks=pytest.mark.sweep)
+        for by, backend in product(WITH_CODECS, ("distopt", "gloo"))
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks", "options"), JOBS)
 def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_path, backend, ranks, options):
-    options = ["--backend", backend, *options]
+    options = ["--backend", backend, *options.split()]
     want = undisturbed(tmp_path / "undisturbed", ranks, *options)
     folder, numbers = tmp_path / "disturbed", random.Random(SEED)
     killed = run(ranks, folder, *options, "--end", "SIGKILL", str(numbers.randrange(8, 25)))
@@ -98,30 +93,26 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
     assert ends_of(ended) == want
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=1)
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
-@pytest.mark.parametrize("by", ["hook", "dist-opt", "diloco", "sparse-diloco"])
-def test_a_job_with_codecs_heals_with_the_undisturbed_bits(tmp_path, backend, by):
+@pytest.mark.parametrize("by", WITH_CODECS)
+def test_a_job_with_codecs_heals_with_the_undisturbed_bits(start, tmp_path, backend, by):
     """From memory: nothing is saved in files."""
-    command = [*RUN, "--heal", "-m", "tests.torch.resumed", "--backend", backend, "--by", by]
+    command = [*RUN, "--heal", "-m", "instruments.torch.resumed", "--backend", backend, "--by", by]
     want = Job(*without_heal([command])).end()
-    job = Job([*command, "--pause", "0.2", "--until", str(tmp_path / "end")])
-    try:
-        for _ in range(2):
-            job.more_steps()
-            kill(job, (), "SIGKILL", random.Random(SEED))
-        (tmp_path / "end").touch()
-        assert job.end() == want
-    finally:
-        job.kill()
+    job = start([*command, "--pause", "0.2", "--until", str(tmp_path / "end")])
+    for _ in range(2):
+        job.more_steps()
+        kill(job, (), "SIGKILL", random.Random(SEED))
+    (tmp_path / "end").touch()
+    assert job.end() == want
     assert sum("resuming from step" in line for line in job.lines) >= 2 * 2
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
 def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path):
-    """Over distopt; `python -m tests.torch.disturbed` does more, and over Gloo."""
+    """Over distopt; `python -m instruments.torch.disturbed` does more, and over Gloo."""
     signals = [signal.SIGKILL, signal.SIGTERM]
     assert disturb(net, 2, tmp_path, signals, random.Random(SEED), "--steps", "150") >= 1
 
@@ -156,14 +147,27 @@ def job(folder: Path, optimizer=torch.optim.AdamW, width: int = 5, **more):
     return model, optimizer, Checkpoint(folder, model=model, optimizer=optimizer, **more)
 
 
-def train(model, optimizer, checkpoint, steps: int) -> float:
+def train(model, optimizer, checkpoint, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(torch.randn(8, 3)).square().mul(torch.rand(5)).mean()
-        loss.backward()
+        model(torch.randn(8, 3)).square().mul(torch.rand(5)).mean().backward()
         optimizer.step()
         checkpoint.step()
-    return loss.item()
+
+
+def saved_job(folder: Path) -> None:
+    """A job saves its states after two steps."""
+    *_, saver = objects = job(folder)
+    with saver:
+        saver.resume()
+        train(*objects, 2)
+        saver.save()
+
+
+def save(folder: Path, **objects) -> None:
+    with Checkpoint(folder, **objects) as saver:
+        saver.resume()
+        saver.save()
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -230,54 +234,44 @@ def test_optimizers_and_generators_go_on(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alone(tmp_path):
-    dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = Small()
-        inner = torch.compile(model, backend="eager")
-        wrapped = torch.compile(nn.parallel.DistributedDataParallel(inner), backend="eager")
-        with Checkpoint(tmp_path, model=wrapped) as saved:
-            saved.resume()
-            saved.save()
-    finally:
-        dist.destroy_process_group()
-    fresh = Small()
+    model, fresh = Small(), Small()
+    inner = torch.compile(model, backend="eager")
+    save(tmp_path, model=torch.compile(nn.parallel.DistributedDataParallel(inner), backend="eager"))
     assert load(tmp_path, model=fresh).step == 0
+    assert_same_states(model, fresh)
+
+
+def assert_same_states(model, other) -> None:
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, fresh.state_dict()[name]), name
+        assert torch.equal(tensor, other.state_dict()[name]), name
 
 
 def test_tensors_can_be_resized_after_a_save(tmp_path):
-    model = Small().bfloat16()
+    model, fresh = Small().bfloat16(), Small().bfloat16()
     model.register_buffer("places", torch.ones(3, 4).t())  # lies in columns
-    model.register_buffer("waves", torch.ones(4, dtype=torch.complex64))
-    model.register_buffer("counts", torch.ones(4, dtype=torch.uint16))
-    with Checkpoint(tmp_path, model=model) as saved:
-        saved.resume()
-        saved.save()
-    fresh = Small().bfloat16()
     fresh.register_buffer("places", torch.zeros(4, 3))
-    fresh.register_buffer("waves", torch.zeros(4, dtype=torch.complex64))
-    fresh.register_buffer("counts", torch.zeros(4, dtype=torch.uint16))
+    for name, dtype in (("waves", torch.complex64), ("counts", torch.uint16)):
+        model.register_buffer(name, torch.ones(4, dtype=dtype))
+        fresh.register_buffer(name, torch.zeros(4, dtype=dtype))
+    save(tmp_path, model=model)
     load(tmp_path, model=fresh)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, fresh.state_dict()[name]), name
+    assert_same_states(model, fresh)
+    for tensor in model.state_dict().values():
         tensor.untyped_storage().resize_(0)
 
 
+@pytest.mark.usefixtures("alone")
 def test_buckets_are_laid_out_anew_where_ddp_sends_buffers():
     """Which it does before every forward pass, as is its default."""
-    dist.init_process_group("distopt", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-        order = sorted(dict(ddp.module.named_parameters()))
-        assert bucket_order(ddp) != order
-        lay_out(ddp, order)
-        assert bucket_order(ddp) == order
-        assert ddp.forward_sync_buffers
-        ddp(torch.randn(5, 3)).sum().backward()
-    finally:
-        dist.destroy_process_group()
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    order = sorted(dict(ddp.module.named_parameters()))
+    assert bucket_order(ddp) != order
+    lay_out(ddp, order)
+    assert bucket_order(ddp) == order
+    assert ddp.forward_sync_buffers
+    ddp(torch.randn(5, 3)).sum().backward()
 
 
 TENSORS = {
@@ -309,9 +303,10 @@ def test_trees_keep_their_types_and_bits():
     assert list(found) == list(tree)
     for name, tensor in TENSORS.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bytes(found[name].contiguous().view(-1).view(torch.uint8)) == bytes(
-            tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
-        ), name
+        one, other = (
+            bytes(each.contiguous().view(-1).view(torch.uint8)) for each in (found[name], tensor.resolve_conj())
+        )
+        assert one == other, name
     assert found[3] == tree[3]
     assert (type(found["counter"]), found["counter"]) == (Counter, tree["counter"])
     assert (type(found["ordered"]), list(found["ordered"])) == (OrderedDict, ["b", "a"])
@@ -339,34 +334,36 @@ class Holder:
         self.states = states
 
 
+def thing(states):
+    return partial(save, thing=Holder(states))
+
+
 @pytest.mark.parametrize(
-    ("thing", "words"),
+    ("call", "words"),
     [
-        (object(), "thing is a object, which cannot be saved; pass objects with state_dict"),
-        (Holder({"a": [{"deep": len}]}), "a/0/deep is a builtin_function_or_method, which can be saved neither"),
-        (Holder({"s": torch.ones(2, 2).to_sparse()}), "s is a Tensor, which can be saved neither"),
-        (Holder({"p": Pair(1, 2)}), "p is a Pair, which can be saved neither .*; make it a tensor"),
-        (Holder({"d": defaultdict(lambda: 3)}), "d is a defaultdict, which"),
-        (Holder({"m": torch.ones(2, device="meta")}), "m is a tensor on the device meta, which has no values"),
-        (nn.Linear(2, 2, device="meta"), "weight is a tensor on the device meta, which has no values"),
-        (Holder({"a": np.ma.masked_array([1.0], [True])}), "a is a MaskedArray, which"),
-        (Holder({"c": np.complex64(1j)}), "c is a complex64, which"),
+        (partial(save, thing=object()), "thing is a object, which cannot be saved; pass objects with state_dict"),
+        (thing({"a": [{"deep": len}]}), "a/0/deep is a builtin_function_or_method, which can be saved neither"),
+        (thing({"s": torch.ones(2, 2).to_sparse()}), "s is a Tensor, which can be saved neither"),
+        (thing({"p": Pair(1, 2)}), "p is a Pair, which can be saved neither .*; make it a tensor"),
+        (thing({"d": defaultdict(lambda: 3)}), "d is a defaultdict, which"),
+        (thing({"m": torch.ones(2, device="meta")}), "m is a tensor on the device meta, which has no values"),
+        (partial(save, thing=nn.Linear(2, 2, device="meta")), "weight is a tensor on the device meta, which has no"),
+        (thing({"a": np.ma.masked_array([1.0], [True])}), "a is a MaskedArray, which"),
+        (thing({"c": np.complex64(1j)}), "c is a complex64, which"),
+        (partial(Checkpoint, sampler=ShardedSampler(8, 1, 0, 2)), "a ShardedSampler.*a distopt.torch.ResumableSampler"),
+        (lambda _: ResumableSampler(DataLoader([1, 2]), 1), "a DataLoader would be ignored; pass the data set"),
+        (
+            lambda _: ResumableSampler(WeightedRandomSampler([1.0], 2), 1),
+            "the order of a WeightedRandomSampler would be",
+        ),
+        *(
+            (front, "a checkpoint of no objects saves nothing; name them")
+            for front in (Checkpoint, load, checkpoint.Checkpoint, checkpoint.load)
+        ),
     ],
 )
-def test_what_cannot_be_saved_is_named(tmp_path, thing, words):
-    def save() -> None:
-        saved = Checkpoint(tmp_path, thing=thing)
-        saved.resume()
-        saved.save()
-
-    with pytest.raises(UsageError, match=words):
-        save()
-
-
-@pytest.mark.parametrize("given", [WeightedRandomSampler([1.0, 2.0], 2), DataLoader([1, 2])])
-def test_the_data_of_a_sampler_are_no_sampler(given):
-    with pytest.raises(UsageError, match=rf"the order of a {type(given).__name__} would be ignored; pass the data set"):
-        ResumableSampler(given, 1)
+def test_what_cannot_be_saved_is_named(tmp_path, call, words):
+    refused(UsageError, words, call, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -381,14 +378,6 @@ def test_a_loader_does_not_make_batches_of_batches(workers):
 
 
 @pytest.mark.parametrize(
-    "front", [Checkpoint, load, checkpoint.Checkpoint, checkpoint.load], ids=lambda f: f.__module__
-)
-def test_a_checkpoint_of_no_objects_is_refused(tmp_path, front):
-    with pytest.raises(UsageError, match="a checkpoint of no objects saves nothing; name them"):
-        front(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("other", "words"),
     [
         ({"width": 6}, r"model: inner.bias is float32 of shape \(5,\), here float32 of shape \(6,\)"),
@@ -397,37 +386,24 @@ def test_a_checkpoint_of_no_objects_is_refused(tmp_path, front):
     ],
 )
 def test_checkpoints_of_another_job_are_refused_and_change_nothing(tmp_path, other, words):
-    objects = job(tmp_path)
-    objects[-1].resume()
-    train(*objects, 2)
-    objects[-1].save()
-    objects[-1].close()
+    saved_job(tmp_path)
     model, _, saved = job(tmp_path, **other)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(StateError, match=words):
-        saved.resume()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    before = copy.deepcopy(model)
+    refused(StateError, words, saved.resume)
+    assert_same_states(before, model)
 
 
 def test_the_files_are_those_of_nn_and_hold_no_pickle(tmp_path):
-    objects = job(tmp_path / "pytorch")
-    objects[-1].resume()
-    train(*objects, 2)
-    objects[-1].save()
-    objects[-1].close()
-    checkpoint_of_nn = checkpoint.Checkpoint(tmp_path / "nn", model={"weight": np.zeros((5, 3), np.float32)})
-    checkpoint_of_nn.resume()
-    checkpoint_of_nn.save()
-    checkpoint_of_nn.close()
-    with pytest.raises(StateError, match="no state dictionary of PyTorch"):
-        load(tmp_path / "nn", model=nn.Linear(3, 5, bias=False))
-    with pytest.raises(StateError, match="of another script"):  # states of PyTorch's for arrays of nn's
-        checkpoint.load(tmp_path / "pytorch", model={"weight": np.zeros((5, 3), np.float32)})
-    assert sorted(path.name for path in (tmp_path / "pytorch").rglob("*") if path.is_file()) == [
-        ".lock",
-        "checkpoint.json",
-        "rank-00000.safetensors",
-    ]
+    saved_job(tmp_path / "pytorch")
+    weight = {"weight": np.zeros((5, 3), np.float32)}
+    with checkpoint.Checkpoint(tmp_path / "nn", model=weight) as saver:
+        saver.resume()
+        saver.save()
+    refused(StateError, "no state dictionary of PyTorch", load, tmp_path / "nn", model=nn.Linear(3, 5, bias=False))
+    # States of PyTorch's for arrays of nn's.
+    refused(StateError, "of another script", checkpoint.load, tmp_path / "pytorch", model=weight)
+    files = sorted(path.name for path in (tmp_path / "pytorch").rglob("*") if path.is_file())
+    assert files == [".lock", "checkpoint.json", "rank-00000.safetensors"]
 
 
 def test_the_first_array_of_two_runs_that_differs_is_named(tmp_path, monkeypatch, capsys):
@@ -478,6 +454,20 @@ def test_accumulated_batches_count_together():
         sampler.step()
         counts.append(sampler.consumed)
     assert counts == [4, 8, 10]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("n_batches", "accumulated", "given"), [(9, 2, 1), (9, 3, 1), (9, 4, 2), (9, 2, 2), (9, 1, 1)])
+def test_steps_of_several_batches_that_are_counted_as_less_are_noticed(workers, n_batches, accumulated, given, caplog):
+    sampler = ResumableSampler(2 * n_batches, 2, batches_per_step=given)
+    loader = DataLoader(torch.arange(2 * n_batches), batch_sampler=sampler, num_workers=workers)
+    for number, _ in enumerate(loader, 1):
+        if number % accumulated == 0:
+            sampler.step()
+    del loader
+    gc.collect()
+    wanted = [] if accumulated == given else [f"batches_per_step={round(n_batches / (n_batches // accumulated))}"]
+    assert re.findall(r"batches_per_step=\d+", caplog.text) == wanted
 
 
 def test_buffers_of_a_module_that_is_replaced_are_recorded():

@@ -3,19 +3,15 @@
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from examples.data import idx, synthetic
-from tests.processes import ROOT, Program, mpiexec_command
+from tests.digits import write_digits
+from tests.processes import ROOT, Program, end_all, mpiexec_command
 
 pytest.importorskip("torch")
 
-BIN = Path(sys.executable).parent
 SCRIPT = str(ROOT / "examples" / "pytorch" / "mnist_ddp.py")
 STEPS = 20  # of an epoch of two ranks
 OPTIONS = ["--epochs", "2", "--batch-size", "16", "--log-interval", "1", "--digest"]
@@ -26,11 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of all jobs. They train on few digits."""
-    folder = tmp_path_factory.mktemp("digits")
-    for part, count in (("train", 2 * 16 * STEPS), ("t10k", 200)):
-        images, labels = synthetic.digits(count, 1)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx.encode(images.reshape(count, 28, 28)))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
+    folder = write_digits(tmp_path_factory.mktemp("digits"), 2 * 16 * STEPS, 200)
     return {"DISTOPT_DATA_DIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
@@ -39,24 +31,9 @@ def undisturbed(env: dict[str, str], once: Callable[..., list[str]]) -> list[str
     return once("mnist_ddp", lambda: digits_of(run([BY_AGENT], env)))
 
 
-@contextmanager
-def started(command: list[str], env: dict[str, str]) -> Iterator[Program]:
-    program = Program(command, env)
-    try:
-        yield program
-    finally:
-        program.kill()
-        program.process.communicate()
-
-
 def run(commands: list[list[str]], env: dict[str, str]) -> str:
     """The commands beside each other, as on several nodes; what they say."""
-    with ExitStack() as stack:
-        programs = [stack.enter_context(started(command, env)) for command in commands]
-        ended = [program.end() for program in programs]
-    said = "".join(each.stdout + each.stderr for each in ended)
-    assert not any(each.code for each in ended), said
-    return said
+    return "".join(each.stdout + each.stderr for each in end_all(Program(command, env) for command in commands))
 
 
 def digits_of(output: str) -> list[str]:
@@ -100,16 +77,12 @@ def test_one_rank_needs_no_launcher(env: dict[str, str]) -> None:
 def test_tensor_parallel_ranks_find_the_tokens_of_one_rank() -> None:
     options = ["--hidden", "256", "--layers", "3", "--tokens", "20"]
     script = [str(ROOT / "examples" / "pytorch" / "tensor_parallel.py"), *options]
-    env = {"OMP_NUM_THREADS": "1"}
-    said = {
-        way: run([[sys.executable, *words, *script, *more]], env)
-        for way, words, more in (
-            ("1 ranks over gloo", [], ["--backend", "gloo"]),
-            ("2 ranks over gloo", ["-m", "torch.distributed.run", "--nproc-per-node", "2"], ["--backend", "gloo"]),
-            ("2 ranks over distopt", ["-m", "distopt", "run", "--nproc-per-node", "2"], []),
-            ("4 ranks over distopt", ["-m", "torch.distributed.run", "--nproc-per-node", "4"], []),
-        )
+    ways = {
+        "1 ranks over gloo": [*script, "--backend", "gloo"],
+        "2 ranks over distopt": ["-m", "distopt", "run", "--nproc-per-node", "2", *script],
+        "4 ranks over distopt": ["-m", "torch.distributed.run", "--nproc-per-node", "4", *script],
     }
+    said = {way: run([[sys.executable, *words]], {"OMP_NUM_THREADS": "1"}) for way, words in ways.items()}
     tokens = [re.findall(r"^Tokens: (.*)$", text, re.MULTILINE) for text in said.values()]
     assert len(tokens[0]) == 1
     assert len(set(tokens[0][0].split())) > 5, "other tokens, not one again and again"

@@ -9,7 +9,6 @@ from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -51,36 +50,26 @@ def add(host: Host, name: str, address: str, *, bridge: bool = False) -> None:
     ip(host, "address", "add", address, "dev", name)
 
 
-def with_bridges(hosts: Sequence[Host]) -> None:
-    for host in hosts:
-        add(host, "docker0", "172.17.0.1/16", bridge=True)
-
-
-def with_other_networks(hosts: Sequence[Host]) -> None:
-    for number, host in enumerate(hosts):
-        add(host, "other", f"10.9.{number}.1/24")
-
-
-def with_ipv6_alone(hosts: Sequence[Host]) -> None:
-    for number, host in enumerate(hosts, 1):
-        ip(host, "address", "flush", "dev", LINK, "scope", "global")
-        ip(host, "address", "add", f"fd00::{number}/64", "dev", LINK, "nodad")
-
-
 @contextmanager
-def cabled(before: Callable[[Sequence[Host]], None] | None = None) -> Iterator[tuple[Host, ...]]:
-    """Two hosts; `before` the cable comes, they get other interfaces."""
+def cabled(others: str = "") -> Iterator[tuple[Host, ...]]:
+    """Two hosts. Other interfaces come before the cable, so that the kernel lists them first."""
     try:
         require_tools("ip", "unshare")
     except HostsUnavailableError as error:
         pytest.skip(str(error))
     with namespaces(2, f"-if{next(_marks)}") as hosts:
-        if before is not None:
-            before(hosts)
+        for number, host in enumerate(hosts):
+            if others == "bridges":
+                add(host, "docker0", "172.17.0.1/16", bridge=True)
+            elif others == "other networks":
+                add(host, "other", f"10.9.{number}.1/24")
         peer = ["peer", "name", LINK, "netns", hosts[1].namespace]
         subprocess.run(["ip", "link", "add", LINK, "netns", hosts[0].namespace, "type", "veth", *peer], check=True)
         bring_up(hosts)
         wait_for_link(hosts)
+        for number, host in enumerate(hosts if others == "IPv6 alone" else ()):
+            ip(host, "address", "flush", "dev", LINK, "scope", "global")
+            ip(host, "address", "add", f"fd00::{number + 1}/64", "dev", LINK, "nodad")
         yield hosts
 
 
@@ -140,29 +129,20 @@ def outcomes(
             process.join()
 
 
-class Case(NamedTuple):
-    change: Callable[[Sequence[Host]], None]
-    place: str  # of `init_process_group`; {folder}: where both ranks find a file
-    is_late: bool = False  # whether the change needs the cable
-
-
-CASES = {
-    "equal bridges, an address": Case(with_bridges, f"tcp://10.213.77.1:{PORT}"),
-    "equal bridges, a file": Case(with_bridges, "file://{folder}/store"),
-    "another network, a file": Case(with_other_networks, "file://{folder}/store"),
-    "IPv6 alone, an address": Case(with_ipv6_alone, f"tcp://[fd00::1]:{PORT}", is_late=True),
-    "IPv6 alone, a file": Case(with_ipv6_alone, "file://{folder}/store", is_late=True),
-}
-
-
 @pytest.mark.slow(kept=2)
-@pytest.mark.parametrize("name", CASES)
-def test_the_interface_that_leads_to_the_other_host(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    with cabled(None if case.is_late else case.change) as hosts:
-        if case.is_late:
-            case.change(hosts)
-        found = outcomes(hosts, case.place.format(folder=tmp_path))
+@pytest.mark.parametrize(
+    ("others", "place"),  # of `init_process_group`; {folder}: where both ranks find a file
+    [
+        ("bridges", f"tcp://10.213.77.1:{PORT}"),
+        ("bridges", "file://{folder}/store"),
+        ("other networks", "file://{folder}/store"),
+        ("IPv6 alone", f"tcp://[fd00::1]:{PORT}"),
+        ("IPv6 alone", "file://{folder}/store"),
+    ],
+)
+def test_the_interface_that_leads_to_the_other_host(others: str, place: str, tmp_path: Path) -> None:
+    with cabled(others) as hosts:
+        found = outcomes(hosts, place.format(folder=tmp_path))
         assert found == [[host.name, [LINK]] for host in hosts], json.dumps(found)
 
 

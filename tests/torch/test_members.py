@@ -1,7 +1,6 @@
 """Workers of a DiLoCo whose members change, by a service that the test plays: what they copy, send and apply.
 
-A trial has one member here, so that its means are the changes which that one sends. The ranks of a worker run one after
-the other: all that they do together is that the first one broadcasts.
+A trial has one member here, so that its means are the changes which that one sends.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import torch
 
 from distopt import codecs
-from distopt.comm.base import DoneWork
+from distopt.comm.base import Communicator
 from distopt.comm.single import SingleCommunicator
 from distopt.engine.engine import Engine
 from distopt.launch.job.topology import Topology
@@ -26,6 +24,7 @@ from distopt.torch.training import members as module
 from distopt.torch.training.fragment import Fragment
 from distopt.torch.training.parameters import TrainedParameter
 from distopt.torch.training.workers import Workers
+from tests.conformance.thread_ranks import on_ranks
 
 ALONE = Topology.of_one_host(0, 1, "host")
 DISTANCE = 3  # steps from one average to the next
@@ -73,22 +72,6 @@ class Came:
 
     def stop(self) -> None:
         """It is over."""
-
-
-class Ranks:
-    """The two ranks of a worker, the second after the first."""
-
-    def __init__(self, rank: int, sent: deque[tuple[str, np.ndarray]]) -> None:
-        self.topology, self._sent = Topology.of_one_host(rank, 2, "host"), sent
-
-    def broadcast(self, array: np.ndarray, *, label: str) -> DoneWork:
-        if self.topology.rank == 0:
-            self._sent.append((label, array.copy()))
-        else:
-            first, sent = self._sent.popleft()
-            assert (first, sent.dtype, sent.shape) == (label, array.dtype, array.shape)
-            array[...] = sent
-        return DoneWork()
 
 
 class Worker:
@@ -247,16 +230,18 @@ def test_a_newcomer_copies_the_moments_as_of_the_average(copies: bool) -> None:
     moments = member.moments
     member.learn(4.0)
     assert member.moments != moments
-    sent: deque[tuple[str, np.ndarray]] = deque()
-    newcomers = [Worker(copies=copies, lr=0.5 + rank, communicator=Ranks(rank, sent)) for rank in range(2)]
-    newcomers[0].lead_to(member)
-    for newcomer in newcomers:
+
+    def newcomes(comm: Communicator) -> None:
+        rank = comm.topology.rank
+        newcomer = Worker(copies=copies, lr=0.5 + rank, communicator=comm)
+        if rank == 0:
+            newcomer.lead_to(member)
         newcomer.steps = newcomer.workers.join(0)
-    assert not sent
-    for rank, newcomer in enumerate(newcomers):
         assert newcomer.moments == (moments if copies else [])
         assert newcomer.inner.param_groups[0]["lr"] == 0.5 + rank
         assert newcomer.model == (member.model[1], member.model[1])
         assert newcomer.steps == member.workers._members.steps
         newcomer.learn(1.0)  # from these states
         assert newcomer.inner.state_dict()["state"][0]["step"] == (4 if copies else 1)
+
+    on_ranks(2, newcomes)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distopt import checkpoint, codecs
-from distopt.data import ShardedSampler
-from distopt.errors import UsageError
 from distopt.torch import Checkpoint, DistOpt, ResumableSampler
 from distopt.torch.checkpoint.gradients import Gradients
 from distopt.torch.checkpoint.states import parts_of
@@ -146,7 +144,8 @@ def test_a_job_killed_between_two_epochs_ends_the_epoch_again(tmp_path, name, ep
 @pytest.mark.parametrize("empty", [False, True])
 def test_zeros_and_used_gradients(tmp_path, empty):
     """An optimizer with momentum moves parameters with a gradient of zero, and leaves alone those without one."""
-    job = Job(tmp_path, rule=lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9))
+    rule = partial(torch.optim.SGD, momentum=0.9)
+    job = Job(tmp_path, rule=rule)
     weight = job.model[1].weight
     weight.grad = torch.ones_like(weight)
     job.optimizer.step()
@@ -154,7 +153,7 @@ def test_zeros_and_used_gradients(tmp_path, empty):
     job.model[1].bias.grad = torch.full((1,), 3.0)
     job.saver.save()
     job.saver.close()
-    again = Job(tmp_path, rule=lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9))
+    again = Job(tmp_path, rule=rule)
     assert again.model[1].bias.grad.item() == 3
     assert again.model[0].weight.grad is None
     grad = again.model[1].weight.grad
@@ -167,11 +166,16 @@ def test_zeros_and_used_gradients(tmp_path, empty):
     again.saver.close()
 
 
+def checkpoint_of(comm, folder, objects, **parts):
+    """Of one rank, which is a thread."""
+    return checkpoint.Checkpoint(folder, every=1, communicator=comm, **parts_of(objects, replicated=True), **parts)
+
+
 def test_gradients_become_their_mean_where_the_number_of_ranks_changes(tmp_path):
     def body(comm, factor):
         model = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
-        parts = parts_of({"model": model}, replicated=True) | {"gradients.waiting": Gradients({"model": model})}
-        with checkpoint.Checkpoint(tmp_path, communicator=comm, **parts) as saver:
+        parts = {"gradients.waiting": Gradients({"model": model})}
+        with checkpoint_of(comm, tmp_path, {"model": model}, **parts) as saver:
             resumed = saver.resume()
             if factor:
                 nn.init.constant_(model.weight, comm.topology.rank + 1)
@@ -186,11 +190,6 @@ def test_gradients_become_their_mean_where_the_number_of_ranks_changes(tmp_path)
         assert torch.equal(grad, torch.ones(2, 3, dtype=torch.bfloat16))
 
 
-def test_a_sampler_that_counts_what_loaders_fetch_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"sampler is a ShardedSampler.*pass a distopt.torch.ResumableSampler"):
-        Checkpoint(tmp_path, sampler=ShardedSampler(8, 1, 0, 2))
-
-
 # -- generators --------------------------------------------------------------------------------------------------------
 def test_ranks_that_seeded_python_and_numpy_equally_stay_equal_when_one_comes(tmp_path):
     """Threads stand for ranks, so generators of their own stand for the global ones of Python and NumPy."""
@@ -198,8 +197,7 @@ def test_ranks_that_seeded_python_and_numpy_equally_stay_equal_when_one_comes(tm
     def body(comm):
         own = torch.Generator().manual_seed(100 + comm.topology.rank)
         things = {"python": random.Random(7), "numpy": np.random.RandomState(7), "own": own}
-        parts = parts_of(things, replicated=True)
-        with checkpoint.Checkpoint(tmp_path, every=1, communicator=comm, **parts) as saver:
+        with checkpoint_of(comm, tmp_path, things) as saver:
             saver.resume()
             drawn = [things["python"].random(), things["numpy"].rand(), torch.rand(1, generator=own).item()]
             saver.step()
@@ -224,7 +222,7 @@ def test_buffers_of_any_type_become_their_mean(tmp_path, dtype):
         model = nn.Module()
         model.register_buffer("running", (values[comm.topology.rank] if saves else torch.zeros(4)).to(dtype))
         model.register_buffer("same", torch.full((2,), 0.75).to(dtype))
-        with checkpoint.Checkpoint(tmp_path, communicator=comm, **parts_of({"model": model}, replicated=True)) as saver:
+        with checkpoint_of(comm, tmp_path, {"model": model}) as saver:
             saver.resume()
             if saves:
                 saver.save()
@@ -247,16 +245,16 @@ def test_a_mean_is_rounded_once():
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+@pytest.mark.parametrize("alone", ["distopt", "gloo"], indirect=True)
 @pytest.mark.parametrize(("after", "says"), [("fp32", True), ("top-k", True), ("error feedback", False)])
-def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path, caplog, backend, after, says):
+@pytest.mark.usefixtures("alone")
+def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path, caplog, after, says):
     kinds = {
         "error feedback": codecs.create("top-k", ratio=0.5, error_feedback=True),
         "top-k": codecs.create("top-k", ratio=0.5),
         "fp32": "fp32",
     }
-
-    def steps(codec):
+    for codec in ("error feedback", after):
         model = nn.Linear(3, 2)
         optimizer = DistOpt(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), codec=kinds[codec])
         with Checkpoint(tmp_path, model=model, optimizer=optimizer) as saver:
@@ -267,11 +265,4 @@ def test_states_that_the_codec_of_a_resumed_job_does_not_use_are_named(tmp_path,
                 optimizer.step()
                 saver.step()
             saver.save()
-
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        steps("error feedback")
-        steps(after)
-    finally:
-        dist.destroy_process_group()
     assert caplog.text.count("the loaded states of codec ErrorFeedback(TopK), such as") == says

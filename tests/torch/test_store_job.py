@@ -8,6 +8,7 @@ import pytest
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import LaunchError, UsageError
 from tests.conformance.ranks import LocalJob, with_ranks
+from tests.unit.refusals import refused
 from tests.unit.test_key_value import gathers
 
 pytest.importorskip("torch")
@@ -42,8 +43,6 @@ def test_ranks_exchange_bytes_and_share_memory(job: LocalJob) -> None:
     own.close()
     client = StoreClient(dist.PrefixStore("client", store), rank, range(3), 120.0)
     assert gathers(client, 3) == "well"
-    with pytest.raises(LaunchError, match="does not notice ranks that end"):
-        client.gather_living("own/")
     job.all_gather(b"")  # all have read
     client.forget()
     job.all_gather(b"")  # rank 0 serves the store until all have ended
@@ -64,10 +63,10 @@ def test_a_rank_that_does_not_come_is_named(job: LocalJob) -> None:
 
 
 def test_parameters_on_other_devices_are_refused() -> None:
-    with pytest.raises(UsageError, match="fc is on meta; codecs reduce gradients on CPUs and NVIDIA's GPUs"):
-        TrainedParameter("fc", torch.nn.Parameter(torch.empty(3, device="meta")))
+    on_meta = torch.nn.Parameter(torch.empty(3, device="meta"))
+    text = "fc is on meta; codecs reduce gradients on CPUs and NVIDIA's GPUs"
+    refused(UsageError, text, TrainedParameter, "fc", on_meta)
     one, two = (TrainedParameter(name, torch.nn.Parameter(torch.empty(3))) for name in ("a", "b"))
     assert device_of([one, two]) == torch.device("cpu")
-    two.tensor = torch.nn.Parameter(torch.empty(3, device="meta"))
-    with pytest.raises(UsageError, match="parameter b is on meta, and a on cpu"):
-        device_of([one, two])
+    two.tensor = on_meta
+    refused(UsageError, "parameter b is on meta, and a on cpu", device_of, [one, two])

@@ -5,15 +5,15 @@ import gc
 import numpy as np
 import pytest
 
-from distopt import autograd, layer, model, opt, tensor
+from distopt import autograd, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core import changes
 from distopt.nn.core.operation import Operation
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import matrix
+from tests.unit.refusals import refused
 
 F32 = np.float32
-
 
 pytestmark = pytest.mark.usefixtures("training")
 
@@ -35,13 +35,9 @@ def shifted(x):
     x += 10
 
 
-def divided(x):
-    x /= 3
-
-
 IN_PLACE = {
     "+=": shifted,
-    "/=": divided,
+    "/=": lambda x: x.__itruediv__(3),
     "-= of a tensor": lambda x: x.__isub__(ramp(*x.shape)),
     "set_value": lambda x: x.set_value(3),
     "gaussian": lambda x: x.gaussian(),
@@ -59,22 +55,16 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
-def test_a_change_of_what_a_gradient_needs_is_refused(change):
+def test_a_change_of_what_a_gradient_needs_is_refused_and_another_is_allowed(change):
     x, w = ramp(3, 5), weight(3, 5)
     for y in (x * w, autograd.reshape(x, (5, 3)) * autograd.reshape(w, (5, 3)), autograd.relu(x * w)):
         change(x)
-        with pytest.raises(UsageError, match="gradient of Mul needs were changed in place"):
-            gradient_of(y)
-
-
-@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
-def test_a_change_of_what_no_gradient_needs_is_allowed(change):
+        refused(UsageError, "gradient of Mul needs were changed in place", gradient_of, y)
     x, other, w = ramp(3, 5), ramp(3, 5), weight(3, 5)
     expected = x.to_numpy()
     y = x * w + other
     change(other)
-    kept = x.to_numpy()
-    change(kept_tensor := Tensor(data=kept))
+    change(kept_tensor := Tensor(data=x.to_numpy()))
     np.testing.assert_array_equal(gradient_of(y), expected)
     y = x * w
     np.testing.assert_array_equal(gradient_of(y), expected)
@@ -104,16 +94,19 @@ def test_new_memory_leaves_the_old_values_to_the_graph(replace):
     y = x * w
     shifted(x)
     replace(x)
-    with pytest.raises(UsageError, match="changed in place"):
-        gradient_of(y)
+    refused(UsageError, "changed in place", gradient_of, y)
 
 
-def test_a_neighbour_in_the_same_memory_is_another_value():
+def test_neighbours_are_other_values_and_results_count_too():
     memory = np.arange(30, dtype=F32)
     x, other = Tensor.of(memory[:15].reshape(3, 5)), Tensor.of(memory[15:])
     y = x * weight(3, 5)
     shifted(other)
     np.testing.assert_array_equal(gradient_of(y), memory[:15].reshape(3, 5))
+    for walk in (gradient_of, lambda y: y.creator.backward(np.ones(4, F32))):
+        y = autograd.sigmoid(weight(4))
+        y.set_value(0.5)
+        refused(UsageError, "Sigmoid", walk, y)
 
 
 class Strided(Operation):
@@ -139,8 +132,7 @@ def test_strided_values_lie_between_their_first_and_last(part):
         shifted(Tensor.of(memory[i : i + 1]))
         saved = np.arange(8)[part]
         if saved.size and saved.min() <= i <= saved.max():
-            with pytest.raises(UsageError, match="gradient of Strided needs were changed in place"):
-                gradient_of(y)
+            refused(UsageError, "gradient of Strided needs were changed in place", gradient_of, y)
         else:
             assert gradient_of(y) == memory[part].sum()
 
@@ -174,18 +166,6 @@ def test_every_operation_that_reads_its_input_backward_refuses(name):
         assert f"gradient of {name} needs were changed" in str(error)  # noqa: PT017 - either is right
 
 
-def test_results_that_a_gradient_needs_are_refused_too():
-    w = weight(4)
-    y = autograd.sigmoid(w)
-    y.set_value(0.5)
-    with pytest.raises(UsageError, match="Sigmoid"):
-        gradient_of(y)
-    y = autograd.sigmoid(weight(4))
-    y.set_value(0.5)
-    with pytest.raises(UsageError, match="Sigmoid"):
-        y.creator.backward(np.ones(4, F32))
-
-
 @pytest.mark.parametrize("name", ["sum", "max", "min", "mean"])
 def test_the_result_of_one_tensor_has_memory_of_its_own(name):
     x = weight(2, 3)
@@ -205,52 +185,16 @@ def test_an_update_of_parameters_that_another_graph_needs_is_refused():
     sgd(losses[0])
     sgd(losses[1])  # another parameter
     opt.SGD(lr=0.1)(losses[3])
-    with pytest.raises(UsageError, match="Mul"):
-        sgd(losses[2])
+    refused(UsageError, "Mul", lambda: sgd(losses[2]))
 
 
 def test_what_is_noted_ends_with_its_memory():
-    def count():
-        return len(changes._changes)
-
     gc.collect()  # of other tests' tensors
-    before = count()
+    before = len(changes._changes)
     tensors = [Tensor((3, 4)).gaussian() for _ in range(50)]
-    assert count() >= before + 50
+    assert len(changes._changes) >= before + 50
     views = [Tensor.of(t.array[1:]) for t in tensors]
     del tensors
-    assert count() >= before + 50
+    assert len(changes._changes) >= before + 50
     del views
-    assert count() == before
-
-
-class Net(model.Model):
-    def __init__(self, change):
-        super().__init__()
-        self.conv, self.linear = layer.Conv2d(3, 3, bias=False), layer.Linear(4)
-        self.flatten, self.relu = layer.Flatten(), layer.ReLU()
-        self.change, self.scale = change, ramp(1, 1, 6, 6)
-
-    def forward(self, x):
-        return self.linear(self.flatten(self.relu(self.conv(x))))
-
-    def train_one_batch(self, x, y):
-        loss = autograd.softmax_cross_entropy(self.forward(x), y)
-        self.change(x)
-        self.optimizer(loss)
-        return loss
-
-
-@pytest.mark.parametrize("change", [lambda x: None, shifted], ids=["between steps", "before backward"])
-def test_inputs_of_a_step_may_change_between_steps_alone(change):
-    x, y = ramp(2, 2, 6, 6), Tensor((2,), dtype=tensor.int32)
-    net = Net(change)
-    net.set_optimizer(opt.SGD(lr=0.1, momentum=0.9))
-    net.compile([x], is_train=True)
-    for _ in range(3):
-        if change is shifted:
-            with pytest.raises(UsageError, match="gradient of Conv2d needs were changed in place"):
-                net(x, y)
-        else:
-            net(x, y)
-        x += 1
+    assert len(changes._changes) == before

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.emulation import build
+from instruments.emulation import build
 
 LIST = """
 import json
-from tests.emulation import activate
+from instruments.emulation import activate
 activate()
 import cupy
 public = lambda thing: [name for name in vars(thing) if not name.startswith("_")]

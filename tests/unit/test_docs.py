@@ -3,23 +3,21 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distopt import opt
+from tests.docs import blocks
 from tests.docs.site import pages
-from tests.processes import ROOT
+from tests.processes import ROOT, Program
 
-PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / page for page in blocks.PAGES]
 FOLDERS = "distopt|csrc|docs|tests|benchmarks|release"
 ARCHITECTURE = (ROOT / "docs/reference/architecture.md").read_text()
 ADDITIONS = re.findall(r"^\| (an? .*?) \| (.*) \| `(.*)` \|$", ARCHITECTURE, re.M)
 SUFFIXES = (".py", ".h", ".cpp", ".cu")
+SOURCES = [f for top in ("distopt", "csrc") for f in (ROOT / top).rglob("*.*") if f.suffix in SUFFIXES]
 GENERATED = {ROOT / "docs" / path for path in pages.generated()}
 
 
@@ -34,10 +32,6 @@ def test_the_site_is_built_without_pytorch():
     assert not re.search("oracle|torch", plan)
 
 
-def anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_and_heading_exists(page):
     text = page.read_text()
@@ -50,7 +44,8 @@ def test_every_path_and_heading_exists(page):
         headings = re.findall(r"^#+ (.*)", other.read_text(), re.M) if heading and other.exists() else []
         if other in GENERATED:  # and `make docs` checks the heading
             continue
-        if not other.exists() or (heading and heading not in map(anchor, headings)):
+        anchors = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+        if not other.exists() or (heading and heading not in anchors):
             missing.append(f"{target}#{heading}")
     assert not missing
 
@@ -58,26 +53,19 @@ def test_every_path_and_heading_exists(page):
 @pytest.mark.parametrize(("what", "files", "example"), ADDITIONS, ids=[row[0] for row in ADDITIONS])
 def test_an_addition_touches_the_files_that_the_page_lists(what, files, example):
     pattern = re.compile(example.replace("\\|", "|"))
-    files_of_sources = [f for top in ("distopt", "csrc") for f in (ROOT / top).rglob("*.*") if f.suffix in SUFFIXES]
-    touched = {str(f.relative_to(ROOT)) for f in files_of_sources if pattern.search(f.read_text())}
+    touched = {str(f.relative_to(ROOT)) for f in SOURCES if pattern.search(f.read_text())}
     assert touched == set(re.findall(r"`([\w/]+\.\w+)`", files))
 
 
-def test_the_architecture_names_every_room_and_seven_additions():
+def test_the_architecture_and_its_picture_have_every_room():
     rooms = [*(ROOT / "distopt").glob("*/__init__.py"), *(ROOT / "csrc").glob("*/*.h")]
-    missing = {str(file.parent.relative_to(ROOT)) for file in rooms} - set(re.findall(r"`(\w+/\w+)`", ARCHITECTURE))
-    assert not missing
-    assert len(ADDITIONS) == 7
-
-
-def test_the_picture_has_every_room():
+    assert not ({str(file.parent.relative_to(ROOT)) for file in rooms} - set(re.findall(r"`(\w+/\w+)`", ARCHITECTURE)))
+    assert len(ADDITIONS) == 8
     picture = set(re.findall(r'class="name"[^>]*>([\w.]+)', (ROOT / "docs/reference/architecture.svg").read_text()))
     rooms = {file.parent.name for file in (ROOT / "distopt").glob("*/__init__.py")}
     assert rooms | {file.parent.name for file in (ROOT / "csrc").glob("*/*.h")} <= picture
 
 
-# -- README: each command runs in .ci/run, or in a Makefile target that it runs ---------------------------------------
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
 
@@ -95,12 +83,9 @@ def test_shell_commands_are_run_by_ci():
 def test_python_snippets_run(code, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(code)
-    env = {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, script]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line.rpartition(" ")[0] for line in done.stdout.splitlines())
-    assert lines == ["[rank 1] loss", "loss"]
+    ended = Program(["env", "-C", str(tmp_path), sys.executable, str(script)]).end()
+    assert ended.code == 0, ended.stderr
+    assert sorted(line.rpartition(" ")[0] for line in ended.stdout.splitlines()) == ["[rank 1] loss", "loss"]
 
 
 def test_common_errors_are_those_of_the_code():
@@ -108,20 +93,16 @@ def test_common_errors_are_those_of_the_code():
     table = page[page.index("| you see |") :].partition("\n\n")[0]
     quoted = re.findall(r"^\| `(.*?)` \|", table, re.M)
     pieces = [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|\d+|all_reduce|[(),#]", text)]
-    files = [
-        path for folder in ("distopt", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")
-    ]
-    sources = re.sub(r'"\s+f?"', "", "\n".join(path.read_text() for path in files))
+    sources = re.sub(r'"\s+f?"', "", "\n".join(path.read_text() for path in SOURCES))
     assert len(quoted) == 6
     for piece in pieces:
         assert piece in sources, f"docs/guide/faults.md quotes {piece!r}, which no code says"
 
 
-# -- docs/guide/training.md --------------------------------------------------------------------------------------------
-TRAINING = (Path(__file__).parents[2] / "docs" / "guide" / "training.md").read_text()
+TRAINING = (ROOT / "docs" / "guide" / "training.md").read_text()
 
 
-def test_the_examples_run(capsys, tmp_path, monkeypatch):
+def test_the_examples_and_names_of_training_are_right(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "training"}
     for code in re.findall(r"```python\n(.*?)```", TRAINING, re.S):
@@ -135,23 +116,16 @@ def test_the_examples_run(capsys, tmp_path, monkeypatch):
     assert sgd.step_counter.item() == 1 + 2 + 1 + 2 + 1, "updates"
     assert sgd.lr.schedule(0) == 0.1
     assert all(np.isfinite(param.array).all() for param in net.get_params().values())
-
-
-def test_the_names_of_its_table_exist():
     names = re.findall(r"^\| `(\w+)\(", TRAINING, re.M)
     assert len(names) == 6
     for name in names:
         assert issubclass(getattr(opt, name), opt.DecayScheduler)
 
 
-# -- the way of a gradient ---------------------------------------------------------------------------------------------
 def test_one_step_enters_few_files_and_the_docs_show_them():
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.unit.gradient_path"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    *way, total = ended.stdout.strip().splitlines()
+    stdout = Program([sys.executable, "-m", "tests.unit.gradient_path"]).end().stdout
+    *way, total = stdout.strip().splitlines()
     files, visits = map(int, re.fullmatch(r"(\d+) files, (\d+) visits", total).groups())
     assert files <= 8
     assert len(way) == visits <= 14
-    documented = (ROOT / "docs" / "reference" / "architecture.md").read_text()
-    assert "\n".join(way) in documented, ended.stdout
+    assert "\n".join(way) in ARCHITECTURE, stdout

@@ -2,9 +2,13 @@
 
 import io
 import os
+import re
+import subprocess
 import sys
 import types
+from fnmatch import fnmatchcase
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +17,8 @@ from distopt.cli import doctor
 from distopt.cli.doctor import gpu, host, hosts, mpi
 from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
-from distopt.errors import DistoptError
+from distopt.errors import DistoptError, UsageError
+from tests.unit.refusals import refused
 
 
 @pytest.fixture
@@ -32,8 +37,10 @@ def answer(monkeypatch):
     return given
 
 
-def run(probes):
-    return doctor.run(None, tuple(probes))
+def check(finding, state, found, cure=""):
+    assert finding.state == state
+    assert found in finding.found
+    assert cure in finding.cure
 
 
 GOOD = Probe("good", lambda: ok("here"), needed=True)
@@ -42,34 +49,23 @@ BROKEN = Probe("broken", lambda: failed("bent", "straighten it"))
 
 
 # -- rows, table, exit code --------------------------------------------------------------------------------------
-def test_optional_parts_do_not_change_the_exit_code(capsys):
-    assert run([GOOD, ABSENT, BROKEN]) == 0
-    assert "works" in capsys.readouterr().out.splitlines()[-1]
-
-
 @pytest.mark.parametrize("finding", [failed("bent", "straighten it"), absent("gone", "fetch it")])
-def test_a_needed_part_does(finding, capsys):
-    assert run([GOOD, Probe("bad", lambda: finding, needed=True), ABSENT]) == 1
+def test_a_needed_part_alone_changes_the_exit_code(finding, capsys):
+    assert doctor.run(None, (GOOD, ABSENT, BROKEN)) == 0
+    assert "works" in capsys.readouterr().out.splitlines()[-1]
+    assert doctor.run(None, (GOOD, Probe("bad", lambda: finding, needed=True), ABSENT)) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "does not work" in last
-    assert "bad" in last
-    assert "good" not in last
+    assert ("does not work" in last, "bad" in last, "good" in last) == (True, True, False)
 
 
 def test_a_probe_that_raises_is_a_row():
-    def explode():
-        raise KeyError("surprise")
-
-    finding = examine(Probe("fuse", explode))
-    assert finding.state == "failed"
-    assert "KeyError: 'surprise'" in finding.found
+    check(finding := examine(Probe("fuse", Mock(side_effect=KeyError("surprise")))), "failed", "KeyError: 'surprise'")
     assert finding.cure
 
 
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("ascii", "ok"), ("latin-1", "ok")])
 def test_marks_fit_the_encoding_of_the_output(encoding, mark):
-    style = Style.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    text = style.row("path", ok("/home/Jürgen/→", "see ✓"))
+    text = Style.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding)).row("path", ok("/home/Jürgen/→", "see ✓"))
     assert text.startswith(mark)
     text.encode(encoding)
 
@@ -85,55 +81,13 @@ def test_the_real_doctor_ends_well(capfd):
     assert last == "Training on the CPUs of this machine works."
 
 
-def test_settings_are_listed_without_the_secret(monkeypatch):
+def test_settings_hide_the_secret_and_children_do_not_take_themselves_for_ranks(monkeypatch):
     monkeypatch.setenv("DISTOPT_TIMEOUT", "7")
     monkeypatch.setenv("DISTOPT_JOB_SECRET", "sesame")
     finding = host.settings()
-    assert finding.state == "ok"
-    assert "DISTOPT_TIMEOUT=7" in finding.found
+    check(finding, "ok", "DISTOPT_TIMEOUT=7")
     assert "DISTOPT_JOB_SECRET=..." in finding.found
     assert "sesame" not in finding.found
-
-
-# -- children ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("code", "message", "seconds"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV", 60.0),
-        ("raise SystemExit('no licence')", "exit code 1: no licence", 60.0),
-        (
-            "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(9)'])",
-            "no answer within 0.5 s",
-            0.5,
-        ),
-    ],
-)
-def test_a_child_that_does_not_answer_is_described(monkeypatch, code, message, seconds):
-    run_code = partial(run_bounded, [sys.executable, "-c", code])
-    monkeypatch.setattr("distopt.cli.doctor.ask.run_bounded", lambda command, *options: run_code(*options))
-    ask.cache_clear()
-    with pytest.raises(DistoptError, match=message):
-        ask("numpy", seconds=seconds)
-
-
-def test_what_a_library_prints_does_not_spoil_the_answer():
-    code = """
-import os
-from distopt.cli.doctor.ask import QUESTIONS, answer
-def chatty():
-    os.write(1, b"banner")
-    print("welcome")
-    return {"version": 7}
-QUESTIONS["chatty"] = chatty
-answer("chatty", ())
-print("goodbye")
-"""
-    ended = run_bounded([sys.executable, "-c", code], 20.0)
-    assert ended.stdout == '{"version": 7}'
-    assert "welcome" in ended.stderr
-
-
-def test_children_do_not_take_themselves_for_ranks(monkeypatch):
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -142,27 +96,39 @@ def test_children_do_not_take_themselves_for_ranks(monkeypatch):
     assert env["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
 
 
-# -- software ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numpy'"), DistoptError("crashed with SIGILL")])
-@pytest.mark.parametrize("probe", [host.numpy, host.core])
-def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):
-    answer.update(numpy=error, core=error)
-    finding = probe()
-    assert finding.state == "failed"
-    assert str(error) in finding.found
-    assert "pip install" in finding.cure
+SLEEPS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(9)'])"
+
+
+# -- children ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("code", "message", "seconds"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV", 60.0),
+        ("raise SystemExit('no licence')", "exit code 1: no licence", 60.0),
+        (SLEEPS, "no answer within 0.5 s", 0.5),
+    ],
+)
+def test_a_child_that_does_not_answer_is_described(monkeypatch, code, message, seconds):
+    run_code = partial(run_bounded, [sys.executable, "-c", code])
+    monkeypatch.setattr("distopt.cli.doctor.ask.run_bounded", lambda command, *options: run_code(*options))
+    ask.cache_clear()
+    refused(DistoptError, message, ask, "numpy", seconds=seconds)
+
+
+def test_what_a_library_prints_does_not_spoil_the_answer():
+    code = """
+import os
+from distopt.cli.doctor.ask import QUESTIONS, answer
+QUESTIONS["chatty"] = lambda: {"version": 7, "said": print("welcome"), "wrote": os.write(1, b"banner")}
+answer("chatty", ())
+print("goodbye")
+"""
+    ended = run_bounded([sys.executable, "-c", code], 20.0)
+    assert ended.stdout == '{"version": 7, "said": null, "wrote": 6}'
+    assert "welcome" in ended.stderr
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------
-def control_group(tmp_path, membership, files):
-    for name, text in files.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (tmp_path / "self").write_text(membership)
-    return host.cpu_quota(tmp_path / "fs", tmp_path / "self")
-
-
 @pytest.mark.parametrize(
     ("membership", "files", "quota"),
     [
@@ -177,122 +143,85 @@ def control_group(tmp_path, membership, files):
     ],
 )
 def test_cpu_quota(tmp_path, membership, files, quota):
-    assert control_group(tmp_path, membership, files) == quota
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "self").write_text(membership)
+    assert host.cpu_quota(tmp_path / "fs", tmp_path / "self") == quota
 
 
 @pytest.mark.parametrize(("free", "state"), [(1 << 30, "ok"), (0, "failed")])
 def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
-    def refuse(name, flags):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=1, f_blocks=1 << 30, f_bavail=free))
-    finding = host.shared_memory()
-    assert finding.state == state
-    assert "Operation not permitted" in finding.found
-    assert "shm-size" in finding.cure
+    check(host.shared_memory(), state, "Operation not permitted", "shm-size")
 
 
-STEP = {
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_CLUSTER_NAME": "c",
-    "SLURM_STEP_NODELIST": "n[3-4]",
+# -- what a probe finds ------------------------------------------------------------------------------------------------
+STEP = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+STEP |= {"SLURM_CLUSTER_NAME": "c", "SLURM_STEP_NODELIST": "n[3-4]"}
+OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+TWO_NODES = STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
+OVER_MPI = TWO_NODES | {"DISTOPT_TRANSPORT": "mpi"}
+MPIEXEC, PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "2"}, {"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_JOBID": "7.0"}
+LIBRARY = "MPICH Version: 5.0.2 MPICH Release date: Fri"
+MPICH = {"mpi4py": "4.1", "library": LIBRARY, "standard": "5.0", "path": "/lib/m"}
+UCX, NO_UCX = {"version": "1.22.0", "path": "/u"}, DistoptError("MissingDependencyError: there is no UCX")
+NO_NUMPY, CRASH = ModuleNotFoundError("No module named 'numpy'"), DistoptError("crashed with SIGILL")
+NOT_LOADED, BROKEN_UCX = DistoptError("RuntimeError: cannot load MPI"), DistoptError("OSError: /u: cannot open")
+GLOO, OURS = {"version": "2.13.0", "gloo": "gloo"}, {"version": "2.13.0", "gloo": "distopt"}
+INSTALL_UCX, INSTALL_MPI = "pip install libucx-cu12", "pip install mpi4py mpich"
+# By the probe: variables, answers to questions, the state, and parts of what is found and of the cure.
+FOUND = {
+    host.launcher_variables: [
+        ({}, {}, "absent", "by hand", ""),
+        (MPIEXEC, {}, "ok", "PMI_RANK=1", ""),
+        ({"PMI_RANK": "1"}, {}, "failed", "PMI_SIZE", ""),
+        (OUTSIDE, {}, "ok", "outside a step", ""),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, {}, "ok", "by shared memory", ""),
+        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, {}, "ok", "; rank 0 on n3", ""),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "failed", "MASTER_ADDR is not set", ""),
+    ],
+    hosts.transport: [
+        ({}, {"ucx": UCX}, "ok", "UCX 1.22.0 under distopt run, torchrun and srun", ""),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, {"ucx": UCX}, "ok", "by interface ib0 (GLOO_SOCKET_IFNAME)", ""),
+        (TWO_NODES, {"ucx": UCX}, "ok", "UCX 1.22.0 under srun", ""),
+        (TWO_NODES, {"ucx": NO_UCX}, "absent", "none under srun: there is no UCX", INSTALL_UCX),
+        (TWO_NODES | PMI2, {"ucx": NO_UCX, "mpi": MPICH}, "ok", "MPI: srun connects the ranks", ""),
+        (MPIEXEC, {"ucx": NO_UCX, "mpi": MPICH}, "ok", "MPI: mpiexec of MPICH", ""),
+        (OVER_MPI, {"ucx": UCX, "mpi": MPICH}, "failed", "srun cannot connect the ranks of MPI", ""),
+    ],
+    host.numpy: [({}, {"numpy": error}, "failed", str(error), "pip install") for error in (NO_NUMPY, CRASH)],
+    host.core: [({}, {"core": error}, "failed", str(error), "pip install") for error in (NO_NUMPY, CRASH)],
+    hosts.ucx: [
+        ({}, {"ucx": UCX}, "ok", "1.22.0, /u", ""),
+        ({}, {"ucx": NO_UCX}, "absent", "not installed", ""),
+        ({}, {"ucx": BROKEN_UCX}, "failed", "cannot open", ""),
+    ],
+    mpi.library: [
+        ({}, {"mpi": ModuleNotFoundError("mpi4py")}, "absent", "", INSTALL_MPI),
+        ({}, {"mpi": NOT_LOADED}, "failed", "", INSTALL_MPI),
+    ],
+    host.torch: [
+        ({}, {"torch": GLOO}, "ok", "are Gloo's (without DISTOPT_AS_GLOO=1)", ""),
+        ({"DISTOPT_AS_GLOO": "1"}, {"torch": OURS}, "ok", "are distopt's (DISTOPT_AS_GLOO=1)", ""),
+        ({"DISTOPT_AS_GLOO": "1"}, {"torch": GLOO}, "failed", "are Gloo's (DISTOPT_AS_GLOO=1)", ""),
+        ({}, {"torch": ModuleNotFoundError("torch")}, "absent", "not installed", ""),
+    ],
 }
+OF_LAUNCHERS = "PMI|OMPI|SLURM|MPI_|RANK|WORLD_SIZE|LOCAL_RANK|DISTOPT_AS_GLOO"
 
 
-def launched_with(monkeypatch, variables):
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI", "SLURM", "MPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
+@pytest.mark.parametrize(("probe", "case"), [(probe, case) for probe, cases in FOUND.items() for case in cases])
+def test_what_a_probe_finds(answer, monkeypatch, probe, case):
+    variables, answers, state, found, cure = case
+    for name in filter(re.compile(OF_LAUNCHERS).match, list(os.environ)):
+        monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("variables", "state", "text"),
-    [
-        ({}, "absent", "by hand"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "ok", "PMI_RANK=1"),
-        ({"PMI_RANK": "1"}, "failed", "PMI_SIZE"),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "ok", "outside a step"),
-        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, "ok", "by shared memory"),
-        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "ok", "; rank 0 on n3"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "failed", "MASTER_ADDR is not set"),
-    ],
-)
-def test_launcher_variables(monkeypatch, variables, state, text):
-    launched_with(monkeypatch, variables)
-    finding = host.launcher_variables()
-    assert finding.state == state
-    assert text in finding.found
-
-
-# -- several hosts -----------------------------------------------------------------------------------------------------
-MPICH = {
-    "mpi4py": "4.1",
-    "library": "MPICH Version: 5.0.2 MPICH Release date: Fri",
-    "standard": "5.0",
-    "path": "/lib/m",
-}
-UCX, NO_UCX = {"version": "1.22.0", "path": "/u"}, DistoptError("MissingDependencyError: there is no UCX")
-TWO_NODES = STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
-PMI2 = {"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_JOBID": "7.0"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "ucx", "state", "text"),
-    [
-        ({}, UCX, "ok", "UCX 1.22.0 under distopt run, torchrun and srun"),
-        ({"GLOO_SOCKET_IFNAME": "ib0"}, UCX, "ok", "by interface ib0 (GLOO_SOCKET_IFNAME)"),
-        (TWO_NODES, UCX, "ok", "UCX 1.22.0 under srun"),
-        (TWO_NODES, NO_UCX, "absent", "none under srun: there is no UCX"),
-        (TWO_NODES | PMI2, NO_UCX, "ok", "MPI: srun connects the ranks"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, NO_UCX, "ok", "MPI: mpiexec of MPICH"),
-        (TWO_NODES | {"DISTOPT_TRANSPORT": "mpi"}, UCX, "failed", "srun cannot connect the ranks of MPI"),
-    ],
-)
-def test_the_transport_between_hosts_and_why(answer, monkeypatch, variables, ucx, state, text):
-    answer.update(mpi=MPICH, ucx=ucx)
-    launched_with(monkeypatch, variables)
-    finding = hosts.transport()
-    assert finding.state == state
-    assert text in finding.found
-    assert ucx is UCX or state == "ok" or "pip install libucx-cu12" in finding.cure
-
-
-@pytest.mark.parametrize(
-    ("found", "state", "text"),
-    [
-        (UCX, "ok", "1.22.0, /u"),
-        (NO_UCX, "absent", "not installed"),
-        (DistoptError("OSError: /u: cannot open"), "failed", "cannot open"),
-    ],
-)
-def test_ucx_row(answer, found, state, text):
-    answer["ucx"] = found
-    finding = hosts.ucx()
-    assert (finding.state, text in finding.found) == (state, True)
-
-
-@pytest.mark.parametrize(
-    ("variable", "served_by", "state", "text"),
-    [
-        (None, "gloo", "ok", "are Gloo's (without DISTOPT_AS_GLOO=1)"),
-        ("1", "distopt", "ok", "are distopt's (DISTOPT_AS_GLOO=1)"),
-        ("1", "gloo", "failed", "are Gloo's (DISTOPT_AS_GLOO=1)"),
-        ("1", ModuleNotFoundError("torch"), "absent", "not installed"),
-    ],
-)
-def test_pytorch_row_says_who_serves_gloos_groups(answer, monkeypatch, variable, served_by, state, text):
-    monkeypatch.delenv("DISTOPT_AS_GLOO", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("DISTOPT_AS_GLOO", variable)
-    answer["torch"] = served_by if isinstance(served_by, Exception) else {"version": "2.13.0", "gloo": served_by}
-    finding = host.torch()
-    assert (finding.state, text in finding.found) == (state, True), finding
+    answer.update(answers)
+    check(probe(), state, found, cure)
 
 
 # -- MPI ---------------------------------------------------------------------------------------------------------------
@@ -304,63 +233,36 @@ def test_mpi_library_row(answer, monkeypatch):
     monkeypatch.setattr(mpi, "version_of", lambda name: "1" if name == "mpich" else None)
     assert mpi.library().found == "mpi4py 4.1, MPICH 5.0.2 (MPI 5.0), /lib/m"
     monkeypatch.setattr(mpi, "version_of", lambda name: "1")
-    assert mpi.library().state == "failed"
-    assert "shadow" in mpi.library().found
+    check(mpi.library(), "failed", "shadow")
+
+
+TWO, SEE = Ended(0, "2\n2\n", ""), " (MPICH) starts 2 ranks that see each other"
+ACTIVATE = ": write the path, or activate the environment"
 
 
 @pytest.mark.parametrize(
-    ("error", "state"),
-    [(ModuleNotFoundError("mpi4py"), "absent"), (DistoptError("RuntimeError: cannot load MPI library"), "failed")],
-)
-def test_without_mpi(answer, error, state):
-    answer["mpi"] = error
-    assert mpi.library().state == state
-    assert "pip install mpi4py mpich" in mpi.library().cure
-
-
-@pytest.mark.parametrize(
-    ("ended", "state", "text"),
+    ("first", "ended", "state", "said"),
     [
-        (Ended(0, "2\n2\n", ""), "ok", "see each other"),
-        (Ended(0, "1\n1\n", ""), "failed", "2 jobs of one rank"),
-        (Ended(1, "", "mpiexec has detected an attempt to run as root."), "failed", "refuses to run as root"),
-        (Ended(None, "", ""), "failed", "no answer within"),
-        (Ended(0, "2\n", ""), "failed", "they printed ['2']"),
+        ("/usr/bin/mpiexec", TWO, "ok", f"{SEE}; the PATH has /usr/bin/mpiexec{ACTIVATE}"),
+        (None, TWO, "ok", f"{SEE}; the PATH has none{ACTIVATE}"),
+        ("", TWO, "ok", SEE),
+        ("", Ended(0, "1\n1\n", ""), "failed", "2 jobs of one rank"),
+        ("", Ended(1, "", "mpiexec has detected an attempt to run as root."), "failed", "refuses to run as root"),
+        ("", Ended(None, "", ""), "failed", "no answer within"),
+        ("", Ended(0, "2\n", ""), "failed", "they printed ['2']"),
     ],
 )
-def test_mpiexec_is_tried(answer, monkeypatch, ended, state, text):
-    answer["mpi"] = MPICH
-    monkeypatch.setattr(mpi.shutil, "which", lambda name: "/usr/bin/mpiexec")
-    monkeypatch.setattr(mpi, "run_bounded", lambda command, *rest: HYDRA if "--version" in command else ended)
-    finding = mpi.launcher()
-    assert finding.state == state
-    assert text in finding.found
-    assert finding.cure or state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("first", "said"),
-    [
-        ("/usr/bin/mpiexec", "; the PATH has /usr/bin/mpiexec: write the path, or activate the environment"),
-        (None, "; the PATH has none: write the path, or activate the environment"),
-        ("", ""),
-    ],
-)
-def test_the_mpiexec_beside_this_python_is_tried_first(answer, monkeypatch, tmp_path, first, said):
+def test_the_mpiexec_beside_this_python_is_tried_first(answer, monkeypatch, tmp_path, first, ended, state, said):
     beside = tmp_path / "mpiexec"
     beside.touch()
     answer["mpi"] = MPICH
-    tried = []
+    tried = Mock(side_effect=[HYDRA, ended])
     monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(mpi.shutil, "which", lambda name: str(beside) if first == "" else first)
-    monkeypatch.setattr(
-        mpi,
-        "run_bounded",
-        lambda command, *rest: tried.append(command[0]) or (HYDRA if len(tried) == 1 else Ended(0, "2\n2\n", "")),
-    )
-    finding = mpi.launcher()
-    assert tried == [str(beside)] * 2
-    assert (finding.state, finding.found) == ("ok", f"{beside} (MPICH) starts 2 ranks that see each other{said}")
+    monkeypatch.setattr(mpi, "run_bounded", tried)
+    check(finding := mpi.launcher(), state, said)
+    assert [call.args[0][0] for call in tried.mock_calls] == [str(beside)] * 2
+    assert finding.found == f"{beside}{said}" if state == "ok" else finding.cure
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -374,8 +276,7 @@ def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch, devices):
     answer.update(driver=NO_LIBRARY, devices=devices, cupy=ModuleNotFoundError("cupy"))
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
     for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.nccl):
-        assert probe().state == "absent"
-        assert probe().cure == ""
+        assert (probe().state, probe().cure) == ("absent", "")
 
 
 @pytest.mark.parametrize(("driver", "extra"), [(12040, "cuda12"), (13000, "cuda13")])
@@ -397,8 +298,42 @@ def test_nccl_is_the_library_that_communicators_take(answer, monkeypatch, tmp_pa
         library.touch()
     answer.update(driver={"version": 13000, "path": ""}, nccl=lambda major: ask.__wrapped__("nccl", major))
     monkeypatch.setenv("DISTOPT_NCCL_LIBRARY", str(library))
-    finding = gpu.nccl()
-    assert finding.state == "failed"
-    assert str(library) in finding.found
-    assert fact in finding.found
-    assert cure in finding.cure
+    check(gpu.nccl(), "failed", str(library), cure)
+    assert fact in gpu.nccl().found
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("argv", [[], ["--help"], ["doctor", "--help"]])
+def test_help(argv, capsys):
+    assert cli.main(argv) == 0
+    assert "usage: distopt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "code", "text"),
+    [
+        ("fly", None, 2, "distopt: * (see distopt --help)\n"),
+        ("doctor now", None, 2, "distopt doctor: *now (see distopt doctor --help)\n"),
+        ("doctor --nope", None, 2, "distopt doctor: unrecognized arguments: --nope (see distopt doctor --help)\n"),
+        ("doctor", UsageError("size '1X' is not a number"), 2, "*size '1X'*"),
+        ("doctor", DistoptError("no room"), 1, "*no room*"),
+        ("doctor", KeyboardInterrupt(), 130, "*interrupted*"),
+        ("doctor", IsADirectoryError(21, "Is a directory", "/runs/r.json"), 1, "*Is a directory: '/runs/r.json'*"),
+    ],
+)
+def test_wrong_arguments_and_errors_of_a_command_get_one_line(monkeypatch, capsys, words, error, code, text):
+    if error:
+        monkeypatch.setattr("distopt.cli.doctor.run", Mock(side_effect=error))
+    assert cli.main(words.split()) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert fnmatchcase(err, text)
+
+
+def test_a_reader_that_leaves_early_gives_no_traceback():
+    code = "import sys; from distopt import cli; sys.exit(cli.main(['doctor']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1

@@ -1,16 +1,19 @@
-"""The emulator of CUDA's driver: right programs give right results, and faults of the usual kinds show."""
+"""The emulator of CUDA: right programs give right results, and faults of the usual kinds, and of cuBLAS, show."""
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
-from tests.emulation import build
+from instruments.emulation import build
+from tests.processes import ROOT, Program
 
 PROLOGUE = """
 import ctypes
-from tests.emulation import activate
+from instruments.emulation import activate
 activate()
 import _emulation as cuda
 import cupy
@@ -62,11 +65,51 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script(name):
+def run(prologue: str, code: str) -> subprocess.CompletedProcess[str]:
     build.build()
-    code = PROLOGUE + "\n".join(line[8:] for line in SCRIPTS[name].splitlines())
     hidden = ("CUDA_VISIBLE_DEVICES", "DISTOPT_EMULATED_GPUS")
     env = {key: value for key, value in os.environ.items() if key not in hidden}
-    done = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", prologue + textwrap.dedent(code)]
+    return subprocess.run(command, cwd=build.ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script(name):
+    done = run(PROLOGUE, SCRIPTS[name])
     assert done.returncode == 0, done.stderr
+
+
+PRODUCT = """
+from instruments.emulation import activate
+activate()
+import cupy
+from distopt.nn.numerics import gpu_base
+{}
+gpu_base.product(cupy.ones((2, 3), "float32"), cupy.ones((3, 4), "float32"))
+"""
+
+
+MISSING = "MissingDependencyError: products need the cuBLAS of CuPy's CUDA ("
+HANDLE = "cupy.cuda.Device.cublas_handle ="
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (f"{HANDLE} 0", f"{MISSING}libcublas.so.13: cannot open"),
+        (f"{HANDLE} property(lambda _: __import__('libcublas'))", f"{MISSING}No module"),
+        ("gpu_base._WORKSPACE_BYTES = 0", "cublasSgemm_v2: CUBLAS_STATUS_EXECUTION_FAILED (cuBLAS status 13)"),
+    ],
+)
+def test_errors_of_cublas_are_named_and_its_absence_has_a_cure(line, told):
+    error = run("", PRODUCT.format(line)).stderr.splitlines()[-1]
+    assert told in error
+    assert "cuda13" in error or not told.startswith(MISSING)
+
+
+@pytest.mark.parametrize(("network", "label"), [("cnn", "CNN of MNIST"), ("resnet50", "ResNet-50, 224 x 224")])
+def test_launches_of_a_step_are_those_of_the_docs(network, label):
+    build.build()
+    ended = Program([sys.executable, "-m", "instruments.gpu.launches", network]).end()
+    (count,) = re.findall(r"^ *(\d+) .* in all$", ended.stdout, re.MULTILINE)
+    assert f"\n| {label} | {count} |" in (ROOT / "docs" / "results" / "gpu.md").read_text(), ended.stdout

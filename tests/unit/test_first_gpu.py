@@ -1,16 +1,20 @@
 """`make first-gpu` without a GPU: parts that hang, crash or are missing, and the library that it packs."""
 
+import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.emulation import build
-from tests.gpu import first_gpu, first_parts, pack
-from tests.gpu.first_gpu import Part
+from instruments.emulation import build
+from instruments.gpu import first_gpu, first_parts, pack
+from instruments.gpu.first_gpu import Part
+from tests.processes import Program, end_all
 
 SLEEP = f"time.sleep({1000 + os.getpid()})"  # no other test on this machine has this line
 HANG = "import subprocess, sys, time; "
@@ -18,14 +22,6 @@ HANG += f"subprocess.Popen([sys.executable, '-c', 'import time; {SLEEP}'], start
 HANG += f"print('| a | table |'); print('began', flush=True); {SLEEP}"
 
 
-def runs(tmp_path: Path, parts: tuple[Part, ...]):
-    rows = first_gpu.run_parts(parts, tmp_path, 10.0, os.environ, "Head.")
-    text = (tmp_path / "first-gpu.md").read_text()
-    assert all(f"| {row.name} | {row.result} | " in text for row in rows)
-    return rows, text
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, capfd):
     parts = (
@@ -38,14 +34,12 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
         Part("is let through", 100, ("-c", "print('well')"), before=("env",), probe=("-c", "")),
         Part("passes", 100, ("-c", "print('| 1 | 2 |'); print('well')")),
     )
-    rows, text = runs(tmp_path, parts)
+    rows = first_gpu.run_parts(parts, tmp_path, 10.0, os.environ, "Head.")
+    text = (tmp_path / "first-gpu.md").read_text()
+    assert all(f"| {row.name} | {row.result} | " in text for row in rows)
     assert [row.result for row in rows] == ["stopped after 4 s", "crashed", "failed", *["not run"] * 3, *["passed"] * 2]
-    assert [row.says for row in rows][1:4] == [
-        'exit code -11, SIGSEGV: File "<string>", line 1 in <module>',
-        "exit code 3: wrong | sum",
-        "no torch",
-    ]
-    assert rows[0].says == "began"
+    segv = 'exit code -11, SIGSEGV: File "<string>", line 1 in <module>'
+    assert [row.says for row in rows][:4] == ["began", segv, "exit code 3: wrong | sum", "no torch"]
     assert "| cannot start | not run | 0.0 | there is no /nowhere/sanitizer |" in text
     assert rows[5].says == "this machine refuses env: not allowed"
     assert "wrong / sum" in text
@@ -65,48 +59,66 @@ def test_parts_that_hang_or_crash_do_not_keep_the_rest_from_running(tmp_path, ca
     assert SLEEP not in ended, "what a part started ends with it"
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_part_that_cannot_be_killed_is_left_behind(tmp_path, monkeypatch):
+    """As one that waits in a driver."""
+    monkeypatch.setattr(first_gpu, "ABORT_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(first_gpu, "end_all", lambda *_: None)
+        parts = Part("hangs", 2, ("-c", HANG)), Part("passes", 100, ("-c", "print('well')"))
+        rows = first_gpu.run_parts(parts, tmp_path, 10.0, os.environ, "Head.")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if SLEEP.encode() in (folder / "cmdline").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+    assert [row.result for row in rows] == ["stopped after 2 s", "passed"]
+
+
+def test_parts_that_all_hang_end_within_the_minutes(tmp_path, monkeypatch):
+    now, end = 50.0, 50.0 + 60 * 9.0
+
+    def hang(part, seconds, *_):
+        nonlocal now
+        now += seconds + 2 * first_gpu.ABORT_SECONDS
+        return first_gpu.Row(part.name, "stopped", seconds)
+
+    monkeypatch.setattr(first_gpu, "run_part", hang)
+    monkeypatch.setattr(first_gpu, "time", SimpleNamespace(monotonic=lambda: now))
+    parts = tuple(Part(str(n), 100, ("-c", "")) for n in range(9))
+    rows = first_gpu.run_parts(parts, tmp_path, 9.0, os.environ, "Head.")
+    assert [row.result for row in rows] == [*["stopped"] * 5, *[first_gpu.NOT_RUN] * 4]
+    assert now <= end
+
+
 def test_every_part_names_something_that_exists_and_every_test_of_a_gpu_is_in_one():
     for part in (first_gpu.VERSIONS, *first_gpu.WITHOUT_GPU, *first_gpu.ON_GPU):
         for word in part.arguments:
             assert not word.endswith(".py") or (first_gpu.ROOT / word).exists(), word
-        if "tests.gpu.first_parts" in part.arguments:
+        if "instruments.gpu.first_parts" in part.arguments:
             assert part.arguments[-1] in first_parts.PARTS
-    files = {str(path.relative_to(first_gpu.ROOT)) for path in Path(first_gpu.__file__).parent.glob("test_*.py")}
+    files = {str(path.relative_to(first_gpu.ROOT)) for path in (first_gpu.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert files == files & {word for part in first_gpu.ON_GPU for word in part.arguments}
-
-
-def test_the_facts_that_decide_come_in_three_minutes_and_what_a_machine_may_refuse_comes_last():
-    parts = first_gpu.ON_GPU
-    names = [part.name for part in parts]
-    first = parts[: names.index("CNN step beside PyTorch, eager") + 1]
-    together = max(part.seconds for part in first if not part.alone)
-    assert together + sum(part.seconds for part in first if part.alone) <= 180
-    assert [bool(part.before) or "compiled" in part.name for part in parts] == [False] * (len(parts) - 4) + [True] * 4
-    assert all(part.probe for part in parts if part.before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "shown"),
+    ("module", "call", "shown"),
     [
-        (
-            "from tests.gpu.first_parts import PARTS; sys.exit(PARTS['gpu']() or PARTS['kernels']())",
-            "Emulated GPU, driver ",
-        ),
-        ("from benchmarks.__main__ import main; sys.exit(main())", "CNN step, batch 64, CUDA graphs"),
+        ("instruments.gpu.first_parts", "PARTS['gpu']() or own.PARTS['kernels']()", "Emulated GPU, driver "),
+        ("benchmarks.__main__", "main()", "CNN step, batch 64, CUDA graphs"),
     ],
     ids=["every kernel", "the measurements"],
 )
-def test_bodies_run_on_the_emulated_gpu(body, shown):
+def test_bodies_run_on_the_emulated_gpu(module, call, shown):
     build.build()
-    code = f"import sys; from tests.emulation import activate; activate(); {body}"
+    code = "import sys; from instruments.emulation import activate; activate(); "
+    code += f"import {module} as own; sys.exit(own.{call})"
     words = ["gpu", "--elements", "500", "--selected-from", "500", "--only", "ceilings", "kernels", "select", "cnn"]
-    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (ended,) = end_all([Program([sys.executable, "-c", code, *words])])
     assert shown in ended.stdout
 
 
-# -- NCCL's library for one architecture -------------------------------------------------------------------------------
 def container(entries: dict[tuple[int, int], bytes]) -> bytes:
     """Code of a kind and for an architecture, as NVIDIA's linker stores it."""
     body = b""

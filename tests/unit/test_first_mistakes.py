@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Ended, Program
+from tests.processes import ROOT, Ended, Program
 
 PYTHON = sys.executable
 COMMANDS = {
@@ -37,8 +37,7 @@ def run(folder: Path, text: str, how: str = "script") -> Ended:
     for path, content in ((script, text), (other, OTHER), (folder / "unguarded.py", UNGUARDED)):
         path.write_text(content)
     places = {"{script}": str(script), "{other}": str(other), "{text}": text}
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"PYTHONPATH": path, "DISTOPT_TIMEOUT": "1000"}  # longer than a test waits
+    env = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "DISTOPT_TIMEOUT": "1000"}  # longer than a test waits
     return Program([places.get(word, word) for word in COMMANDS[how]], env).end()
 
 
@@ -67,72 +66,44 @@ class OneWay(Exception):
     def __init__(self, a, b): super().__init__(a)
 """
 # by name: a script, the start of its line on stderr, as a pattern of a shell, and how it is run
+IMPORT, TRAIN = "from distopt import launch", "launch.main(train, 2)"
+INNER = f"{IMPORT}\ndef outer():\n    def work(rank, world_size): pass\n    launch.main(work, 2)\n" + guarded("outer()")
+UNDER_GUARD = guarded(IMPORT, "def work(*ranks): pass", "launch.main(work, 2)")
+ALIVE = "if __name__ != '__main__': threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+MAKE_LOCK = "import multiprocessing\n    lock = multiprocessing.get_context('spawn').Lock()\n"
+SEND_LOCK = MAKE_LOCK + "    launch.main(work, 2, (lock, open('/dev/null')))"
+GONE = "import os, tempfile\nfolder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder)"
+PROMPT = UNGUARDED.replace("\nlaunch", "\n\nlaunch")
+NEW_PROMPT = PROMPT.replace("work", "new")
+TAKES_A_LOCK = main_of(SEND_LOCK, "def work(rank, world_size, lock, file): pass")
+STDIN = "error: the ranks cannot import the script from <stdin>; save it as a file"
+CREATE = "* create it in the function"
+NOT_UNPICKLED = "rank ? (pid *) failed: cannot load the function or args (TypeError: *); "
+NOT_UNPICKLED += "pass args that pickle can restore"
+TOO_FEW = f"error: train(rank, world_size, lr) {GIVEN} 0 values of args: * 'lr'; change its parameters or args"
+YIELDS = "error: a call of train runs nothing, since it yields or is async; pass a function that runs it"
+NO_FOLDER = "error: rank 0 cannot be started: the working directory has been deleted; change to another"
 MISTAKES = {
     "a lambda": (main_of("launch.main(lambda *ranks: None, 2)"), f"error: <lambda> {NOT_SENT}"),
-    "an inner function": (
-        "from distopt import launch\ndef outer():\n    def work(rank, world_size): pass\n    launch.main(work, 2)\n"
-        + guarded("outer()"),
-        f"error: outer.<locals>.work {NOT_SENT} * pass a function of the top level",
-    ),
+    "an inner function": (INNER, f"error: outer.<locals>.work {NOT_SENT} * pass a function of the top level"),
     "a method": (main_of("launch.main(Trainer().work, 2)", LOCKED), f"error: Trainer.work {NOT_SENT}"),
-    "a function under the guard": (
-        "from distopt import launch\n" + guarded("def work(rank, world_size): pass", "launch.main(work, 2)"),
-        NOT_LOADED,
-    ),
-    "a function under the guard in the main of a package": (
-        guarded("from distopt import launch", "def work(*ranks): pass", "launch.main(work, 2)"),
-        NOT_LOADED,
-        "-m package",
-    ),
+    "a function under the guard": (UNDER_GUARD, NOT_LOADED),
+    "a function under the guard in the main of a package": (UNDER_GUARD, NOT_LOADED, "-m package"),
     "a function of -c": (UNGUARDED, NO_SCRIPT, "-c"),
-    "a function of stdin": (
-        UNGUARDED,
-        "error: the ranks cannot import the script from <stdin>; save it as a file",
-        "stdin",
-    ),
-    "a function of a prompt": (UNGUARDED.replace("\nlaunch", "\n\nlaunch"), NO_SCRIPT, "prompt"),
-    "a function of a prompt after a script": (
-        UNGUARDED.replace("work", "new").replace("\nlaunch", "\n\nlaunch"),
-        NO_SCRIPT.replace("work", "new"),
-        "prompt after a script",
-    ),
+    "a function of stdin": (UNGUARDED, STDIN, "stdin"),
+    "a function of a prompt": (PROMPT, NO_SCRIPT, "prompt"),
+    "a function of a prompt after a script": (NEW_PROMPT, NO_SCRIPT.replace("work", "new"), "prompt after a script"),
     "no guard": (UNGUARDED, NO_GUARD),
     "no guard with -m": (UNGUARDED, NO_GUARD, "-m"),
     "no guard in the main of a package": (UNGUARDED, NO_GUARD, "-m package"),
     "no guard in a module": ("import unguarded", NO_GUARD),
     "no guard in a module that only the function needs": ("import unguarded", NO_GUARD, "-c"),
-    "no guard, and a thread that would go on": (
-        "import threading, time\n"
-        "if __name__ != '__main__': threading.Thread(target=time.sleep, args=(1000,)).start()\n" + UNGUARDED,
-        NO_GUARD,
-    ),
-    "an argument that cannot be sent": (
-        main_of(
-            "import multiprocessing\n    lock = multiprocessing.get_context('spawn').Lock()\n"
-            "    launch.main(work, 2, (lock, open('/dev/null')))",
-            "def work(rank, world_size, lock, file): pass",
-        ),
-        f"error: args?1?, of type TextIOWrapper, {NOT_SENT} * create it in the function",
-    ),
-    "an argument that cannot be loaded": (
-        main_of("launch.main(print, 2, (OneWay(1, 2),))", ONE_WAY),
-        "rank ? (pid *) failed: cannot load the function or args (TypeError: *); pass args that pickle can restore",
-    ),
-    "too few arguments": (
-        main_of("launch.main(train, 2)", "def train(rank, world_size, lr): pass"),
-        f"error: train(rank, world_size, lr) {GIVEN} 0 values of args: * 'lr'; change its parameters or args",
-    ),
-    "a generator": (
-        main_of("launch.main(train, 2)", "def train(rank, world_size): yield rank"),
-        "error: a call of train runs nothing, since it yields or is async; pass a function that runs it",
-    ),
-    "a working directory that has been deleted": (
-        main_of(
-            "launch.main(work, 2)",
-            "import os, tempfile\nfolder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder)",
-        ),
-        "error: rank 0 cannot be started: the working directory has been deleted; change to another",
-    ),
+    "no guard, and a thread that would go on": (f"import threading, time\n{ALIVE}{UNGUARDED}", NO_GUARD),
+    "an argument that cannot be sent": (TAKES_A_LOCK, f"error: args?1?, of type TextIOWrapper, {NOT_SENT} {CREATE}"),
+    "an argument that cannot be loaded": (main_of("launch.main(print, 2, (OneWay(1, 2),))", ONE_WAY), NOT_UNPICKLED),
+    "too few arguments": (main_of(TRAIN, "def train(rank, world_size, lr): pass"), TOO_FEW),
+    "a generator": (main_of(TRAIN, "def train(rank, world_size): yield rank"), YIELDS),
+    "a working directory that has been deleted": (main_of("launch.main(work, 2)", GONE), NO_FOLDER),
 }
 # by the arguments of `launch.main`: its line
 CALLS = {
@@ -146,8 +117,7 @@ CALLS = {
 MISTAKES |= {f"main({call})": (main_of(f"launch.main({call})"), f"error: {line}") for call, line in CALLS.items()}
 
 
-@pytest.mark.slow(kept=3)
-@pytest.mark.sweep(rest=5)
+@pytest.mark.slow(kept=3, rest=5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line(tmp_path, name):
     text, expected, *how = MISTAKES[name]
@@ -173,10 +143,8 @@ def test_spawn_raises_that_line_without_the_inside_of_multiprocessing(tmp_path, 
     *trace, line = ended.stderr.splitlines()
     assert ended.code == 1
     assert fnmatchcase(line.partition("Error: ")[2], f"{expected}*"), line
-    assert [Path(frame.split('"')[1]).name for frame in trace if frame.startswith("  File ")] == [
-        "mistake.py",
-        "spawn.py",
-    ]
+    files = [Path(frame.split('"')[1]).name for frame in trace if frame.startswith("  File ")]
+    assert files == ["mistake.py", "spawn.py"]
 
 
 @pytest.mark.slow
@@ -186,24 +154,20 @@ def test_a_script_that_catches_the_error_of_its_missing_guard_starts_nothing_eit
     assert (ended.code, ended.stdout, ended.stderr) == (0, "RankFailedError\n", "")
 
 
+IN_A_RANK = "raise ValueError('in a rank only')"
+IN_SCRIPT = main_of("launch.main(work, 2)", f"if __name__ != '__main__': {IN_A_RANK}")
+ODD = f"def fail(): {IN_A_RANK}\nclass Odd:\n    def __reduce__(self): return fail, ()\ndef take(*ranks): pass"
+COULD_NOT = "rank ? (pid *) could not import the script (exit code 1); see its output"
+UNPICKLING = main_of("launch.main(take, 2, (Odd(),))", ODD)
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("text", "cause", "line"),
     [
-        (
-            main_of("launch.main(work, 2)", "if __name__ != '__main__': raise ValueError('in a rank only')"),
-            "ValueError: in a rank only",
-            "rank ? (pid *) could not import the script (exit code 1); see its output",
-        ),
-        (
-            main_of("launch.main(work, 2, (Odd(),))", "class Odd:\n    def __reduce__(self): return fail, ()")
-            .replace("work(rank, world_size)", "work(rank, world_size, odd)")
-            .replace("class Odd", "def fail(): raise ValueError('in a rank only')\nclass Odd"),
-            "in fail",
-            "ValueError: in a rank only",
-        ),
+        pytest.param(IN_SCRIPT, "ValueError: in a rank only", COULD_NOT, id="in the script"),
+        pytest.param(UNPICKLING, "in fail", "ValueError: in a rank only", id="while unpickling"),
     ],
-    ids=["in the script", "while unpickling"],
 )
 def test_errors_of_the_users_own_code_keep_their_traceback(tmp_path, text, cause, line):
     ended = run(tmp_path, text)
@@ -229,33 +193,12 @@ class Trainer:
         with lock: total.value += self.first + rank
         queue.put(rank)
 """
+PARTIAL = "import functools; launch.main(functools.partial(print, 'a'), 2)"
 OF_A_MODULE = "from distopt import launch; import other; launch.main(other.work, 2)"
 USE_SHARED = """context = multiprocessing.get_context("spawn")
     queue, total = context.Queue(), context.Value("i")
     launch.main(Trainer(10).work, 2, [context.Lock(), queue, total])
     print(sorted([queue.get(), queue.get()]), total.value)"""
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=3)
-@pytest.mark.parametrize(
-    ("text", "printed", "how"),
-    [
-        (main_of("for _ in range(2): launch.main(work, 2)"), ["rank 0", "[rank 1] rank 1"] * 2, "script"),
-        (main_of(USE_SHARED, SHARED), ["[0, 1] 21"], "script"),
-        (
-            main_of("import functools; launch.main(functools.partial(print, 'a'), 2)"),
-            ["a 0 2", "[rank 1] a 1 2"],
-            "script",
-        ),
-        *[(OF_A_MODULE, ["rank 0", "[rank 1] rank 1"], how) for how in ("-c", "-m package")],
-    ],
-    ids=["main twice", "a method, and what processes share", "a partial function", "of a module", "in a package"],
-)
-def test_what_works(tmp_path, text, printed, how):
-    ended = run(tmp_path, text, how)
-    assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(ended.stdout.splitlines()) == sorted(printed)
 
 
 # -- processes that a script starts itself, as SINGA's do --------------------------------------------------------------
@@ -287,12 +230,12 @@ def singa(numbers: str, method: str = "fork", **parts: object) -> str:
     return SINGA.format(**{**usual, "numbers": numbers, "method": method, **parts})
 
 
-SECOND = (
-    "another process joins as rank {} with the same ticket; number the processes of a job 0, 1, ..., and make a ticket"
-)
-OWN_TICKET = (
-    "rank {} has made its ticket itself, so no other rank has it; make one in the process that starts the 2 ranks"
-)
+SECOND = "another process joins as rank {} with the same ticket; number the processes of a job 0, 1, ..., "
+SECOND += "and make a ticket"
+OWN_TICKET = "rank ? has made its ticket itself, so no other rank has it; "
+OWN_TICKET += "make one in the process that starts the 2 ranks"
+OWN = {"first": "nccl_id = singa.NcclIdHolder()", "ticket": "None"}
+OF_SCRIPT = {"before": "ticket = singa.NcclIdHolder()", "first": "nccl_id = ticket", "ticket": "None"}
 # The rank 1 of the first job waits until the rank 0 of the second one has failed.
 TWO_JOBS = singa("(0, 0, 1)", before="go = multiprocessing.Event()", first="local_rank and go.wait()").replace(
     "        p.start()\n",
@@ -301,19 +244,12 @@ TWO_JOBS = singa("(0, 0, 1)", before="go = multiprocessing.Event()", first="loca
 SINGA_MISTAKES = {
     "two of rank 1 beside others": (singa("(0, 1, 1)", size=3), SECOND.format(1)),
     "two jobs with one ticket": (TWO_JOBS, SECOND.format(0)),
-    "a ticket per rank": (
-        singa("range(2)", first="nccl_id = singa.NcclIdHolder()", ticket="None"),
-        OWN_TICKET.format("?"),
-    ),
-    "a ticket of the script": (
-        singa("range(2)", "spawn", before="ticket = singa.NcclIdHolder()", first="nccl_id = ticket", ticket="None"),
-        OWN_TICKET.format("?"),
-    ),
+    "a ticket per rank": (singa("range(2)", **OWN), OWN_TICKET),
+    "a ticket of the script": (singa("range(2)", "spawn", **OF_SCRIPT), OWN_TICKET),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=3)
+@pytest.mark.slow(rest=3)
 @pytest.mark.parametrize("name", SINGA_MISTAKES)
 def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     """Each process has a traceback, which multiprocessing prints; the last lines of all of them are the point."""
@@ -326,42 +262,29 @@ def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     for line in lines:
         assert line in consequences or fnmatchcase(line, f"{expected}*"), line
     assert len(lines) == ended.stderr.count("Traceback")  # none has a second one for its context
-    joined = ["rank 0 of 2", "rank 1 of 2"] if text == TWO_JOBS else []
-    assert sorted(ended.stdout.splitlines()) == joined
+    assert sorted(ended.stdout.splitlines()) == (["rank 0 of 2", "rank 1 of 2"] if text == TWO_JOBS else [])
 
 
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method, count):
     ended = run(tmp_path, singa(f"range({count})", method, size=count, guard="if True:"))
     (line,) = ended.stderr.splitlines()
     assert ended.code == 1
-    assert fnmatchcase(
-        line, '*Process-? (pid *) imports the script, * start them under `if __name__ == "__main__":`*'
-    ), line
+    assert fnmatchcase(line, f"*Process-? {NO_GUARD.removeprefix('rank ? ')}*"), line
 
 
 TRAIN_FIRST = """
 import threading
 import numpy as np
-from distopt import layer, model, tensor
-class Net(model.Model):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.loss = layer.Linear(300), layer.SoftMaxCrossEntropy()
-    def forward(self, x): return self.linear(x)
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.loss(out, y)
-        self.optimizer(loss)
-        return out, loss
+from distopt import layer, tensor
+from tests.unit.nets import Chain
 def train(sgd):
     rng = np.random.default_rng(0)
     x = tensor.from_numpy(rng.standard_normal((512, 500), np.float32))
     y = tensor.from_numpy(rng.integers(0, 3, 512, np.int32))
-    net = Net()
+    net = Chain(linear=layer.Linear(300))
     net.set_optimizer(sgd)
     net.compile([x], is_train=True)
     for _ in range(3): net(x, y)
@@ -370,20 +293,29 @@ train(opt.DistOpt(opt.SGD(lr=0.1)))
 """
 
 
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize(
-    "text",
-    [
-        singa("range(2)", before=TRAIN_FIRST).replace("    sys.stdout", "    train(sgd)\n    sys.stdout"),
-        singa("range(2)", "spawn", ticket="nccl_id.secret", first="nccl_id = singa.NcclIdHolder(nccl_id)"),
-        singa("range(2)", "spawn", before="ticket = singa.NcclIdHolder()"),
-    ],
-    ids=["a fork after training and beside threads", "a ticket sent as bytes", "an unused ticket of the script"],
-)
-def test_what_works_with_processes_that_a_script_starts_itself(tmp_path, text):
-    ended = run(tmp_path, text)
+BY_MAIN, BY_ITSELF = ["rank 0", "[rank 1] rank 1"], ["rank 0 of 2", "rank 1 of 2"]
+TRAINED = singa("range(2)", before=TRAIN_FIRST).replace("    sys.stdout", "    train(sgd)\n    sys.stdout")
+OF_BYTES = singa("range(2)", "spawn", ticket="nccl_id.secret", first="nccl_id = singa.NcclIdHolder(nccl_id)")
+# by name: a script, what it prints, and how it is run
+WORKS = {
+    "main twice": (main_of("for _ in range(2): launch.main(work, 2)"), BY_MAIN * 2),
+    "a method, and what processes share": (main_of(USE_SHARED, SHARED), ["[0, 1] 21"]),
+    "a partial function": (main_of(PARTIAL), ["a 0 2", "[rank 1] a 1 2"]),
+    "of a module": (OF_A_MODULE, BY_MAIN, "-c"),
+    "in a package": (OF_A_MODULE, BY_MAIN, "-m package"),
+    "a fork after training and beside threads": (TRAINED, BY_ITSELF),
+    "a ticket sent as bytes": (OF_BYTES, BY_ITSELF),
+    "an unused ticket of the script": (singa("range(2)", "spawn", before="ticket = singa.NcclIdHolder()"), BY_ITSELF),
+}
+
+
+@pytest.mark.slow(kept=1, rest=5)
+@pytest.mark.parametrize("name", WORKS)
+def test_what_works(tmp_path, name):
+    text, printed, *how = WORKS[name]
+    ended = run(tmp_path, text, *how)
     assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(ended.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(ended.stdout.splitlines()) == sorted(printed)
 
 
 IN_MAIN = """
@@ -394,8 +326,7 @@ def work(rank, world_size, words): print("rank", rank, words.text, *sys.argv[1:]
 """
 
 
-@pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(kept=1, rest=2)
 @pytest.mark.parametrize("launcher", ["main", "run"])
 @pytest.mark.parametrize("form", ["package", "folder", "archive"])
 def test_main_of_a_package_a_folder_or_an_archive(tmp_path, form, launcher):
@@ -409,5 +340,4 @@ def test_main_of_a_package_a_folder_or_an_archive(tmp_path, form, launcher):
     command = [PYTHON] if launcher == "main" else [PYTHON, "-m", "distopt", "run", "--nproc-per-node", "2"]
     ended = Program(["env", "-C", str(tmp_path), *command, *words, "a word"]).end()
     assert (ended.code, ended.stderr) == (0, "")
-    printed = ["[rank 1] rank 1 of a helper a word", "rank 0 of a helper a word"]
-    assert sorted(ended.stdout.splitlines()) == printed
+    assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 of a helper a word", "rank 0 of a helper a word"]

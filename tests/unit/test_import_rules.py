@@ -10,27 +10,19 @@ from pathlib import Path
 
 from tests.processes import ROOT
 
-# New modules and what each imports, by the contract that this breaks; what the report says.
+# New modules and what each imports, by the contract that this breaks.
 VIOLATIONS = {
-    "the numerics know of no other rank, data of no transport": (
-        {"nn.a": "distopt.comm"},
-        "distopt.nn.a -> distopt.comm",
-    ),
-    "imports go down only": (
-        {"b": "distopt.errors", "nn.b": "distopt.engine"},
-        "not listed as layers:\n\n- distopt.b\n",
-        "distopt.nn.b -> distopt.engine",
-    ),
-    "the package needs none of its instruments": ({"data.c": "examples"}, "distopt.data.c -> examples"),
-    "PyTorch is imported by its own package": ({"comm.d": "torch"}, "distopt.comm.d -> torch"),
-    "imports inside distopt.torch go down only": (
-        {"torch.ddp.e": "distopt.torch.group"},
-        "distopt.torch.ddp.e -> distopt.torch.group",
-    ),
-    "no cycles inside a package": (
-        {"engine.f": "distopt.engine.g", "engine.g": "distopt.engine.f"},
-        "No cycles are allowed in distopt.engine.",
-    ),
+    "the numerics know of no other rank, data of no transport": {"nn.a": "distopt.comm"},
+    "imports go down only": {"b": "distopt.errors", "nn.b": "distopt.engine"},
+    "the package needs none of its instruments": {"data.c": "examples"},
+    "PyTorch is imported by its own package": {"comm.d": "torch"},
+    "imports inside distopt.torch go down only": {"torch.ddp.e": "distopt.torch.group"},
+    "no cycles inside a package": {"engine.f": "distopt.engine.g", "engine.g": "distopt.engine.f"},
+}
+# Where the report does not say each of these imports.
+SAID = {
+    "imports go down only": ["not listed as layers:\n\n- distopt.b\n", "distopt.nn.b -> distopt.engine"],
+    "no cycles inside a package": ["No cycles are allowed in distopt.engine."],
 }
 
 
@@ -38,7 +30,7 @@ def test_violations_break_their_contracts(tmp_path: Path) -> None:
     """All of them, planted in a copy of the package; `make lint` shows that the package itself keeps its contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "distopt", tmp_path / "distopt", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for new_modules, *_ in VIOLATIONS.values():
+    for new_modules in VIOLATIONS.values():
         for name, imported in new_modules.items():
             (tmp_path / "distopt" / name.replace(".", "/")).with_suffix(".py").write_text(f"import {imported}\n")
     # Without `site`, which would put the finder of the editable install ahead of this folder.
@@ -47,7 +39,8 @@ def test_violations_break_their_contracts(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     results = dict(re.findall(r"^(\S.*) (KEPT|BROKEN)\b", done.stdout, re.MULTILINE))
     assert results == dict.fromkeys(VIOLATIONS, "BROKEN"), done.stdout + done.stderr
-    for contract, (_, *said) in VIOLATIONS.items():
+    for contract, new_modules in VIOLATIONS.items():
+        said = SAID.get(contract, [f"distopt.{name} -> {imported}" for name, imported in new_modules.items()])
         report = done.stdout.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
         assert all(text in report for text in said), report
 

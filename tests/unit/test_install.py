@@ -10,40 +10,33 @@ from pathlib import Path
 import pytest
 
 from distopt.errors import _PACKAGES, pip_install
-from release.check import disagreement, fill_address
+from release.check import disagreement, fill_address, newest_section
 
 ROOT = Path(__file__).parents[2]
 # On the package index, distopt is another project, and distopt-train is not there. A folder or a wheel follows a slash.
 BY_NAME = re.compile(r"""\b(pip3?|uv|uv pip) (install|add)\b[^\n`]*[\s"'=]distopt(-train)?(?![\w./-])""")
 
 
-def tracked() -> list[Path]:
+def test_no_file_has_pip_install_distopt_by_its_name():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a checkout of git's")
-    return [ROOT / name for name in listed.stdout.splitlines()]
+    for path in filter(Path.is_file, (ROOT / name for name in listed.stdout.splitlines())):
+        assert not [line for line in path.read_text(errors="replace").splitlines() if BY_NAME.search(line)], path
 
 
-def test_no_file_has_pip_install_distopt_by_its_name():
-    found = {
-        f"{path.relative_to(ROOT)}: {line}"
-        for path in tracked()
-        if path.is_file()
-        for line in path.read_text(errors="replace").splitlines()
-        if BY_NAME.search(line)
-    }
-    assert not found
+@pytest.fixture
+def project():
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_package_requires_what_it_imports_and_nothing_else():
-    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_the_package_requires_what_it_imports_and_nothing_else(project):
     required = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
     code = "".join(path.read_text() for path in (ROOT / "distopt").rglob("*.py"))
     assert required == {name for name in (*required, "tqdm") if re.search(rf"^\s*(import|from) {name}\b", code, re.M)}
 
 
-def test_hints_name_the_packages_of_the_extras():
-    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_hints_name_the_packages_of_the_extras(project):
     extras = project["optional-dependencies"]
     for extra in _PACKAGES:
         others = [each for each in extras[extra] if not each.startswith(project["name"])]  # not its other extras
@@ -51,7 +44,6 @@ def test_hints_name_the_packages_of_the_extras():
         assert pip_install(extra).replace("--upgrade ", "").replace("'", "") == f"pip install {' '.join(wanted)}"
 
 
-# -- builds that cannot work -------------------------------------------------------------------------------------------
 # In place of another Python: what CMake asks of this one is answered differently.
 FREE_THREADED = """
 import sysconfig
@@ -95,7 +87,6 @@ def test_a_build_that_cannot_work_says_what_to_do(python, compiler, said, tmp_pa
     assert said in " ".join(ended.stderr.split())
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
 PROJECT = '[project]\nname = "distopt-train"\nversion = "1.2.0"\n[tool.scikit-build]\nminimum-version = "1.0"\n'
 
 
@@ -114,6 +105,12 @@ def test_versions_that_disagree(sections, cited, tags, said):
     changelog = "# Changelog\n\n" + "".join(f"## [{section}] - 2026-11-27\n\n- A change.\n\n" for section in sections)
     found = disagreement(PROJECT, changelog, f"cff-version: 1.0.0\nversion: {cited}\n", tags)
     assert found == (said and f"{said}the version in pyproject.toml is 1.2.0")
+
+
+def test_the_notes_are_the_newest_section():
+    first, second = "- One.\n\n### Jobs\n\n- Two.\n", "## [0.9.0] - 2026-10-01\n\n- Old.\n"
+    heading = "# Changelog\n\n## [1.0.0] - 2026-11-30\n\n"
+    assert newest_section(f"{heading}{first}") == newest_section(f"{heading}{first}\n{second}") == ("1.0.0", first)
 
 
 def test_the_address_of_the_repository_is_filled_in(tmp_path):

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt import _core, autograd, layer, model, opt
+from distopt import _core, autograd, layer, opt
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.numerics import cpu
+from tests.unit.nets import Chain
 
 ISAS = _core.supported_isas()
 FUSED = [isa for isa in ISAS if isa != "portable"]
@@ -30,21 +31,12 @@ def test_a_build_has_every_set_that_the_processor_has():
         return
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = {*next(line for line in lines if line.startswith("flags")).partition(":")[2].split()}
-    expected = ["portable", *(isa for isa, needed in FLAGS.items() if needed <= flags)]
-    assert expected == ISAS
-
-
-@pytest.fixture
-def set_isa():
-    before = _core.isa()
-    yield _core.set_isa
-    _core.set_isa(before)
+    assert ["portable", *(isa for isa, needed in FLAGS.items() if needed <= flags)] == ISAS
 
 
 def numbers(*shape, dtype=np.float32, step=37):
     """Values whose sums are rounded, exactly the same everywhere: no generator, no library."""
-    count = int(np.prod(shape))
-    return ((np.arange(count) * step % 1009 - 504) / 511).reshape(shape).astype(dtype)
+    return ((np.arange(np.prod(shape)) * step % 1009 - 504) / 511).reshape(shape).astype(dtype)
 
 
 def partial_sums(images, lanes, tail_apart):
@@ -67,11 +59,10 @@ def partial_sums(images, lanes, tail_apart):
     return total
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [3, 7, 8, 13, 19])
-def test_the_gradient_of_a_bias_has_as_many_partial_sums_on_every_set(isa, dtype, size, set_isa):
-    set_isa(isa)
+def test_the_gradient_of_a_bias_has_as_many_partial_sums_on_every_set(dtype, size):
     lanes = 64 // np.dtype(dtype).itemsize
     x, w, b = numbers(3, 5, size, size, dtype=dtype), numbers(6, 5, 2, 2, dtype=dtype), numbers(6, dtype=dtype)
     y, saved = cpu.conv2d(x, w, b, (1, 1), (0, 0), False)
@@ -84,29 +75,21 @@ def test_the_gradient_of_a_bias_has_as_many_partial_sums_on_every_set(isa, dtype
     np.testing.assert_array_equal(db, partial_sums(dy.reshape(3, 6, -1), lanes, True))
 
 
-class Net(model.Model):
-    """A convolution of each algorithm, with shapes in which the lengths of vectors would show."""
-
-    def __init__(self):
-        super().__init__()
-        self.direct, self.pool = layer.Conv2d(8, 5, padding=2, activation="RELU"), layer.MaxPool2d(2, 2)
-        self.small, self.large = layer.Conv2d(24, 3, padding=1), layer.Conv2d(9, 5, padding=2, activation="RELU")
-        self.lowered, self.flatten = layer.Conv2d(11, 3, stride=2), layer.Flatten()
-        self.linear = layer.Linear(5)
-
-    def forward(self, x):
-        y = self.pool(self.direct(x))
-        return self.linear(self.flatten(self.lowered(self.large(self.small(y)))))
-
-    def train_one_batch(self, x, target):
-        loss = autograd.mse_loss(self.forward(x), target)
-        self.optimizer(loss)
-        return loss
-
-
 def trained():
-    """All parameters after some steps. Nothing of it is computed by NumPy but single elements."""
-    net = Net()
+    """All parameters after some steps. Nothing of it is computed by NumPy but single elements.
+
+    A convolution of each algorithm, with shapes in which the lengths of vectors would show.
+    """
+    net = Chain(
+        autograd.mse_loss,
+        direct=layer.Conv2d(8, 5, padding=2, activation="RELU"),
+        pool=layer.MaxPool2d(2, 2),
+        small=layer.Conv2d(24, 3, padding=1),
+        large=layer.Conv2d(9, 5, padding=2, activation="RELU"),
+        lowered=layer.Conv2d(11, 3, stride=2),
+        flatten=layer.Flatten(),
+        linear=layer.Linear(5),
+    )
     net.set_optimizer(opt.SGD(lr=0.05, momentum=0.9))
     x, target = Tensor.of(numbers(40, 3, 24, 24)), Tensor.of(numbers(40, 5, step=5))
     net.compile([x], is_train=True)
@@ -117,11 +100,12 @@ def trained():
     return {name: param.to_numpy() for name, param in net.get_params().items()}
 
 
-def test_whole_runs_give_the_same_bits(set_isa):
-    runs = {}
+def test_whole_runs_give_the_same_bits():
+    runs, before = {}, _core.isa()
     for isa in ISAS:
-        set_isa(isa)
+        _core.set_isa(isa)
         runs[isa] = trained()
+    _core.set_isa(before)
     for isa in FUSED:
         for name, param in runs[isa].items():
             np.testing.assert_array_equal(param, runs[FUSED[0]][name], err_msg=f"{name} on {isa}")

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,8 @@ from distopt.launch.end_together.server import Server
 from distopt.launch.launchers import LauncherInfo
 from distopt.launch.rendezvous.meeting import Meeting
 from distopt.launch.rendezvous.member import Member, ports
+from tests.unit.refusals import refused
+from tests.unit.threads import in_threads
 
 KEY = os.getpid().to_bytes(32, "big")  # determines the ports: other workers have others
 
@@ -43,8 +46,7 @@ def listener_of(key):
 @contextlib.contextmanager
 def served(size=2, key=KEY, timeout=60.0):
     listener = listener_of(key)
-    server = Server(listener, key, size, timeout, os.getppid())
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=Server(listener, key, size, timeout, os.getppid()).run)
     thread.start()
     try:
         yield listener.getsockname()[1]
@@ -56,13 +58,7 @@ def served(size=2, key=KEY, timeout=60.0):
 
 def join(size=2):
     """All ranks; each waits for the others to join."""
-    joined = {}
-    threads = [threading.Thread(target=lambda r=rank: joined.update({r: member(r, size)})) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    return [joined[rank] for rank in range(size)]
+    return in_threads(*(partial(member, rank, size) for rank in range(size)))
 
 
 def test_the_job_goes_on_until_all_have_left():
@@ -71,16 +67,14 @@ def test_the_job_goes_on_until_all_have_left():
         ranks[0].leave()
         ranks[0].close()  # no failure
         ranks[1]._link.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            ranks[1].told()
+        refused(TimeoutError, "", lambda: ranks[1].told())
         ranks[1].leave()
         ranks[1]._link.settimeout(60.0)
-        with pytest.raises(ConnectionResetError):  # the server has ended
-            ranks[1].told()
+        refused(ConnectionResetError, "", lambda: ranks[1].told())
         ranks[1].close()
 
 
-def test_a_rank_that_ends_before_it_has_left_is_named(capfd):
+def test_a_rank_that_ends_is_named_unless_it_has_told_of_its_failure(capfd):
     with served():
         ranks = join()
         ranks[1].close()
@@ -88,9 +82,6 @@ def test_a_rank_that_ends_before_it_has_left_is_named(capfd):
         assert re.fullmatch(rf"end 1 -1 {said}", ranks[0].told())
         ranks[0].close()
     assert re.fullmatch(rf"{said}\n", capfd.readouterr().err)
-
-
-def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
     with served():
         ranks = join()
         ranks[1].end_others(7)
@@ -102,21 +93,16 @@ def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
 
 def test_strangers_do_no_harm():
     with served() as port:
-        address = ("localhost", port)
-        strangers = [socket.create_connection(address) for _ in range(80)]
+        strangers = [socket.create_connection(("localhost", port)) for _ in range(80)]
         for i, stranger in enumerate(strangers[40:]):
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * (10 * i))
-        ranks = join()
-        for one in (*ranks, *strangers):
+        for one in (*join(), *strangers):
             one.close()
 
 
-def test_rank_that_never_comes_is_named():
+def test_ranks_and_hosts_that_are_absent_are_named():
     with served(3, timeout=2.0), pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not join within 2 s"):
         member(0, 3)
-
-
-def test_unknown_host_of_rank_0():
     info = LauncherInfo("srun", 1, 2, None, None, "")
     with pytest.raises(LaunchError, match=r"cannot find the host of rank 0 \(NODES=nowhere.invalid\)"):
         Member(info, Meeting(KEY, False, "nowhere.invalid", "NODES=nowhere.invalid"), 5.0)

@@ -5,8 +5,8 @@ import os
 import pickle
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -16,12 +16,14 @@ from distopt.launch import LauncherInfo
 from distopt.launch.supervise.output import _MarkedStream
 from distopt.launch.supervise.spawn import _report
 from tests.processes import ROOT, Program
+from tests.unit.refusals import refused
+from tests.unit.threads import in_threads
 
-SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")
+TICKET, SILENT = launch.Ticket(), "left with exit code 3 without a traceback"
 
 
 def script(how: str, world_size: int = 2, env: dict[str, str] | None = None) -> Program:
-    return Program([sys.executable, SCRIPT, how, str(world_size)], env)
+    return Program([sys.executable, str(ROOT / "tests" / "ranks" / "spawn_script.py"), how, str(world_size)], env)
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "5"}], ids=["shared", "chosen by the user"])
@@ -31,46 +33,36 @@ def test_ranks_print_lines_with_marks_and_share_threads_unless_the_user_chose(en
     expected = env.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     ended = script("success", 2, env).end()
     assert (ended.code, ended.stderr) == (0, "")
-    assert sorted(line.split(" pid ")[0] for line in ended.stdout.splitlines()) == [
-        "[rank 1] rank 1 of 2",
-        "rank 0 of 2",
-    ]
-    assert [line.split(" threads ")[1] for line in ended.stdout.splitlines()] == [expected] * 2
+    lines = sorted(ended.stdout.splitlines())
+    assert [line.split(" pid ")[0] for line in lines] == ["[rank 1] rank 1 of 2", "rank 0 of 2"]
+    assert [line.split(" threads ")[1] for line in lines] == [expected] * 2
 
 
-@pytest.mark.slow(kept=3)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.slow(kept=3, rest=2)
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
         ("raise", 1, "ValueError: the cause"),
         ("sys.exit", 3, "left with exit code 3"),
         ("sys.exit text", 1, "left: a cause in words"),
-        ("os._exit", 3, "left with exit code 3 without a traceback"),
+        ("os._exit", 3, SILENT),
+        pytest.param("loss before its cause", 3, SILENT, marks=pytest.mark.sweep(rest=9)),
         ("SIGKILL", 128 + 9, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
         ("SIGSEGV", 128 + 11, "was ended by SIGSEGV"),
     ],
 )
 def test_failure_of_one_rank_ends_all(how, code, last):
-    ended = script(how, 3).end()
+    """The cause is named even if its consequence was heard first, and a traceback is whole and alone."""
+    ended = script(how, 2 if how == "loss before its cause" else 3).end()
     assert ended.code == code
-    assert ended.stderr.startswith("rank 1 (pid ")
+    assert ended.stderr.startswith("rank 1 (pid ") or how == "loss before its cause"
     assert ended.stderr.endswith(f"{last}\n")
-
-
-@pytest.mark.slow
-def test_the_cause_is_named_even_if_its_consequence_was_heard_first():
-    ended = script("loss before its cause").end()
-    assert ended.code == 3
-    assert ended.stderr.endswith("left with exit code 3 without a traceback\n")
-
-
-def test_traceback_is_whole_and_alone():
-    lines = script("raise").end().stderr.splitlines()
-    assert lines[0].endswith(") failed:")
-    assert lines[1] == "Traceback (most recent call last):"
-    assert [line.split(", in ")[1] for line in lines if line.startswith("  File ")] == ["work", "match_end"]
-    assert lines[-1] == "ValueError: the cause"
+    if how == "raise":
+        lines = ended.stderr.splitlines()
+        assert lines[0].endswith(") failed:")
+        assert lines[1] == "Traceback (most recent call last):"
+        assert [line.split(", in ")[1] for line in lines if line.startswith("  File ")] == ["work", "match_end"]
+        assert lines[-1] == "ValueError: the cause"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -126,67 +118,36 @@ def test_spawn_leaves_the_process_as_it_was(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2"}
 
 
-@pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "2", 10**6])
-def test_unusable_world_size(world_size):
-    with pytest.raises(UsageError, match=r"world.size"):
-        launch.spawn(fail_in_rank_1, world_size)
-
-
-# -- jobs ------------------------------------------------------------------------------------------------------------
-def test_ticket_hides_its_secret():
+def test_tickets_hide_their_secret_and_closed_jobs_say_so():
     ticket = launch.Ticket()
     assert len(ticket.secret) == 16
     assert ticket != launch.Ticket()
     assert pickle.loads(pickle.dumps(ticket)) == ticket
     assert ticket.secret.hex() not in repr(ticket)
     assert repr(ticket.secret) not in repr(ticket)
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "message"),
-    [
-        (2, 2, "local_rank=2 is outside 0 ... 1"),
-        (-1, 2, "local_rank=-1 is outside"),
-        (0, 0, "world_size is 0; it must be an integer of at least 1"),
-    ],
-)
-def test_multiprocess_job_checks_its_arguments(rank, world_size, message):
-    with pytest.raises((LaunchError, UsageError), match=message):
-        launch.MultiprocessJob(launch.Ticket(), rank, world_size)
-
-
-@pytest.mark.parametrize("arguments", [(None, 0, 2), (None, None, 2), (launch.Ticket(), 0, None)])
-def test_join_wants_all_three_or_none(arguments):
-    with pytest.raises(LaunchError, match="ticket"):
-        launch.join(*arguments)
-
-
-def test_a_closed_job_says_so():
     job = launch.join(launch.Ticket(), 0, 1)
     job.close()
     job.close()
-    with pytest.raises(LaunchError, match="closed"):
-        job.all_gather(b"")
+    refused(LaunchError, "closed", job.all_gather, b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call", "arguments"),
+    [
+        (LaunchError, "local_rank=2 is outside 0 ... 1", launch.MultiprocessJob, (TICKET, 2, 2)),
+        (LaunchError, "local_rank=-1 is outside", launch.MultiprocessJob, (TICKET, -1, 2)),
+        (UsageError, "world_size is 0; it must be an integer of at least 1", launch.MultiprocessJob, (TICKET, 0, 0)),
+        *((LaunchError, "ticket", launch.join, each) for each in ((None, 0, 2), (None, None, 2), (TICKET, 0, None))),
+        *((UsageError, "world.size", launch.spawn, (fail_in_rank_1, n)) for n in (0, -1, True, 2.0, "2", 10**6)),
+    ],
+)
+def test_unusable_arguments(error, message, call, arguments):
+    refused(error, message, call, *arguments)
 
 
 @pytest.mark.slow
 def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     ranks = [LauncherInfo("srun", rank, 3, rank, 3, f"SLURM_PROCID={rank}") for rank in range(3)]
-    threads = [Thread(target=_report, args=(f"error: {info.source} is wrong", info)) for info in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(_report, f"error: {info.source} is wrong", info) for info in ranks))
     _report("error: of rank 2 alone", ranks[2])
     assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(rest=2)
-@pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
-def test_forked_child_does_not_act_for_its_rank(how, code):
-    ended = Program([sys.executable, str(ROOT / "tests" / "ranks" / "fork_script.py"), "2", how]).end()
-    assert ended.code == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 has ended well", "rank 0 has ended well"]
-    assert f"the child ended with {code}\n" in ended.stderr
-    assert ("ValueError: of the child" in ended.stderr) == (how == "raise")

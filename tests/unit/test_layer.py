@@ -1,13 +1,30 @@
 """Layers: names, parameters, lazy shapes and what they refuse."""
 
+import re
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
-from distopt import autograd, device, layer
-from distopt.errors import StateError, UsageError
+from distopt import autograd, device, initializer, layer
+from distopt.errors import ShapeError, StateError, UsageError
 from distopt.nn.core.tensor import Tensor
+from tests.unit.nets import Chain, copies
+from tests.unit.refusals import refused
+
+SHAPES = {  # fan_in, fan_out
+    (200, 300): (200, 300),
+    (70, 50, 8): (400, 560),
+    (80, 40, 5, 3): (600, 1200),
+    (20, 5, 4, 3, 7): (420, 1680),
+    (40000,): (200, 200),
+    (4, 3, 5, 2, 6, 50): (np.sqrt(36000), np.sqrt(36000)),
+}
+OF_FANS = {
+    "he": lambda fan_in, fan_out: np.sqrt(2 / fan_in),
+    "lecun": lambda fan_in, fan_out: np.sqrt(1 / fan_in),
+    "glorot": lambda fan_in, fan_out: np.sqrt(2 / (fan_in + fan_out)),
+}
 
 
 class Block(layer.Layer):
@@ -30,16 +47,9 @@ def test_parameters_are_found_among_attributes_each_once():
     block = Block()
     assert block.get_params() == {}
     block(images(2, 3, 5, 5))
-    shapes = {name: p.shape for name, p in block.get_params().items()}
-    assert shapes == {
-        "conv.W": (4, 3, 3, 3),
-        "conv.b": (4,),
-        "norm.scale": (4,),
-        "norm.bias": (4,),
-        "branches.0.W": (4, 4, 1, 1),
-        "branches.1.W": (4, 4, 1, 1),
-        "branches.1.b": (4,),
-    }
+    shapes = {"conv.W": (4, 3, 3, 3), "conv.b": (4,), "norm.scale": (4,), "norm.bias": (4,)}
+    shapes |= {"branches.0.W": (4, 4, 1, 1), "branches.1.W": (4, 4, 1, 1), "branches.1.b": (4,)}
+    assert {name: p.shape for name, p in block.get_params().items()} == shapes
     assert all(p.stores_grad for p in block.get_params().values())
     assert list(block.get_states()) == [*shapes, "norm.running_mean", "norm.running_var"]
     memory = block.conv.W.array
@@ -77,20 +87,17 @@ def test_values_can_be_set_all_or_none():
         block(images(2, 3, 5, 5))
     source.norm.running_mean.set_value(3)
     target.set_states(source.get_states())
-    for name, value in source.get_states().items():
-        np.testing.assert_array_equal(target.get_states()[name].array, value.array)
+    np.testing.assert_equal(copies(target.get_states()), copies(source.get_states()))
     arrays = {name: p.to_numpy() + 1 for name, p in source.get_params().items()}
-    before = {name: p.to_numpy() for name, p in target.get_params().items()}
+    before = copies(target.get_params())
     for wrong, message in [
         ({**arrays, "conv.b": np.zeros(5, np.float32)}, r"conv.b is float32 of shape \(4,\), that of the states"),
         ({**arrays, "conv.b": np.zeros(4)}, "that of the states float64"),
         ({**arrays, "x": np.zeros(1)}, "the model has no x"),
         ({k: v for k, v in arrays.items() if k != "norm.bias"}, "norm.bias is missing"),
     ]:
-        with pytest.raises(StateError, match=message):
-            target.set_params(wrong)
-        for name, value in before.items():
-            np.testing.assert_array_equal(target.get_params()[name].array, value)
+        refused(StateError, message, target.set_params, wrong)
+        np.testing.assert_equal(copies(target.get_params()), before)
     target.set_params(arrays)
     np.testing.assert_array_equal(target.conv.W.array, arrays["conv.W"])
 
@@ -112,21 +119,21 @@ def test_initial_parameters_come_from_the_seed_and_the_input_type(dtype):
     assert linear.W.array.std() == pytest.approx(np.sqrt(2 / 500), rel=0.02)
 
 
-def test_reshape_cat_and_add():
+def test_small_layers():
     a, b = images(2, 3), images(2, 4)
     np.testing.assert_array_equal(layer.Cat(1)([a, b]).data, np.concatenate([a.array, b.array], 1))
     np.testing.assert_array_equal(layer.Reshape()(a, (3, -1)).data, a.array.reshape(3, 2))
     np.testing.assert_array_equal(layer.Add()(a, a).data, 2 * a.array)
     assert layer.Flatten(axis=2)(images(2, 3, 4)).shape == (6, 4)
     assert layer.Flatten()(images(0, 3, 4)).shape == (0, 12)
-
-
-class Net(layer.Layer):
-    def __init__(self, item):
-        self.item = item
-
-    def forward(self, x):
-        return self.item(x)
+    x = autograd.sigmoid(images(4, 3))
+    t = Tensor.of(x.array[::-1].copy())
+    assert layer.CrossEntropy()(x, t).item() == autograd.cross_entropy(x, t).item()
+    assert layer.BinaryCrossEntropy()(x, t).item() == autograd.binary_cross_entropy(x, t).item()
+    linear = layer.Linear(3, 2, False)
+    linear(images(1, 3))
+    assert (list(linear.get_params()), linear.b) == (["W"], None)
+    refused(NotImplementedError, "Layer has no forward", lambda: layer.Layer()(1))
 
 
 @pytest.mark.parametrize(
@@ -149,83 +156,25 @@ class Net(layer.Layer):
     ],
 )
 def test_shapes_that_do_not_fit_are_named_by_layer(make, shape, message):
-    net = Net(make())
+    net = Chain(item=make())
     for _ in range(2):
-        with pytest.raises(UsageError) as caught:
-            net(images(*shape))
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
+        refused(UsageError, re.escape(message), lambda: net(images(*shape)))
 
 
-def test_types_that_do_not_fit_are_named_by_layer():
-    for make, shape in ((lambda: layer.Linear(3), (2, 3)), (lambda: layer.Conv2d(3, 1), (2, 3, 4, 4))):
-        with pytest.raises(UsageError, match="item takes float16, float32 or float64, got uint8; convert"):
-            Net(make())(Tensor(shape, dtype=np.uint8))
-        net = Net(make())
-        net(images(*shape))
-        with pytest.raises(UsageError, match="item has parameters of float32, got an input of float64"):
-            net(images(*shape, dtype=np.float64))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: layer.Conv2d(8, 0), "kernel_size is 0; it must be an integer of at least 1"),
-        (lambda: layer.Conv2d(8, 3, stride=0), "stride is"),
-        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is -1; it must be an integer of at least 0"),
-        (lambda: layer.Conv2d(8, 3, padding=(1, 1, 1)), r"padding is .*; got \(1, 1, 1\)"),
-        (lambda: layer.Conv2d(8, 3, padding=None), "padding is None; it must be"),
-        (lambda: layer.MaxPool2d(2, pad_mode="SAME"), "unknown pad_mode 'SAME'; choose one of NOTSET, SAME_UPPER, SA"),
-        (lambda: layer.Conv2d(8, 3, dilation=2), "Conv2d has no dilation, as in SINGA"),
-        (lambda: layer.Conv2d(8, 3, group=3), "8 kernels cannot be divided into 3 groups"),
-        (lambda: layer.Conv2d(8, 3, group=0), "group is 0; it must be an integer of at least 1"),
-        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, pad_mode="SAME_UPPER")), "Conv2d pools with even padding"),
-        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, 2, (0, 1, 0, 1))), "Conv2d pools with even padding"),
-        (lambda: layer.MaxPool1d((2, 2)), "kernel_size is"),
-        (lambda: layer.Conv2d(3, 8, 3, 1, 1, 1), "Conv2d takes"),
-        (lambda: layer.Conv2d(3, (8, 8), 3), "Conv2d takes"),
-        (lambda: layer.Conv2d(8, 3, activation="TANH"), "unknown activation 'TANH'"),
-        (lambda: layer.Conv2d(8, 3, pool=layer.AvgPool2d(2)), "Conv2d pools by a MaxPool2d layer"),
-        (lambda: layer.Linear(1, 2, 3), "Linear takes"),
-        (lambda: layer.Dropout(1.0), r"ratio of Dropout is 1.0; it must be a number in \[0, 1\)"),
-        (lambda: layer.BatchNorm2d(momentum=2), r"a number in \[0, 1\]"),
-        (lambda: layer.Conv2d(0, 3), "nb_kernels is 0; it must be an integer of at least 1"),
-        (lambda: layer.Linear(8, -1), "out_features is -1; it must be an integer of at least 1"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("shape", "labels", "message"),
-    [
-        (
-            (4, 3),
-            np.array([0, 1, 2, 0], np.float32),
-            r"labels \[N\] are class indices, got float32; make them tensor.int32",
-        ),
-        ((4, 3), np.array([[0], [1], [2], [0]], np.int32), r"scores \[4, 3\] need 4 labels.*; got \[4, 1\]"),
-        (
-            (4, 3),
-            np.arange(3, dtype=np.int32),
-            r"scores \[4, 3\] need 4 labels: class indices \[4\], or dis.*; got \[3\]",
-        ),
-        ((4, 3), np.eye(4, dtype=np.float32), r"need 4 labels: .* distributions \[4, 3\]; got \[4, 4\]"),
-        ((4, 3, 1, 1), np.arange(4, dtype=np.int32), r"takes scores \[N, classes\], got \[4, 3, 1, 1\]; put a Flatten"),
-    ],
-)
-def test_labels_that_do_not_fit_are_explained(shape, labels, message):
-    with pytest.raises(UsageError, match=message):
-        layer.SoftMaxCrossEntropy()(images(*shape), Tensor.of(labels))
-
-
-def test_one_hot_labels_of_integers_are_the_classes():
+def test_labels_of_one_hot_integers_and_types_that_do_not_fit():
     scores, classes = images(4, 3), np.array([2, 0, 1, 2], np.int32)
     loss = layer.SoftMaxCrossEntropy()(scores, Tensor.of(np.eye(3, dtype=np.int32)[classes]))
     assert loss.shape == (1,)  # as in SINGA: scripts print tensor.to_numpy(loss)[0]
     np.testing.assert_allclose(loss.array, layer.SoftMaxCrossEntropy()(scores, Tensor.of(classes)).array, rtol=1e-6)
+    for make, shape in ((lambda: layer.Linear(3), (2, 3)), (lambda: layer.Conv2d(3, 1), (2, 3, 4, 4))):
+        error = "item takes float16, float32 or float64, got uint8; convert"
+        refused(UsageError, error, Chain(item=make()), Tensor(shape, dtype=np.uint8))
+        net = Chain(item=make())
+        net(images(*shape))
+        error = "item has parameters of float32, got an input of float64"
+        refused(UsageError, error, net, images(*shape, dtype=np.float64))
+    error = r"adds an array of \[2, 4, 1, 1\] to images of \[2, 4, 5, 5\]"
+    refused(ShapeError, error, layer.BatchNorm2d(), images(2, 4, 5, 5), images(2, 4, 1, 1))
 
 
 @pytest.mark.parametrize("transA", [False, True])
@@ -252,45 +201,12 @@ def test_gemm(training, transA, transB, bias_shape):
         db = 3.0 * dy.sum(axis=0 if bias_shape is None else 1).reshape(gemm.b.shape)
         np.testing.assert_allclose(gradients.pop(gemm.b), db, rtol=1e-12)
     assert not gradients
-    with pytest.raises(AssertionError, match="Gemm expects 3 inputs, got 7"):  # what SINGA raises
-        gemm(images(*((7, 4) if transA else (4, 7)), dtype=np.float64))
-    with pytest.raises(UsageError, match=r"Gemm expects a matrix, got \[2, 3, 1\]; put a Flatten before it"):
-        gemm(images(2, 3, 1, dtype=np.float64))
+    wide = images(*((7, 4) if transA else (4, 7)), dtype=np.float64)
+    refused(AssertionError, "Gemm expects 3 inputs, got 7", gemm, wide)  # what SINGA raises
+    error = r"Gemm expects a matrix, got \[2, 3, 1\]; put a Flatten before it"
+    refused(UsageError, error, gemm, images(2, 3, 1, dtype=np.float64))
 
 
-def test_losses_of_probabilities():
-    x = autograd.sigmoid(images(4, 3))
-    t = Tensor.of(x.array[::-1].copy())
-    assert layer.CrossEntropy()(x, t).item() == autograd.cross_entropy(x, t).item()
-    assert layer.BinaryCrossEntropy()(x, t).item() == autograd.binary_cross_entropy(x, t).item()
-
-
-def test_bias_may_be_the_third_argument_of_linear():
-    linear = layer.Linear(3, 2, False)
-    linear(images(1, 3))
-    assert list(linear.get_params()) == ["W"]
-
-
-@pytest.mark.parametrize(
-    ("without", "shape"),
-    [
-        (layer.Linear(2, bias=False), (1, 3)),
-        (layer.Gemm(2, bias=False), (1, 3)),
-        (layer.Conv2d(2, 1, bias=False), (1, 3, 2, 2)),
-    ],
-)
-def test_a_layer_without_bias_has_none_under_its_name(without, shape):
-    without(images(*shape))
-    assert without.b is None
-    assert list(without.get_params()) == ["W"]
-
-
-def test_a_layer_without_forward_says_so():
-    with pytest.raises(NotImplementedError, match="Layer has no forward"):
-        layer.Layer()(1)
-
-
-# -- how layers are found and named ------------------------------------------------------------------------------------
 class Residual(layer.Layer):
     """As SINGA's ResNet: the shortcut is a function, whose layers are its variables."""
 
@@ -338,17 +254,14 @@ def test_layers_in_functions_and_collections_are_found(registered):
     first, second = ("Residual_0", "Residual_1") if registered else ("body.blocks.0", "body.blocks.1")
     blocks = [f"{first}.conv.W", f"{first}.shortcut.conv.W"]
     blocks += [f"{first}.shortcut.norm.scale", f"{first}.shortcut.norm.bias", f"{second}.conv.W"]
-    assert list(tower.get_params()) == (
-        ["first.W", *blocks, "heads.small.W", "heads.large.0.W"]
-        if registered
-        else ["first.W", "heads.small.W", "heads.large.0.W", *blocks]
-    )
+    heads = ["heads.small.W", "heads.large.0.W"]
+    assert list(tower.get_params()) == ["first.W", *(blocks + heads if registered else heads + blocks)]
     other = Tower(registered)
     other(images(2, 3, 5, 5))
     tower.get_states()[f"{first}.shortcut.norm.running_var"].set_value(7)
-    other.set_states({name: value.to_numpy() for name, value in tower.get_states().items()})
-    for a, b in zip(tower(images(2, 3, 5, 5)), other(images(2, 3, 5, 5)), strict=True):
-        np.testing.assert_array_equal(a.array, b.array)
+    other.set_states(copies(tower.get_states()))
+    found, expected = ([y.array for y in net(images(2, 3, 5, 5))] for net in (other, tower))
+    np.testing.assert_equal(found, expected)
 
 
 def test_registered_layers_are_named_by_class_and_number():
@@ -368,8 +281,8 @@ def test_registered_layers_are_named_by_class_and_number():
     assert list(net.get_params()) == ["Linear_1.W", "Linear_1.b", "Linear_3.W", "Linear_3.b"]
     assert net.ReLU_2 is net.layers[2]
     net.register_layers(*net.layers)
-    with pytest.raises(UsageError, match="Sequence has another ReLU_0; call register_layers once"):
-        net.register_layers(layer.ReLU())
+    error = "Sequence has another ReLU_0; call register_layers once"
+    refused(UsageError, error, net.register_layers, layer.ReLU())
     net.register_layers(OrderedDict(last=layer.Linear(1)))
     net.last(images(2, 2))
     assert "last.W" in net.get_params()
@@ -399,19 +312,54 @@ def test_parameters_in_lists_and_dictionaries_are_found_once_under_the_name_of_a
     assert not net.scales[1].requires_grad
 
 
-def test_a_layer_made_for_the_first_input_knows_its_path():
-    class Outer(layer.Layer):
-        def initialize(self, x):
-            self.inner = layer.SeparableConv2d(x.shape[1], 4, 3)
+def check(function, t, std, uniform):
+    device.get_default_device().SetRandSeed(3)
+    function(t)
+    assert t.array.std() == pytest.approx(std, rel=0.02)
+    assert abs(t.array.mean()) < 0.02 * std
+    highest = np.abs(t.array).max()
+    assert (highest <= np.sqrt(3) * std * 1.0001) == uniform
+    assert highest > 0.99 * np.sqrt(3) * std
 
-        def forward(self, x):
-            return self.inner(x)
 
-    holder = layer.Layer()
-    holder.outer = Outer()
-    holder.outer(images(1, 2, 5, 5))
-    assert holder.outer.inner.depthwise_conv.name == "outer.inner.depthwise_conv"
-    assert {n: p.shape for n, p in holder.get_params().items()} == {
-        "outer.inner.depthwise_conv.W": (2, 1, 3, 3),
-        "outer.inner.point_conv.W": (4, 2, 1, 1),
-    }
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize("name", OF_FANS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_spread_follows_from_the_fans(name, kind, shape, dtype):
+    t = Tensor(shape, dtype=dtype)
+    check(getattr(initializer, f"{name}_{kind}"), t, OF_FANS[name](*SHAPES[shape]), kind == "uniform")
+    assert t.dtype == dtype
+
+
+def test_older_names_and_plain_values():
+    matrix, images = Tensor((200, 300)), Tensor((80, 40, 5, 3))
+    for fans, std in [((30, 20), np.sqrt(4 / 50)), ((30,), np.sqrt(2 / 30)), ((0, np.int64(20)), np.sqrt(2 / 20))]:
+        check(lambda t, fans=fans: initializer.gaussian(t, *fans), matrix, std, False)
+    for function, is_uniform in ((initializer.xavier, True), (initializer.glorot, False)):
+        check(function, matrix, np.sqrt(2 / 500), is_uniform)
+        check(function, images, np.sqrt(2 / 120), is_uniform)
+    check(initializer.msra, matrix, np.sqrt(2 / 200), False)
+    check(initializer.msra, images, np.sqrt(2 / 80), False)
+    assert initializer.xavier_uniform is initializer.glorot_uniform
+    assert initializer.xavier_normal is initializer.glorot_normal
+    t = Tensor((40, 30))
+    initializer.uniform(t, 2, 3)
+    assert 2 <= t.array.min() < 2.01
+    assert 2.99 < t.array.max() <= 3
+    initializer.constant(t, 4)
+    assert (t.array == 4).all()
+    initializer.zero(t)
+    assert not t.array.any()
+
+
+@pytest.mark.parametrize(("n", "m"), [(7, 4), (4, 7), (5, 5)])
+def test_orthogonal_and_eye(n, m):
+    t = Tensor((n, m))
+    device.get_default_device().SetRandSeed(3)
+    initializer.orthogonal(t, 2.0)
+    product = t.array.T @ t.array if n >= m else t.array @ t.array.T
+    np.testing.assert_allclose(product, 4 * np.eye(min(n, m)), atol=1e-5)
+    assert np.abs(t.array).min() > 0
+    initializer.eye(t)
+    np.testing.assert_array_equal(t.array, np.eye(n, m))

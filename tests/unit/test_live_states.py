@@ -2,8 +2,10 @@
 
 import os
 import selectors
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distopt.launch.agents import warm as module
@@ -13,13 +15,7 @@ from distopt.launch.heal.state_slots import seconds_to_give
 
 N_BYTES = 1_000_000_000
 EXPECTED = seconds_to_give(N_BYTES)  # 4 s
-
-
-class Clock:
-    now = 0.0
-
-    def seconds(self) -> float:
-        return self.now
+MOST, WRITING = module._SLOWER * EXPECTED, module._WRITING_SECONDS
 
 
 class Rank:
@@ -44,65 +40,46 @@ class Ranks:
 
 
 @pytest.fixture
-def warm():
+def asked():
+    """What starts ranks, which have been asked once for their live states, and these ranks."""
     made = WarmStart(RunOptions(("python",), ranks=3, heal=True), selectors.DefaultSelector(), print, bytes(32), None)
-    made._clock = Clock()
-    yield made
+    made._clock, ranks = SimpleNamespace(seconds=lambda: made._clock.now, now=0.0), Ranks()
+    assert made.ask(ranks) == MOST  # the longest, for the owner
+    yield made, ranks
     made.close()
 
 
-def write(warm: WarmStart, n_pages: int) -> None:
-    """Ranks write: so many pages of a file of live states are in memory."""
-    os.pwrite(warm.state_slots.fds.gifts[1], b"x" * (4096 * n_pages), 0)
+def looks(warm: WarmStart, ranks: Ranks, *looked: tuple[float, str]) -> list[int]:
+    """How many ranks have been killed at each of these times, once the ranks have written, or been asked again."""
+    killed = []
+    for i, (warm._clock.now, before) in enumerate(looked, 1):
+        if before == "write":  # so many pages of a file of live states are in memory
+            os.pwrite(warm.state_slots.fds.gifts[1], b"x" * (4096 * i), 0)
+        elif before == "ask":
+            warm.ask(ranks)
+        warm.look(ranks)
+        killed.append(sum(rank.killed for rank in ranks.ranks))
+    return killed
 
 
-def look(warm: WarmStart, ranks: Ranks, now: float) -> list[bool]:
-    warm._clock.now = now
-    warm.look(ranks)
-    return [rank.killed for rank in ranks.ranks]
+@pytest.mark.parametrize(
+    "looked",
+    [
+        pytest.param([(EXPECTED - 0.01, ""), (EXPECTED, "")], id="write nothing"),
+        # As when a node is lost while the ranks give: it grants no more.
+        pytest.param([(EXPECTED - 0.01, ""), (EXPECTED, "ask")], id="are asked again"),
+        pytest.param([(time, "write") for time in (*np.arange(EXPECTED, MOST, WRITING), MOST)], id="write for ever"),
+        pytest.param([(EXPECTED, "write"), (EXPECTED + WRITING - 0.01, ""), (EXPECTED + WRITING, "")], id="stop"),
+    ],
+)
+def test_ranks_are_killed_at_the_last_of_these_looks(asked, looked) -> None:
+    assert looks(*asked, *looked) == [1] * (len(looked) - 1) + [3]  # the one that cannot is killed at once
 
 
-def test_ranks_that_write_nothing_are_killed_after_the_expected_time(warm: WarmStart) -> None:
-    ranks = Ranks()
-    assert warm.ask(ranks) == module._SLOWER * EXPECTED  # the longest, for the owner
-    assert look(warm, ranks, EXPECTED - 0.01) == [False, False, True]
-    assert look(warm, ranks, EXPECTED) == [True, True, True]
-
-
-def test_ranks_that_write_have_longer_but_not_for_ever(warm: WarmStart) -> None:
-    ranks, pages = Ranks(), 1
-    warm.ask(ranks)
-    now = EXPECTED
-    while now < module._SLOWER * EXPECTED:
-        write(warm, pages)
-        assert look(warm, ranks, now) == [False, False, True], now
-        now, pages = now + module._WRITING_SECONDS, pages + 1
-    write(warm, pages)
-    assert look(warm, ranks, module._SLOWER * EXPECTED) == [True, True, True]
-
-
-def test_ranks_that_stop_to_write_are_killed_soon(warm: WarmStart) -> None:
-    ranks = Ranks()
-    warm.ask(ranks)
-    write(warm, 1)
-    assert look(warm, ranks, EXPECTED) == [False, False, True]
-    assert look(warm, ranks, EXPECTED + module._WRITING_SECONDS - 0.01) == [False, False, True]
-    assert look(warm, ranks, EXPECTED + module._WRITING_SECONDS) == [True, True, True]
-
-
-def test_ranks_that_gave_or_are_stopped_are_killed_at_once(warm: WarmStart) -> None:
-    ranks = Ranks()
-    warm.ask(ranks)
+def test_ranks_that_gave_or_are_stopped_are_killed_at_once(asked) -> None:
+    warm, ranks = asked
     ranks.ranks[1].said["gave"] = {}
-    assert look(warm, ranks, 0.1) == [False, True, True]
+    assert looks(warm, ranks, (0.1, "")) == [2]
+    assert not ranks.ranks[0].killed
     ranks.stopped = [ranks.ranks[0]]
-    assert look(warm, ranks, 0.2) == [True, True, True]
-
-
-def test_a_second_request_grants_no_more_time(warm: WarmStart) -> None:
-    """As when a node is lost while the ranks give."""
-    ranks = Ranks()
-    warm.ask(ranks)
-    warm._clock.now = EXPECTED - 0.01
-    warm.ask(ranks)
-    assert look(warm, ranks, EXPECTED) == [True, True, True]
+    assert looks(warm, ranks, (0.2, "")) == [3]

@@ -57,7 +57,6 @@ class Worker:
             self.say("ready", average=self.average + 1, steps=self.average)
 
     def come_back(self) -> None:
-        """To another service."""
         self.must_return, self.result = False, None
         self.inbox.clear()
         hello = {"model": MODEL, "number": self.worker.number, "least": 1, "fragments": 1, "port": 1}
@@ -76,12 +75,11 @@ class Worker:
             self.refused = message["text"]
         elif do == "copy":
             givers = [one for one in self.net.workers if one.phase in {"computes", "waits", "done"} and one.reached]
-            newest = max(givers, key=lambda one: one.average, default=None)
-            if newest is None:  # none can be reached, which the service does not know yet
-                self.phase = "again"
-            else:
-                self.copied = newest.history
+            if givers:
+                self.copied = max((one.history for one in givers), key=len)
                 self.say("listen", average=len(self.copied))
+            else:  # none can be reached, which the service does not know yet
+                self.phase = "again"
         elif do == "again":
             self.phase = "again"
         elif do == "listen":
@@ -94,22 +92,18 @@ class Worker:
             self.joined_at = self.average
             self.go_on()
         elif do == "members":
-            counting = tuple(message["counting"])
-            self.result = message["trial"], (message["average"], message["trial"], counting)
+            self.result = message["average"], message["trial"], tuple(message["counting"])
             self.say("averaged", average=message["average"], trial=message["trial"])
-        elif do == "abort":
-            if self.result is not None and self.result[0] == message["trial"]:
-                self.result = None
-        elif do == "commit" and self.result is not None and self.result[0] == message["trial"]:
-            if self.phase == "joins":
-                self.heard.append(self.result[1])
+        elif do in {"abort", "commit"} and self.result is not None and self.result[1] == message["trial"]:
+            result, self.result = self.result, None
+            if do == "commit" and self.phase == "joins":
+                self.heard.append(result)
                 self.listened += 1
                 self.catch_up()
-            else:
-                assert self.worker.number in self.result[1][2]
-                self.history += (self.result[1],)
+            elif do == "commit":
+                assert self.worker.number in result[2]
+                self.history += (result,)
                 self.go_on()
-            self.result = None
         elif do == "late":
             self.join(late=True)
         elif do == "leave":
@@ -131,11 +125,15 @@ class Worker:
 
 
 class Net:
-    def __init__(self, seed: int = 0, *, most: int = 4, goal: int = 30) -> None:
+    """A service, and the workers that begin with it."""
+
+    def __init__(self, count: int = 0, seed: int = 0, *, goal: int = 30, **options: Any) -> None:
         self.numbers, self.now, self.goal = random.Random(seed), 0.0, goal
         self.lines: list[str] = []
-        self.membership = Membership(most, self.lines.append)
+        self.membership = Membership(4, self.lines.append)
         self.workers: list[Worker] = []
+        for _ in range(count):
+            Worker(self, **options)
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -153,6 +151,16 @@ class Net:
         for worker in self.workers:
             worker.must_return = True
 
+    def reach_all(self) -> None:
+        for worker in self.workers:
+            worker.reached = True
+
+    def finish(self) -> None:
+        self.reach_all()
+        self.run(60)
+        self.check()
+        assert all(worker.left and worker.average == self.goal for worker in self.workers), self.lines
+
     def lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
         worker.reached = False
@@ -166,28 +174,21 @@ class Net:
         assert [entry[0] for entry in longest] == list(range(1, len(longest) + 1))
 
 
-def test_all_begin_together_where_all_have_come() -> None:
-    net = Net(goal=3)
-    workers = [Worker(net) for _ in range(4)]
+def test_all_begin_together_and_the_first_wait_for_others_a_moment() -> None:
+    net = Net(4, goal=3)
     net.run(3)
-    assert all(worker.left and worker.average == 3 for worker in workers)
-    assert all(counting == (0, 1, 2, 3) for _, _, counting in workers[0].history)
-
-
-def test_the_first_wait_for_others_a_moment() -> None:
-    net = Net(goal=100)
-    worker = Worker(net)
+    assert all(counting == (0, 1, 2, 3) for _, _, counting in net.workers[0].history)
+    net.finish()
+    net = Net(1, goal=100)
     net.run(2.5)
-    assert worker.phase == "joins"
+    assert net.workers[0].phase == "joins"
     net.run(1.5)
-    assert worker.average > 0
+    assert net.workers[0].average > 0
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_newcomer_listens_and_counts_from_the_first_fragment_on(fragments: int) -> None:
-    net = Net(goal=100)
-    for _ in range(2):
-        Worker(net, fragments=fragments)
+    net = Net(2, goal=100, fragments=fragments)
     net.run(6)
     newcomer = Worker(net, fragments=fragments)
     net.run(3 * fragments)
@@ -195,8 +196,7 @@ def test_a_newcomer_listens_and_counts_from_the_first_fragment_on(fragments: int
     assert newcomer.joined_at % fragments == 0
     assert 1 <= newcomer.listened <= fragments
     counting = [entry[2] for entry in newcomer.history]
-    assert counting[newcomer.joined_at - 1] == (0, 1)
-    assert counting[newcomer.joined_at] == (0, 1, 2)
+    assert counting[newcomer.joined_at - 1 :][:2] == [(0, 1), (0, 1, 2)]
     net.check()
 
 
@@ -207,14 +207,11 @@ def test_the_summary_names_members_and_those_that_are_lost() -> None:
     workers = [Worker(net) for _ in range(3)]
     net.run(4)
     net.lose(workers[1])
-    workers[2].reached = False
-    net.run(SILENT_SECONDS + 0.7)
-    summary = net.membership.summary
-    assert (summary["members"], summary["lost"]) == ([0], [1, 2])
-    workers[2].reached = True
-    net.run(3)
-    summary = net.membership.summary
-    assert (summary["members"], summary["lost"]) == ([0, 2], [1])
+    for reached, seconds, members, lost in ((False, SILENT_SECONDS + 0.7, [0], [1, 2]), (True, 3, [0, 2], [1])):
+        workers[2].reached = reached
+        net.run(seconds)
+        summary = net.membership.summary
+        assert (summary["members"], summary["lost"]) == (members, lost)
     assert abs(summary["average"] - workers[0].average) <= 1
     net.run(100)
     for worker in list(net.workers):
@@ -223,8 +220,8 @@ def test_the_summary_names_members_and_those_that_are_lost() -> None:
 
 
 def test_too_few_wait_and_say_so() -> None:
-    net = Net(goal=1000)
-    first, second = (Worker(net, least=2) for _ in range(2))
+    net = Net(2, goal=1000, least=2)
+    first, second = net.workers
     net.run(6)
     net.lose(second)
     average = first.average
@@ -236,18 +233,24 @@ def test_too_few_wait_and_say_so() -> None:
     assert first.average > average + 3
 
 
-def test_another_model_is_refused_by_name() -> None:
-    net = Net()
-    Worker(net)
+def test_newcomers_with_another_model_or_after_the_end_are_refused() -> None:
+    net = Net(1)
     other = Worker(net, model={**MODEL, "a model of": "2 parameters"})
     assert other.worker is None
     other.act()
     assert "host 1 has a model of 2 parameters, the members have 1 parameter" in other.refused
+    net = Net(2, goal=3)
+    for worker in list(net.workers):
+        net.run(3)
+        net.lose(worker)
+    newcomer = Worker(net)
+    net.run(5)
+    assert "the training has ended with average 3" in newcomer.refused
 
 
-def test_one_that_is_late_is_left_out_and_counts_in_the_next() -> None:
-    net = Net(goal=1000)
-    slow, *_ = [Worker(net) for _ in range(3)]
+def test_one_that_is_late_or_frozen_is_left_out_and_counts_in_the_next() -> None:
+    net = Net(3, goal=1000)
+    slow = net.workers[0]
     net.run(2)
     while slow.phase != "computes":
         net.run(0.05)
@@ -257,11 +260,8 @@ def test_one_that_is_late_is_left_out_and_counts_in_the_next() -> None:
     assert 1 <= len(left_out) <= 2
     assert 0 in slow.history[-1][2]
     net.check()
-
-
-def test_a_frozen_one_does_not_hold_up_the_others() -> None:
-    net = Net(goal=1000)
-    frozen, other = Worker(net), Worker(net)
+    net = Net(2, goal=1000)
+    frozen, other = net.workers
     net.run(2)
     frozen.reached = False
     net.run(SILENT_SECONDS + 0.7)
@@ -277,7 +277,7 @@ def test_a_frozen_one_does_not_hold_up_the_others() -> None:
     net.check()
 
 
-def test_without_a_lease_nothing_counts() -> None:
+def test_a_service_without_a_lease_counts_nothing_and_another_one_has_other_numbers() -> None:
     net = Net(goal=1000)
     leases = [True]
     net.membership = Membership(4, net.lines.append, decides=lambda: leases[-1])
@@ -292,13 +292,24 @@ def test_without_a_lease_nothing_counts() -> None:
     net.run(2)
     assert min(worker.average for worker in workers) > max(averages)
     net.check()
+    # Of communicators, so that no worker takes an old one for the new; and of workers, whose data they seed.
+    net = Net(2, goal=1000)
+    first, lost = net.workers
+    net.run(6)
+    epoch = net.membership.epoch
+    net.lose(lost)
+    net.replace_service()
+    newcomer = Worker(net)
+    net.run(3)
+    assert (newcomer.worker.number, first.worker.number) == (2, 0)
+    assert net.membership.epoch > epoch + 100
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_one_that_went_on_alone_follows_the_others(ahead: bool) -> None:
     """Also if it has counted more averages than they."""
-    net = Net(goal=1000)
-    apart, *others = [Worker(net) for _ in range(3)]
+    net = Net(3, goal=1000)
+    apart, *others = net.workers
     net.run(2)
     net.workers.remove(apart)
     net.replace_service()
@@ -314,36 +325,9 @@ def test_one_that_went_on_alone_follows_the_others(ahead: bool) -> None:
     net.check()
 
 
-def test_one_that_comes_after_the_end_trains_no_other_model() -> None:
-    net = Net(goal=3)
-    for worker in [Worker(net) for _ in range(2)]:
-        net.run(3)
-        net.lose(worker)
-    newcomer = Worker(net)
-    net.run(5)
-    assert "the training has ended with average 3" in newcomer.refused
-
-
-def test_another_service_has_other_numbers() -> None:
-    """Of communicators, so that no worker takes an old one for the new; and of workers, whose data they seed."""
-    net = Net(goal=1000)
-    first, lost = Worker(net), Worker(net)
-    net.run(6)
-    epoch = net.membership.epoch
-    net.lose(lost)
-    net.replace_service()
-    newcomer = Worker(net)
-    net.run(3)
-    assert newcomer.worker.number == 2
-    assert first.worker.number == 0
-    assert net.membership.epoch > epoch + 100
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_random_schedules(seed: int) -> None:
-    net = Net(seed, goal=60)
-    for _ in range(4):
-        Worker(net)
+    net = Net(4, seed, goal=60)
     for _ in range(30):
         net.run(net.numbers.choice([0.05, 0.1, 0.3, 1.0]))
         living = [worker for worker in net.workers if worker.reached]
@@ -353,32 +337,22 @@ def test_random_schedules(seed: int) -> None:
         elif what < 0.5 and len(living) > 1:
             net.numbers.choice(living).reached = False
         elif what < 0.7:
-            for worker in net.workers:
-                worker.reached = True
+            net.reach_all()
         elif len(net.workers) < 4:
             Worker(net)
         net.check()
-    for worker in net.workers:
-        worker.reached = True
-    net.run(60)
-    net.check()
-    assert all(worker.left and worker.average == 60 for worker in net.workers), net.lines
+    net.finish()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_another_service_takes_over(seed: int) -> None:
     """Where the last average had counted for a worker that nobody reaches, the others go another way; it follows."""
-    net = Net(seed, goal=60)
-    for _ in range(4):
-        Worker(net)
+    net = Net(4, seed, goal=60)
     for _ in range(8):
         net.run(net.numbers.choice([0.05, 0.3, 1.0, 2.0]))
         if len([worker for worker in net.workers if worker.reached]) > 1 and net.numbers.random() < 0.5:
             net.numbers.choice(net.workers).reached = False
         net.replace_service()
         net.run(net.numbers.choice([0.1, 2.0, 14.0]))
-        for worker in net.workers:
-            worker.reached = True
-    net.run(60)
-    net.check()
-    assert all(worker.left and worker.average == 60 for worker in net.workers), net.lines
+        net.reach_all()
+    net.finish()

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,17 @@ from distopt.launch.job.topology import Topology
 from tests.conformance import thread_ranks
 from tests.conformance.thread_ranks import OracleCommunicator
 
+NODES = ["0", "0", "1"]  # of three ranks
 
-class Together:
-    """Ranks of one process: each payload is there when it is asked for."""
 
-    def __init__(self, rank: int, size: int, payloads: dict[int, bytes]) -> None:
-        self.topology = Topology.of_one_host(rank, size, "host")
-        self._payloads = payloads
+def together(size: int, payloads: dict[int, bytes]) -> Any:
+    """Rank 0 of so many; what the others say, if not the same, is there when it is asked for."""
 
-    def all_gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
+    def all_gather_bytes(payload: bytes, *, label: str) -> list[bytes]:
         assert label == "checkpoint"
-        return [self._payloads.get(rank, payload) for rank in range(self.topology.world_size)]
+        return [payloads.get(rank, payload) for rank in range(size)]
+
+    return SimpleNamespace(topology=Topology.of_one_host(0, size, "host"), all_gather_bytes=all_gather_bytes)
 
 
 class Shared(InPlace):
@@ -45,28 +46,35 @@ class Shared(InPlace):
 
 @pytest.fixture
 def slots(monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in {"GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     slots = StateSlots(1)
     yield slots
     slots.close()
 
 
-def memory_of(slots: StateSlots, monkeypatch: pytest.MonkeyPatch) -> Memory:
+def memory_of(slots: StateSlots, monkeypatch: pytest.MonkeyPatch, size: int = 1, payloads: Any = None) -> Memory:
     monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
-    memory = Memory.of_agent(Together(0, 1, {}))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    memory = Memory.of_agent(together(size, payloads or {}))
     assert memory is not None
     return memory
 
 
 def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
     memory_of(slots, monkeypatch)
-    assert Memory.of_agent(Together(0, 1, {})) is None
-    monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Memory.of_agent(Together(0, 1, {})) is None
+    for more in ({}, {VARIABLE: slots.variable[VARIABLE], "WORLD_SIZE": "2"}):
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
+        assert Memory.of_agent(together(1, {})) is None
+
+
+def assert_equal_arrays(found, expected, prefix: str = "") -> None:
+    """Also in their types; names of those that are found begin with the prefix."""
+    assert found.keys() == {prefix + key for key in expected}
+    for key, array in expected.items():
+        assert (found[prefix + key].dtype, found[prefix + key].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found[prefix + key], array)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 1, 3)])
@@ -74,30 +82,15 @@ def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
 def test_what_is_kept_is_what_is_read(shape, dtype):
     numbers = np.random.default_rng(len(shape))
     arrays = {f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype) for name in "ab"}
-    held = Held(Label(0, 3, 2, 1), (5, 3), {"end": True}, "record")
-    kept = States(held, arrays, {"a": {"notes": [1, None, "x"]}})
+    kept = States(Held(Label(0, 3, 2, 1), (5, 3), {"end": True}, "record"), arrays, {"a": {"notes": [1, None, "x"]}})
     file = io.BytesIO()
     kept.write(file)
     back = States.read(file.getvalue())
     assert (back.held, back.notes) == (kept.held, kept.notes)
-    assert back.arrays.keys() == arrays.keys()
-    for key, array in arrays.items():
-        assert (array.dtype, array.shape) == (back.arrays[key].dtype, back.arrays[key].shape)
-        np.testing.assert_array_equal(array, back.arrays[key])
+    assert_equal_arrays(back.arrays, arrays)
 
 
-def test_what_is_kept_are_files_of_safetensors(slots, monkeypatch):
-    arrays = {"w": np.arange(3.0), "v": np.ones((2, 2), np.float32)}
-    memory_of(slots, monkeypatch).keep(1, 0, {"own": InPlace(arrays), "all": Shared(arrays)})
-    for kind, name, fds in (("own", "own", slots.fds.own), ("shared", "all", slots.fds.shared)):
-        [path] = [f"/proc/self/fd/{fd}" for fd in fds[0] if os.fstat(fd).st_size]
-        found = safetensors.numpy.load_file(path)
-        assert found.keys() == {f"{kind}/{name}/w", f"{kind}/{name}/v"}
-        for key, array in arrays.items():
-            np.testing.assert_array_equal(found[f"{kind}/{name}/{key}"], array)
-
-
-def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
+def test_states_are_files_of_safetensors_which_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
     memory = memory_of(slots, monkeypatch)
     assert (memory.agree(), slots.steps) == (None, [0])
     arrays = {"w": np.zeros(3), "v": np.zeros((2, 2), np.float32)}
@@ -107,19 +100,19 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
         memory.due(step)
         memory.keep(step, step // 2, {"own": InPlace(arrays), "all": Shared(arrays)})
         assert slots.steps == [step]
+        for prefix, fds in (("own/own/", slots.fds.own), ("shared/all/", slots.fds.shared)):
+            kept = [safetensors.numpy.load_file(f"/proc/self/fd/{fd}") for fd in fds[0] if os.fstat(fd).st_size]
+            assert_equal_arrays(max(kept, key=lambda found: found[f"{prefix}w"][0]), arrays, prefix)
     again = memory_of(slots, monkeypatch)
-    label = again.agree()
+    label, said = again.agree(), []
     assert label == Label(0, 3, 1, 1)
     monkeypatch.setattr(supervisor, "send", lambda what, **content: said.append((what, content)))
-    said = []
     for step in (4, 5):
         again.due(step)
     assert said == [("stepped", {"step": 4, "every": 1})], "the first new step alone"
     shared, [(own, _)] = again.read(label)
-    for name, found in (("own", own), ("all", shared)):
-        assert found.keys() == {f"{name}/w", f"{name}/v"}
-        for key, array in arrays.items():
-            np.testing.assert_array_equal(found[f"{name}/{key}"], array)
+    assert_equal_arrays(own, arrays, "own/")
+    assert_equal_arrays(shared, arrays, "all/")
 
 
 def test_states_from_memory_that_were_never_saved_are_saved_at_the_end(slots, monkeypatch, tmp_path):
@@ -139,18 +132,16 @@ def test_states_from_memory_that_were_never_saved_are_saved_at_the_end(slots, mo
     numbers[:] = 0
     again = resumed()
     again.close()
-    assert again.steps == 1
-    assert len(list_checkpoints(tmp_path)) == 1
+    assert (again.steps, len(list_checkpoints(tmp_path))) == (1, 1)
     numbers[:] = 0
     load(tmp_path, numbers=numbers)
-    np.testing.assert_array_equal(numbers, [7, 8, 9])
+    assert numbers.tolist() == [7, 8, 9]
 
 
 class Clock:
     """In place of the module `time`: each look at the seconds takes one, each at those of the thread `cost`."""
 
-    def __init__(self, cost: float) -> None:
-        self.cost, self._seconds, self._cpu = cost, 0.0, 0.0
+    cost, _seconds, _cpu = 10.0, 0.0, 0.0
 
     def perf_counter(self) -> float:
         self._seconds += 1
@@ -162,7 +153,7 @@ class Clock:
 
 
 def test_records_end_where_they_cost_too_much_and_return_where_they_do_not(slots, monkeypatch):
-    clock = Clock(cost=10.0)
+    clock = Clock()
     monkeypatch.setattr("distopt.checkpoint.memory.time", clock)
     memory, adapters = memory_of(slots, monkeypatch), {"own": InPlace({"x": np.ones(3)})}
     memory.start(adapters, 0, 0)
@@ -209,25 +200,21 @@ def test_the_last_step_of_an_epoch_counts_once_the_script_has_ended_the_epoch(sl
     monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
     sampler, other = ShardedSampler(12, 1, 0, 4, seed=3), ShardedSampler(12, 1, 0, 4, seed=4)
     schedule = np.zeros(2)
-    noted: list[tuple[int, int]] = []
-    finish = Memory.finish
-    monkeypatch.setattr(
-        Memory, "finish", lambda self, step, epoch: (noted.append((step, epoch)), finish(self, step, epoch))
-    )
+    acts = {
+        "end": lambda: schedule.__iadd__(1),
+        "set": lambda: sampler.set_epoch(1),
+        "look": lambda: next(iter(other)),
+        "loop": lambda: next(iter(sampler)),
+    }
+    noted, finish = [], Memory.finish
+    monkeypatch.setattr(Memory, "finish", lambda self, *when: (noted.append(when), finish(self, *when)))
     checkpoint = Checkpoint(None, schedule=schedule, sampler=sampler, other=other)
     checkpoint.resume()
     for _ in sampler:
         checkpoint.step(0)
     assert noted == [(1, 0), (2, 0)]
     for act in order:
-        if act == "end":
-            schedule += 1
-        elif act == "set":
-            sampler.set_epoch(1)
-        elif act == "look":
-            next(iter(other))
-        else:
-            next(iter(sampler))
+        acts[act]()
     assert noted == [(1, 0), (2, 0), *([(3, 1)] if is_noted else [])]
     if "loop" in order:
         checkpoint.step(1)
@@ -265,8 +252,7 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch):
             _, [(arrays, _)] = memory.read(label)
             assert np.all(arrays["x/w"] == step)
             assert arrays["x/n"] == [step]
-    assert step > 0
-    assert torn > 0
+    assert min(step, torn) > 0
 
 
 def kept(rank: int, *steps: int, attempt: int = 0, parts: Sequence[int] = (), n_shares: int = 1) -> list[Any]:
@@ -292,22 +278,13 @@ def kept(rank: int, *steps: int, attempt: int = 0, parts: Sequence[int] = (), n_
     ],
 )
 def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, others, newest):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-
-    def memory(payloads: dict[int, bytes]) -> Memory:
-        monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
-        memory = Memory.of_agent(Together(0, 3, payloads))
-        assert memory is not None
-        return memory
-
-    first = memory({})
+    first = memory_of(slots, monkeypatch, 3)
     for step in (4, 6):
         first.due(step)
         first.keep(step, 0, {"x": InPlace({"w": np.array([step])})})
     payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
-    label = memory(payloads).agree()
-    assert (label and label.step) == newest
-    assert slots.steps == [newest or 0]
+    label = memory_of(slots, monkeypatch, 3, payloads).agree()
+    assert (label and label.step, slots.steps) == (newest, [newest or 0])
 
 
 class Own(InPlace):
@@ -324,21 +301,15 @@ def states_of(rank: int, step: int) -> dict[str, InPlace]:
     return {"all": Shared(shared), "own": Own(rank, {"x": np.full(3, 100 * rank + step)})}
 
 
-NODES = ["0", "0", "1"]  # of three ranks
-
-
 @pytest.fixture
 def nodes() -> Iterator[dict[str, StateSlots]]:
-    """The slots of two nodes."""
     slots = {node: StateSlots(NODES.count(node), 3) for node in ("0", "1")}
     yield slots
     for each in slots.values():
         each.close()
 
 
-def on_ranks(
-    nodes: dict[str, StateSlots], body: Callable[[int, Memory], object], of: Sequence[str] = NODES, attempt=0
-) -> None:
+def on_ranks(nodes: dict[str, StateSlots], body: Callable[[int, Memory], object], of=NODES, attempt=0) -> None:
     """Call `body` on each rank of an attempt, in a thread; `of` names the nodes of the ranks."""
 
     def run(ranks: OracleCommunicator) -> None:
@@ -349,13 +320,10 @@ def on_ranks(
     thread_ranks.on_ranks(len(of), run)
 
 
-def train(steps: int) -> Callable[[int, Memory], object]:
-    def body(rank: int, memory: Memory) -> None:
-        assert memory.agree() is None
-        for step in range(1, 1 + steps):
-            memory.keep(step, 0, states_of(rank, step))
-
-    return body
+def train(rank: int, memory: Memory, steps: int) -> None:
+    assert memory.agree() is None
+    for step in range(1, 1 + steps):
+        memory.keep(step, 0, states_of(rank, step))
 
 
 def carry(nodes: dict[str, StateSlots]) -> None:
@@ -372,7 +340,7 @@ def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
     def resume(rank: int, memory: Memory) -> None:
         assert memory.agree() == Label(0, last - 1, 0, 3)
 
-    on_ranks(nodes, lambda rank, memory: train(last - (rank == 2))(rank, memory))
+    on_ranks(nodes, lambda rank, memory: train(rank, memory, last - (rank == 2)))
     on_ranks(nodes, resume)
 
 
@@ -399,12 +367,10 @@ def test_other_ranks_get_all_states(nodes, after, piece_bytes, monkeypatch):
         assert label == Label(0, newest, 0, 3)
         shared, owns = memory.read(label)
         numbers = [rank] if len(after) == 3 else range(3)
-        assert len(owns) == len(numbers)
         for number, (own, notes) in zip(numbers, owns, strict=True):
-            np.testing.assert_array_equal(own["own/x"], states_of(number, newest)["own"].snapshot().arrays["x"])
+            assert_equal_arrays(own, states_of(number, newest)["own"].snapshot().arrays, "own/")
             assert notes == {"own": {"rank": number}}
-        for key, array in states_of(0, newest)["all"].snapshot().arrays.items():
-            np.testing.assert_array_equal(shared[f"all/{key}"], array)
+        assert_equal_arrays(shared, states_of(0, newest)["all"].snapshot().arrays, "all/")
         memory.keep(newest + 1, 0, states_of(rank, newest + 1))
 
     def resume_again(rank: int, memory: Memory) -> None:
@@ -412,9 +378,9 @@ def test_other_ranks_get_all_states(nodes, after, piece_bytes, monkeypatch):
         label = memory.agree()
         assert label == Label(1, newest + 1, 0, len(after))
         _, [(own, _)] = memory.read(label)
-        np.testing.assert_array_equal(own["own/x"], states_of(rank, newest + 1)["own"].snapshot().arrays["x"])
+        assert_equal_arrays(own, states_of(rank, newest + 1)["own"].snapshot().arrays, "own/")
 
-    on_ranks(nodes, train(newest))
+    on_ranks(nodes, lambda rank, memory: train(rank, memory, newest))
     carry(nodes)
     lost = {"0", "1"} - set(after)
     for node in [*lost, "2"]:
@@ -423,22 +389,3 @@ def test_other_ranks_get_all_states(nodes, after, piece_bytes, monkeypatch):
         nodes[node] = StateSlots(2, 3)
     on_ranks(nodes, resume, after, 1)
     on_ranks(nodes, resume_again, after, 2)
-
-
-def test_an_agent_that_was_absent_does_not_offer_old_states(nodes):
-    """Node 1 is cut off with copies of all states, and node 0 has done other steps since."""
-    last = 9
-
-    def without_it(rank: int, memory: Memory) -> None:
-        memory.agree()
-        memory.keep(2, 0, states_of(rank, 2))
-
-    def together(rank: int, memory: Memory) -> None:
-        assert memory.agree() == Label(1, 2, 0, 2)
-
-    on_ranks(nodes, train(last))
-    carry(nodes)
-    nodes["0"].close()
-    nodes["0"] = StateSlots(2, 3)
-    on_ranks(nodes, without_it, ["0", "0"], 1)
-    on_ranks(nodes, together, NODES, 2)

@@ -16,6 +16,9 @@ import pytest
 
 from distopt.errors import DataError
 from examples.data import idx, mnist
+from tests.unit.refusals import refused
+
+REAL = os.environ.get("DISTOPT_DATA_DIR")
 
 
 def tiny(name, shape):
@@ -33,9 +36,8 @@ NAMES = list(CONTENT)
 class Network:
     """In place of urlopen: answers by URL, or raises what stands there; the addresses asked for are kept."""
 
-    def __init__(self, answers):
-        self.answers = answers
-        self.asked = []
+    def __init__(self):
+        self.answers, self.asked = {}, []
 
     def __call__(self, url, timeout):
         assert 0 < timeout <= 10
@@ -56,14 +58,10 @@ def network(monkeypatch, tmp_path):
     monkeypatch.delenv("DISTOPT_DATA_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(mnist, "FILES", TINY_FILES)
-    network = Network({})
+    network = Network()
+    network.cache = tmp_path / "home" / ".cache" / "distopt" / "mnist"
     monkeypatch.setattr(mnist.urllib.request, "urlopen", network)
     return network
-
-
-@pytest.fixture
-def cache(tmp_path):
-    return tmp_path / "home" / ".cache" / "distopt" / "mnist"
 
 
 def put(folder, content=CONTENT, rename=lambda name: name):
@@ -74,27 +72,20 @@ def put(folder, content=CONTENT, rename=lambda name: name):
     return folder
 
 
-def check(digits, kind="mnist"):
-    assert digits.kind == kind
-    for x, y, name_x, name_y in (
-        (digits.train_x, digits.train_y, *NAMES[:2]),
-        (digits.test_x, digits.test_y, *NAMES[2:]),
-    ):
-        assert x.dtype == np.uint8
-        assert y.dtype == np.int32
-        np.testing.assert_array_equal(x, ARRAYS[name_x][:, None])
-        np.testing.assert_array_equal(y, ARRAYS[name_y])
+def check(digits):
+    assert digits.kind == "mnist"
+    for name, array in zip(NAMES, (digits.train_x, digits.train_y, digits.test_x, digits.test_y), strict=True):
+        images = "images" in name
+        assert array.dtype == (np.uint8 if images else np.int32)
+        np.testing.assert_array_equal(array, ARRAYS[name][:, None] if images else ARRAYS[name])
 
 
-# -- a named folder ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("subfolder", ["", "mnist", "MNIST/raw"])
-@pytest.mark.parametrize(
-    "rename",
-    [str, lambda n: n + ".gz", lambda n: n.replace("-idx", ".idx"), lambda n: n.replace("-idx", ".idx") + ".gz"],
-)
-def test_usual_names_are_found(tmp_path, monkeypatch, network, rename, subfolder):
+@pytest.mark.parametrize("mark", ["-idx", ".idx"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_usual_names_are_found(tmp_path, monkeypatch, network, mark, suffix, subfolder):
     folder = tmp_path / "data"
-    put(folder / subfolder, rename=rename)
+    put(folder / subfolder, rename=lambda name: name.replace("-idx", mark) + suffix)
     check(mnist.load(folder))
     monkeypatch.setenv("DISTOPT_DATA_DIR", str(folder))
     digits = mnist.load()
@@ -103,11 +94,10 @@ def test_usual_names_are_found(tmp_path, monkeypatch, network, rename, subfolder
     assert not network.asked
 
 
-def test_argument_comes_before_variable_before_cache(tmp_path, monkeypatch, cache):
-    put(cache)
+def test_argument_comes_before_variable_before_cache(tmp_path, monkeypatch, network):
+    put(network.cache)
     named, variable = put(tmp_path / "named"), put(tmp_path / "variable")
-    assert mnist.load().source == f"MNIST in {cache}"
-    assert not mnist.load().caveat
+    assert (mnist.load().source, mnist.load().caveat) == (f"MNIST in {network.cache}", "")
     monkeypatch.setenv("DISTOPT_DATA_DIR", str(variable))
     assert mnist.load().source == f"MNIST in {variable}"
     assert mnist.load(named).source == f"MNIST in {named}"
@@ -119,36 +109,28 @@ def test_named_folder_that_lacks_a_file_is_an_error(tmp_path, monkeypatch, netwo
     folder = put(tmp_path / "data", {name: data for name, data in CONTENT.items() if name != lost})
     monkeypatch.setenv("DISTOPT_DATA_DIR", str(folder))
     for named in (None, folder):
-        with pytest.raises(DataError, match=f"{folder} has no file {lost}"):
-            mnist.load(named)
+        refused(DataError, f"{folder} has no file {lost}", mnist.load, named)
     assert not network.asked
 
 
-def test_other_content_of_the_same_shape_is_an_error_unless_allowed(tmp_path):
+def test_other_content_is_an_error_unless_allowed_and_another_size_is_welcome(tmp_path):
     images = ARRAYS[NAMES[0]].copy()
     images[2, 1, 0] ^= 4
     folder = put(tmp_path / "data", CONTENT | {NAMES[0]: idx.encode(images)})
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte: MD5 .* fresh copy, or pass verify=False"):
-        mnist.load(folder)
+    refused(DataError, r"train-images-idx3-ubyte: MD5 .* fresh copy, or pass verify=False", mnist.load, folder)
     digits = mnist.load(folder, verify=False)
     assert digits.kind == "custom"
     np.testing.assert_array_equal(digits.train_x[:, 0], images)
-
-
-def test_a_data_set_of_another_size_is_welcome(tmp_path):
-    custom = dict(
-        zip(NAMES, (np.ones((3, 5, 5)), np.array([9, 0, 1]), np.zeros((1, 5, 5)), np.array([3])), strict=True)
-    )
-    digits = mnist.load(put(tmp_path / "data", {name: idx.encode(a.astype("u1")) for name, a in custom.items()}))
-    assert digits.kind == "custom"
-    assert digits.source == f"a custom data set in {tmp_path / 'data'}"
-    assert digits.train_x.shape == (3, 1, 5, 5)
-    assert digits.train_y.tolist() == [9, 0, 1]
+    arrays = np.ones((3, 5, 5)), np.array([9, 0, 1]), np.zeros((1, 5, 5)), np.array([3])
+    custom = {name: idx.encode(array.astype("u1")) for name, array in zip(NAMES, arrays, strict=True)}
+    digits = mnist.load(put(tmp_path / "data", custom))
+    assert (digits.kind, digits.source) == ("custom", f"a custom data set in {tmp_path / 'data'}")
+    assert (digits.train_x.shape, digits.train_y.tolist()) == ((3, 1, 5, 5), [9, 0, 1])
 
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(
-    "case",
+    ("index", "array", "fact"),
     [
         (0, np.zeros((6, 12), np.uint8), r"train-images.*holds uint8 \(6, 12\), not uint8 images"),
         (0, np.zeros((6, 4, 3), np.float32), "train-images.*holds float32"),
@@ -158,23 +140,20 @@ def test_a_data_set_of_another_size_is_welcome(tmp_path):
         (3, np.zeros(5, np.int32), "t10k-labels.*holds int32"),
     ],
 )
-def test_what_are_not_digits_is_an_error(tmp_path, monkeypatch, case, verify):
-    index, array, fact = case
+def test_what_are_not_digits_is_an_error(tmp_path, monkeypatch, index, array, fact, verify):
     monkeypatch.setattr(mnist, "FILES", tuple((name, (60000,), md5) for name, _, md5 in TINY_FILES))
     folder = put(tmp_path / "data", CONTENT | {NAMES[index]: idx.encode(array)})
-    with pytest.raises(DataError, match=f"{fact}.*; replace it"):
-        mnist.load(folder, verify=verify)
+    refused(DataError, f"{fact}.*; replace it", mnist.load, folder, verify=verify)
 
 
-# -- the cache and the mirrors -----------------------------------------------------------------------------------------
-def test_download_fills_the_cache_once(network, cache, caplog):
+def test_download_fills_the_cache_once(network, caplog):
     network.answers = served()
     with caplog.at_level(logging.WARNING):
         check(mnist.load())
         assert network.asked == [f"{mnist.MIRRORS[0]}{name}.gz" for name in NAMES]
         check(mnist.load())
     assert len(network.asked) == 4
-    assert sorted(path.name for path in cache.iterdir()) == sorted(["lock", *(f"{name}.gz" for name in NAMES)])
+    assert sorted(path.name for path in network.cache.iterdir()) == sorted(["lock", *(f"{name}.gz" for name in NAMES)])
     assert not caplog.records
 
 
@@ -202,19 +181,17 @@ def test_endless_answers_are_cut_off(network, monkeypatch):
     url = f"{mnist.MIRRORS[0]}{NAMES[0]}.gz"
     network.answers = served() | {url: bytes(200_000)} | served(1)
     monkeypatch.setattr(mnist, "MAX_DOWNLOAD_BYTES", 100_000)
-    with pytest.raises(DataError, match="more than 100000 bytes"):
-        mnist._fetch(url)
+    refused(DataError, "more than 100000 bytes", mnist._fetch, url)
     monkeypatch.setattr(mnist, "FILE_SECONDS", -1.0)
-    with pytest.raises(TimeoutError, match="not finished within"):
-        mnist._fetch(f"{mnist.MIRRORS[0]}{NAMES[1]}.gz")
+    refused(TimeoutError, "not finished within", mnist._fetch, f"{mnist.MIRRORS[0]}{NAMES[1]}.gz")
     assert mnist.load().kind == "generated"
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: gzip.compress(b"other")])
 @pytest.mark.parametrize("name", NAMES)
-def test_damaged_cache_is_mended(network, cache, caplog, name, damage):
+def test_damaged_cache_is_mended(network, caplog, name, damage):
     network.answers = served()
-    path = put(cache, rename=lambda name: f"{name}.gz") / f"{name}.gz"
+    path = put(network.cache, rename=lambda name: f"{name}.gz") / f"{name}.gz"
     path.write_bytes(damage(path.read_bytes()))
     check(mnist.load())
     assert network.asked == [f"{mnist.MIRRORS[0]}{name}.gz"]
@@ -225,20 +202,18 @@ def test_damaged_cache_is_mended(network, cache, caplog, name, damage):
 
 def test_offline_machine_gets_generated_digits_with_one_notice(network, caplog):
     first = mnist.load()
-    assert (first.kind, first.source) == ("generated", "generated digits")
-    assert first.caveat == " (generated digits, not MNIST)"
+    about = "generated", "generated digits", " (generated digits, not MNIST)"
+    assert (first.kind, first.source, first.caveat) == about
     assert [first.train_x.shape, first.test_x.shape] == [(6, 1, 28, 28), (5, 1, 28, 28)]
     assert (first.train_x[:5] != first.test_x).any()
     assert len(network.asked) == 2  # both mirrors, one file
-    (record,) = caplog.records
-    assert "no such host" in record.getMessage()
-    assert "set DISTOPT_DATA_DIR" in record.getMessage()
+    assert "no such host" in caplog.text
+    assert "set DISTOPT_DATA_DIR" in caplog.text
     second = mnist.load(rank=1)
     assert len(caplog.records) == 1
     assert second.fingerprint == first.fingerprint
 
 
-# -- several processes -------------------------------------------------------------------------------------------------
 def test_one_process_per_host_downloads(network, monkeypatch):
     """Threads stand for processes: the lock belongs to an open file."""
     network.answers, together = served(), threading.Barrier(3)
@@ -254,23 +229,17 @@ def test_one_process_per_host_downloads(network, monkeypatch):
     assert sorted(network.asked) == sorted(served())
 
 
-# -- ranks that must agree ---------------------------------------------------------------------------------------------
 def test_ranks_with_different_digits_are_named(tmp_path):
-    folder = put(tmp_path / "data")
-    sent = []
+    folder, sent = put(tmp_path / "data"), []
     check(mnist.load(folder, exchange=lambda payload: sent.append(payload) or [payload] * 3))
+    error = rf"rank 0 found MNIST in {folder}, but rank 2 found generated digits; give"
     for _ in range(2):
-        with pytest.raises(
-            DataError, match=rf"rank 0 found MNIST in {folder}, but rank 2 found generated digits; give"
-        ):
-            mnist.load(folder, exchange=lambda payload: [payload, payload, b"0123 generated digits"])
+        refused(
+            DataError, error, mnist.load, folder, exchange=lambda payload: [payload, payload, b"0123 generated digits"]
+        )
     # The same content in another place is the same.
     copy = put(tmp_path / "copy", rename=lambda name: f"{name}.gz")
     check(mnist.load(copy, exchange=lambda payload: [sent[0], payload]))
-
-
-# -- the real thing ----------------------------------------------------------------------------------------------------
-REAL = os.environ.get("DISTOPT_DATA_DIR")
 
 
 @pytest.mark.skipif(not REAL, reason="DISTOPT_DATA_DIR is not set: real MNIST is not checked")
@@ -278,8 +247,7 @@ def test_real_mnist(monkeypatch):
     monkeypatch.undo()
     digits = mnist.load(REAL)
     assert digits.kind == "mnist"
-    assert digits.train_x.shape == (60000, 1, 28, 28)
-    assert digits.test_x.shape == (10000, 1, 28, 28)
+    assert (digits.train_x.shape, digits.test_x.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
     assert digits.train_y[:5].tolist() == [5, 0, 4, 1, 9]
     assert np.bincount(digits.test_y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(digits.train_x.mean() / 255 - 0.1307) < 1e-4

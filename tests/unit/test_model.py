@@ -8,50 +8,36 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from distopt import autograd, device, layer, opt, tensor
+from distopt import autograd, device, layer, tensor
 from distopt import opt as optim
 from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
+from tests.unit.nets import Chain, copies
+from tests.unit.refusals import refused
+
+NAMES = ["conv1.W", "conv1.b", "norm.scale", "norm.bias", "linear1.W", "linear1.b", "linear2.W", "linear2.b"]
 
 
-class CNN(Model):
-    """As scripts written for SINGA define it."""
-
+class CNN(Chain):
     def __init__(self, hidden=9):
-        super().__init__()
-        self.conv1 = layer.Conv2d(1, 4, 3, padding=0, activation="RELU")
-        self.norm = layer.BatchNorm2d()
-        self.pooling1 = layer.MaxPool2d(2, 2, padding=0)
-        self.linear1 = layer.Linear(hidden)
-        self.linear2 = layer.Linear(3)
-        self.relu = layer.ReLU()
-        self.dropout = layer.Dropout(0.3)
-        self.flatten = layer.Flatten()
-        self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x):
-        y = self.pooling1(self.norm(self.conv1(x)))
-        y = self.relu(self.linear1(self.flatten(y)))
-        return self.linear2(self.dropout(y))
-
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.softmax_cross_entropy(out, y)
-        self.optimizer(loss)
-        return out, loss
-
-    def set_optimizer(self, optimizer):
-        self.optimizer = optimizer
+        super().__init__(
+            conv1=layer.Conv2d(1, 4, 3, padding=0, activation="RELU"),
+            norm=layer.BatchNorm2d(),
+            pooling1=layer.MaxPool2d(2, 2, padding=0),
+            flatten=layer.Flatten(),
+            linear1=layer.Linear(hidden),
+            relu=layer.ReLU(),
+            dropout=layer.Dropout(0.3),
+            linear2=layer.Linear(3),
+        )
 
 
 def batch(seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     x = Tensor((6, 1, 8, 8), device.get_default_device(), dtype)
-    y = Tensor((6,), device.get_default_device(), tensor.int32)
     x.copy_from_numpy(rng.standard_normal(x.shape))
-    y.copy_from_numpy(rng.integers(0, 3, 6))
-    return x, y
+    return x, Tensor(data=rng.integers(0, 3, 6), dtype=tensor.int32)
 
 
 def compiled(dtype=np.float32, seed=0, **options):
@@ -62,21 +48,15 @@ def compiled(dtype=np.float32, seed=0, **options):
     return net
 
 
-NAMES = ["conv1.W", "conv1.b", "norm.scale", "norm.bias", "linear1.W", "linear1.b", "linear2.W", "linear2.b"]
-
-
-def test_compile_makes_and_names_parameters():
+def test_compile_makes_and_names_parameters_and_layers_by_their_path():
     net = compiled()
     assert list(net.get_params()) == NAMES
     assert [p.name for p in net.get_params().values()] == NAMES
-    assert net.linear1.W.shape == (36, 9)
+    assert (net.linear1.W.shape, net.linear1.W.creator) == ((36, 9), None)
     assert net.training
     assert autograd.training
-    assert (net.norm.running_mean.array == 0).all()
-    assert net.linear1.W.creator is None
+    assert not net.norm.running_mean.array.any()
 
-
-def test_a_layer_in_a_list_is_named_by_its_path():
     class Heads(Model):
         def __init__(self):
             super().__init__()
@@ -85,8 +65,7 @@ def test_a_layer_in_a_list_is_named_by_its_path():
         def forward(self, x):
             return self.heads[1](self.heads[0](x))
 
-    with pytest.raises(UsageError, match=r"heads\.1 expects 7 inputs, got 2"):
-        Heads().compile([Tensor((3, 5))])
+    refused(UsageError, r"heads\.1 expects 7 inputs, got 2", lambda: Heads().compile([Tensor((3, 5))]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -101,7 +80,7 @@ def test_training_lowers_the_loss_and_is_reproducible(dtype):
     assert all(p.dtype == dtype for p in net.get_params().values())
 
 
-def test_evaluation_records_nothing_and_repeats():
+def test_evaluation_records_nothing_and_is_of_its_own_model():
     net = compiled()
     x, y = batch()
     net(x, y)
@@ -113,65 +92,32 @@ def test_evaluation_records_nothing_and_repeats():
     np.testing.assert_array_equal(first.array, second.array)
     np.testing.assert_array_equal(net.norm.running_mean.array, moved)
     net.train()
-    assert isinstance(net(x, y), tuple)
-
-
-def test_calls_follow_their_own_model():
-    first, second = compiled(), compiled()
-    second.eval()
-    x, y = batch()
+    other = compiled()
+    other.eval()
     for _ in range(2):
-        assert isinstance(first(x, y), tuple)
-        assert second(x).creator is None
+        assert isinstance(net(x, y), tuple)
+        assert other(x).creator is None
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_the_optimizer_meets_the_parameters_once_both_are_there(before):
-    met = []
-
-    class Recorder:
-        def attach(self, params):
-            met.append([p.name for p in params])
-
-        def __call__(self, loss):
-            pass
-
-    net = CNN()
-    if before:
-        net.set_optimizer(Recorder())
-        assert not met
-    net.compile([batch()[0]])
-    if not before:
-        assert not met
-        net.set_optimizer(Recorder())
-    assert met == [NAMES]
-
-
-def test_on_a_cpu_use_graph_is_remembered_and_changes_nothing(caplog):
-    results = []
+def test_on_a_cpu_use_graph_is_remembered_switched_and_changes_nothing(caplog):
+    results, cpu = [], device.get_default_device()
     for use_graph in ("False", "True"):
-        device.get_default_device().SetRandSeed(0)
-        net = CNN()
+        net = compiled()
         net.set_optimizer(optim.Adam(lr=0.01))
         net.compile([batch()[0]], use_graph=use_graph, sequential=use_graph)
-        assert device.get_default_device().graph_enabled() is (use_graph == "True")
+        assert cpu.graph_enabled() is (use_graph == "True")
         losses = [net(*batch(step))[1].item() for step in range(5)]
         results.append((losses, [p.to_numpy().tobytes() for p in net.get_states().values()]))
         assert not net.graph_replays
-    device.get_default_device().EnableGraph(False)
+    cpu.EnableGraph(False)
     assert results[0] == results[1]
     assert not caplog.records
-
-
-def test_the_graph_can_be_switched_after_compile():
-    net, cpu = CNN(), device.get_default_device()
-    with pytest.raises(UsageError, match=r"CNN is not compiled; call compile\(inputs, use_graph"):
-        net.graph()
+    net = CNN()
+    refused(UsageError, r"CNN is not compiled; call compile\(inputs, use_graph", net.graph)
     net.compile([batch()[0]], use_graph=False)
-    net.graph(True, sequential=True)
-    assert cpu.graph_enabled()
-    net.graph(False)
-    assert not cpu.graph_enabled()
+    for enabled in (True, False):
+        net.graph(enabled, sequential=enabled)
+        assert cpu.graph_enabled() is enabled
 
 
 @pytest.mark.parametrize(
@@ -186,26 +132,20 @@ def test_the_graph_can_be_switched_after_compile():
 )
 def test_arguments_of_compile_are_checked_before_anything_happens(inputs, options, message):
     net = CNN()
-    with pytest.raises(UsageError, match=message) as caught:
-        net.compile(inputs, **options)
-    assert "\n" not in str(caught.value)
+    refused(UsageError, message, net.compile, inputs, **options)
     assert not net.get_params()
 
 
 def test_arguments_of_a_call_that_do_not_fit_are_explained():
     net = compiled()
     x, y = batch()
-    with pytest.raises(UsageError, match=r"CNN is in training mode, where it takes train_one_batch\(x, y\); or"):
-        net(x)
+    refused(UsageError, r"CNN is in training mode, where it takes train_one_batch\(x, y\); or", net, x)
     for wrong in [(x.to_numpy(), y), (x, y.to_numpy())]:
-        with pytest.raises(UsageError, match=r"CNN takes tensors, got a NumPy array; make it one with tensor\.from"):
-            net(*wrong)
+        refused(UsageError, r"CNN takes tensors, got a NumPy array; make it one with tensor\.from", net, *wrong)
     net.eval()
-    with pytest.raises(TypeError, match="positional argument"):
-        net()
+    refused(TypeError, "positional argument", net)
     net.flatten = None
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        net(x)
+    refused(TypeError, "'NoneType' object is not callable", net, x)
 
 
 def test_a_model_that_is_not_compiled_gives_its_output_to_scripts_that_walk_the_graph():
@@ -249,19 +189,22 @@ def test_a_model_may_make_its_layers_and_its_optimizer_itself():
     assert net(x, x * 2).item() > [net.train_one_batch(x, x * 2) for _ in range(5)][-1].item()
 
 
-def test_what_is_missing_is_explained(tmp_path):
+def test_what_is_missing_and_states_of_others_are_refused(tmp_path):
     net = CNN()
-    with pytest.raises(UsageError, match="call compile before"):
-        net.save_states(tmp_path / "x")
-    with pytest.raises(UsageError, match="call compile before"):
-        net.load_states(tmp_path / "x")
+    for call in (net.save_states, net.load_states):
+        refused(UsageError, "call compile before", call, tmp_path / "x")
     net.compile([batch()[0]])
-    with pytest.raises(UsageError, match="CNN has no optimizer; call set_optimizer"):
-        net(*batch())
-    with pytest.raises(NotImplementedError, match="Model has no train_one_batch"):
-        Model()()
+    refused(UsageError, "CNN has no optimizer; call set_optimizer", lambda: net(*batch()))
+    refused(NotImplementedError, "Model has no train_one_batch", lambda: Model()())
     net.on_device(device.get_default_device())
     assert list(net.get_params()) == NAMES
+    net, path = compiled(), tmp_path / "other"
+    before = copies(net.get_states())
+    for write in (compiled(hidden=8).save_states, lambda path: safetensors.numpy.save_file(before, path)):
+        write(path)
+        refused(StateError, str(path), net.load_states, path)
+        np.testing.assert_equal(copies(net.get_states()), before)
+    refused(FileNotFoundError, "", net.load_states, tmp_path / "absent")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -275,51 +218,27 @@ def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
         loaded = other.load_states(str(tmp_path / "net.state"))
     assert [p.name for p in tmp_path.iterdir()] == ["net.state"]
     assert list(net.get_states()) == [*NAMES, "norm.running_mean", "norm.running_var"]
-    for name, value in net.get_states().items():
-        np.testing.assert_array_equal(other.get_states()[name].array, value.array)
+    np.testing.assert_equal(copies(other.get_states()), copies(net.get_states()))
     assert other.conv1.W.array is memory
-    assert loaded.keys() == aux.keys()
     assert all(isinstance(value, Tensor) for value in loaded.values())
-    assert loaded["epoch"].item() == 3
     assert loaded["scale"].item() == 0.1, "with all its bits"
-    np.testing.assert_array_equal(loaded["order"].array, aux["order"])
-    np.testing.assert_array_equal(loaded["loss"].array, [1])
+    np.testing.assert_equal(copies(loaded), {**aux, "loss": [1], "epoch": [3], "scale": [0.1]})
     net.save_states(tmp_path / "net.state")
+    refused(UsageError, r"aux_states\['note'\] has dtype", net.save_states, tmp_path / "net.state", {"note": "text"})
     assert other.load_states(tmp_path / "net.state") == {}
-    with pytest.raises(UsageError, match=r"aux_states\['note'\] has dtype"):
-        net.save_states(tmp_path / "net.state", {"note": "text"})
-    assert other.load_states(tmp_path / "net.state") == {}
-
-
-def test_a_file_of_other_states_is_refused_and_nothing_changes(tmp_path):
-    net, path = compiled(), tmp_path / "other"
-    before = {name: value.to_numpy() for name, value in net.get_states().items()}
-    for write in (compiled(hidden=8).save_states, lambda path: safetensors.numpy.save_file(before, path)):
-        write(path)
-        with pytest.raises(StateError, match=str(path)):
-            net.load_states(path)
-        for name, array in before.items():
-            np.testing.assert_array_equal(net.get_states()[name].array, array)
-    with pytest.raises(FileNotFoundError):
-        net.load_states(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_states_of_an_optimizer_may_lie_in_the_file(tmp_path, wrapped):
-    def optimizer():
-        adam = optim.Adam(lr=0.01)
-        return opt.DistOpt(adam) if wrapped else adam
-
-    nets, losses = [compiled(seed=1), compiled(seed=2)], [[], []]
-    optimizers = [optimizer(), optimizer()]
+    nets, optimizers = [compiled(seed=1), compiled(seed=2)], [optim.Adam(lr=0.01) for _ in range(2)]
+    optimizers = [optim.DistOpt(adam) if wrapped else adam for adam in optimizers]
     for net, each in zip(nets, optimizers, strict=True):
         net.dropout.ratio = 0.0
         net.set_optimizer(each)
         net(*batch())
     nets[0].save_states(tmp_path / "all.zip", optimizers[0].get_states())
     optimizers[1].set_states(nets[1].load_states(tmp_path / "all.zip"))
-    for net, found in zip(nets, losses, strict=True):
-        found.extend(net(*batch(step))[1].item() for step in range(4))
+    losses = [[net(*batch(step))[1].item() for step in range(4)] for net in nets]
     assert losses[0] == losses[1]
     assert optimizers[0].get_states().keys() == optimizers[1].get_states().keys()
 
@@ -328,31 +247,27 @@ def test_the_states_of_an_optimizer_may_lie_in_the_file(tmp_path, wrapped):
 def test_a_copy_has_parameters_of_its_own_and_no_optimizer(copied):
     net = compiled()
     net(*batch())
-    other, before = copied(net), {name: value.to_numpy() for name, value in net.get_states().items()}
+    other, before = copied(net), copies(net.get_states())
     assert other.conv1.W.device is net.conv1.W.device
-    with pytest.raises(UsageError, match="CNN has no optimizer"):
-        other(*batch())
+    refused(UsageError, "CNN has no optimizer", lambda: other(*batch()))
     other.set_optimizer(optim.SGD(lr=0.5))
     other(*batch())
-    for name, value in net.get_states().items():
-        np.testing.assert_array_equal(value.array, before[name])
-        assert not np.array_equal(other.get_states()[name].array, before[name]), name
+    np.testing.assert_equal(copies(net.get_states()), before)
+    assert not any(np.array_equal(value, before[name]) for name, value in copies(other.get_states()).items())
     net(*batch())
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [lambda: {layer.Linear(4)}, lambda: collections.deque([layer.Linear(4)]), lambda: map(layer.Linear, [4])],
-    ids=["set", "deque", "made in forward"],
+    "kept", [lambda: {layer.Linear(4)}, lambda: collections.deque([layer.Linear(4)]), lambda: map(layer.Linear, [4])]
 )
 def test_a_layer_that_files_would_lack_is_refused(kept):
     class Hidden(Model):
         def __init__(self):
             super().__init__()
-            self.kept = kept()
+            self.kept = kept()  # a set, a deque, or none before `forward`
 
         def forward(self, x):
             return next(iter(self.kept))(x)
 
-    with pytest.raises(UsageError, match=r"Hidden uses a Linear with parameters .* make it in Hidden\.__init__"):
-        Hidden().compile([Tensor((2, 3))])
+    error = r"Hidden uses a Linear with parameters .* make it in Hidden\.__init__"
+    refused(UsageError, error, Hidden().compile, [Tensor((2, 3))])

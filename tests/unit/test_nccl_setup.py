@@ -5,28 +5,26 @@ import sys
 import types
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from distopt.comm import gpu
 from distopt.comm.gpu import GpuOfRank, choose_devices, find_nccl
 from distopt.errors import LaunchError, MissingDependencyError
+from tests.unit.refusals import refused
+
+ALL = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0")
+INSTALL = r"pip install --upgrade 'cupy-cuda13x\[ctk\]' "
 
 
-# -- the library -------------------------------------------------------------------------------------------------------
-def test_the_named_library_comes_first(tmp_path: Path) -> None:
+def test_the_library_is_named_or_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "libnccl.so.2.1"
     library.touch()
     (tmp_path / "libnccl.so.2").symlink_to(library)
     assert find_nccl(13, {"DISTOPT_NCCL_LIBRARY": str(tmp_path / "libnccl.so.2")}) == str(library)
-
-
-def test_a_named_library_that_is_absent_is_an_error() -> None:
-    with pytest.raises(MissingDependencyError, match=r"DISTOPT_NCCL_LIBRARY=/nowhere/libnccl\.so is not a file"):
-        find_nccl(13, {"DISTOPT_NCCL_LIBRARY": "/nowhere/libnccl.so"})
-
-
-def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error, absent = r"DISTOPT_NCCL_LIBRARY=/nowhere/libnccl\.so is not a file", "/nowhere/libnccl.so"
+    refused(MissingDependencyError, error, find_nccl, 13, {"DISTOPT_NCCL_LIBRARY": absent})
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -38,18 +36,10 @@ def test_the_wheel_of_the_same_cuda_is_taken(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(gpu, "distribution", distribution)
     assert find_nccl(12, {}) == str(library)
-    with pytest.raises(
-        MissingDependencyError,
-        match=r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 ",
-    ):
-        find_nccl(13, {})
+    error = r"nvidia-nccl-cu13 is not installed; pip install --upgrade 'cupy-cuda13x\[ctk\]' nvidia-nccl-cu13 "
+    refused(MissingDependencyError, error, find_nccl, 13, {})
     library.unlink()
-    with pytest.raises(MissingDependencyError, match="without its libnccl"):
-        find_nccl(12, {})
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------------------
-ALL = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0")
+    refused(MissingDependencyError, "without its libnccl", find_nccl, 12, {})
 
 
 def places(*seen: tuple[str, ...], chosen: int | None = None, machine: str = "a") -> list[GpuOfRank]:
@@ -89,82 +79,59 @@ def test_every_rank_gets_a_gpu_of_its_own(ranks: list[GpuOfRank], expected: list
         (places(ALL[:2], ALL[:1]), r"ranks 0 and 1 .* GPU 0000:01:00.0"),  # sets that overlap
     ],
 )
-def test_a_gpu_for_two_ranks_is_refused_by_name(ranks: list[GpuOfRank], words: str) -> None:
-    with pytest.raises(LaunchError, match=words):
-        choose_devices(ranks, 22705, {})
-
-
-def test_a_gpu_for_two_ranks_where_nccl_is_told_to_allow_it() -> None:
+def test_a_gpu_for_two_ranks_is_refused_by_name_unless_nccl_is_told_to_allow_it(
+    ranks: list[GpuOfRank], words: str
+) -> None:
+    refused(LaunchError, words, choose_devices, ranks, 22705, {})
     ranks, env = places(ALL[:1], ALL[:1]), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     assert choose_devices(ranks, 23000, env) == [0, 0]
-    with pytest.raises(LaunchError, match="would both use"):
-        choose_devices(ranks, 22999, env)
+    refused(LaunchError, "would both use", choose_devices, ranks, 22999, env)
 
 
-# -- what is missing ---------------------------------------------------------------------------------------------------
-class Cupy(types.ModuleType):
+def cupy(error: str = "") -> types.ModuleType:
     """Stands in for CuPy of CUDA 13 on two GPUs, or with an error where it looks for them."""
-
-    def __init__(self, error: str = "") -> None:
-        super().__init__("cupy")
-
-        def count() -> int:
-            if error:
-                raise RuntimeError(error)
-            return 2
-
-        runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000, getDeviceCount=count)
-        self.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)))
-
-
-INSTALL = r"pip install --upgrade 'cupy-cuda13x\[ctk\]' "
+    module = types.ModuleType("cupy")
+    count = Mock(return_value=2, side_effect=RuntimeError(error) if error else None)
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000, getDeviceCount=count)
+    module.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)))
+    return module
 
 
 @pytest.mark.parametrize(
-    ("driver", "cupy", "nccl", "words"),
+    ("driver", "module", "nccl", "words"),
     [
         (0, None, "", r"no driver of NVIDIA \(libcuda.so.1: cannot open.*\); install one for CUDA 12 or later"),
         (12080, None, "", r"CuPy cannot be used \(.*\); pip install --upgrade 'cupy-cuda12x\[ctk\]' "),
         (13000, None, "", rf"CuPy cannot be used \(.*\); {INSTALL}"),
-        (12080, Cupy("insufficient"), "", r"no GPU answers \(insufficient\); pip install --upgrade 'cupy-cuda12x"),
-        (13000, Cupy("no device"), "", r"no GPU answers \(no device\); see what nvidia-smi says, .*VISIBLE_DEVICES"),
-        (13000, Cupy(), "", rf"nvidia-nccl-cu13 is not installed; {INSTALL}"),
-        (13000, Cupy(), "is NCCL 2.17.1; 2.18.0 is the oldest", r"is NCCL 2.17.1; .*; pip install"),
-        (13000, Cupy(), "good", None),
+        (12080, cupy("insufficient"), "", r"no GPU answers \(insufficient\); pip install --upgrade 'cupy-cuda12x"),
+        (13000, cupy("no device"), "", r"no GPU answers \(no device\); see what nvidia-smi says, .*VISIBLE_DEVICES"),
+        (13000, cupy(), "", rf"nvidia-nccl-cu13 is not installed; {INSTALL}"),
+        (13000, cupy(), "is NCCL 2.17.1; 2.18.0 is the oldest", r"is NCCL 2.17.1; .*; pip install"),
+        (13000, cupy(), "good", None),
     ],
 )
 def test_one_line_says_what_is_missing_and_the_cure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: int, cupy: object, nccl: str, words: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: int, module: object, nccl: str, words: str | None
 ) -> None:
-    def driver_version() -> int:
-        if driver == 0:
-            raise RuntimeError("libcuda.so.1: cannot open shared object file")
-        return driver
-
-    def nccl_version(path: str) -> int:
-        if nccl != "good":
-            raise RuntimeError(f"{path} {nccl}")
-        return 22705
-
-    def distribution(name: str) -> object:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(gpu._core, "cuda_driver_version", driver_version)
-    monkeypatch.setattr(gpu._core, "nccl_version", nccl_version)
-    monkeypatch.setattr(gpu, "distribution", distribution)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    no_driver = RuntimeError("libcuda.so.1: cannot open shared object file")
+    library = tmp_path / "libnccl.so.2"
+    nccl_error = None if nccl == "good" else RuntimeError(f"{library} {nccl}")
+    for owner, name, value, error in (
+        (gpu._core, "cuda_driver_version", driver, None if driver else no_driver),
+        (gpu._core, "nccl_version", 22705, nccl_error),
+        (gpu, "distribution", None, PackageNotFoundError("cupy")),
+    ):
+        monkeypatch.setattr(owner, name, Mock(return_value=value, side_effect=error))
+    monkeypatch.setitem(sys.modules, "cupy", module)  # type: ignore[arg-type]
     monkeypatch.delenv("DISTOPT_NCCL_LIBRARY", raising=False)
     if nccl:
-        (tmp_path / "libnccl.so.2").touch()
-        monkeypatch.setenv("DISTOPT_NCCL_LIBRARY", str(tmp_path / "libnccl.so.2"))
+        library.touch()
+        monkeypatch.setenv("DISTOPT_NCCL_LIBRARY", str(library))
     assert gpu.driver_version() == driver
     if words is None:
         assert gpu.gpu_stack().nccl_version == 22705
-        return
-    with pytest.raises(MissingDependencyError, match=words) as info:
-        gpu.gpu_stack()
-    assert "\n" not in str(info.value)
-    assert info.value.exit_code == 2
+    else:
+        assert refused(MissingDependencyError, words, gpu.gpu_stack).exit_code == 2
 
 
 def test_importing_loads_no_driver() -> None:

@@ -10,59 +10,10 @@ from distopt import _core
 from distopt.errors import UsageError
 from distopt.nn.numerics import cpu, numerics_of
 from tests import reference
+from tests.unit.refusals import refused
 
 OF_THE_CPU = cpu  # tests of GPUs put their kernels in the place of `cpu`
 TOLERANCE = {"float32": 2e-4, "float64": 1e-11}
-
-
-@pytest.fixture(params=["float32", "float64"])
-def dtype(request):
-    return request.param
-
-
-def array(shape, dtype, seed=0):
-    return np.random.default_rng([seed, *np.atleast_1d(shape)]).standard_normal(shape).astype(dtype)
-
-
-def near(got, expected):
-    assert got.shape == expected.shape
-    assert got.dtype == expected.dtype
-    assert got.flags.c_contiguous
-    scale = max(1, np.abs(expected).max(initial=0))
-    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[got.dtype.name] * scale)
-
-
-def twice(function):
-    """The result, after a check that a second call gives the same bits."""
-    first = function()
-    second = function()
-    for a, b in zip(first, second, strict=True):
-        if isinstance(a, np.ndarray):
-            np.testing.assert_array_equal(a, b)
-    return second
-
-
-def passes(kernels, forward, w, b):
-    """The output, the gradients of x, w and b, and those of w and b once more, computed without that of x.
-
-    `forward(kernels)` gives y, the values that it saves, and the function for the gradients. On the CPU, the other
-    gradients are the same where none of the weight is asked for.
-    """
-    y, saved, backward = forward(kernels)
-    results = [y]
-    for need_dx in (True, False):
-        dw, db = np.full_like(w, np.nan), None if b is None else np.full_like(b, np.nan)
-        dx = backward(array(y.shape, y.dtype, 3), saved, dw, db, need_dx)
-        assert (dx is not None) == need_dx
-        results += [array for array in (dx, dw, db) if array is not None]
-        if kernels is OF_THE_CPU:
-            db_alone = None if b is None else np.full_like(b, np.nan)
-            dx_alone = backward(array(y.shape, y.dtype, 3), saved, None, db_alone, need_dx)
-            np.testing.assert_array_equal(dx_alone, dx)
-            if b is not None:
-                near(db_alone, db)
-    return results
-
 
 CONVOLUTIONS = [
     # n, c, h, w, m, kernel, stride, padding
@@ -90,21 +41,102 @@ WINOGRAD = [
     (40, 8, 20, 20, 9, (3, 3), (1, 1), (0, 0)),  # chunks that end inside an image
     (0, 8, 12, 12, 8, (5, 5), (1, 1), (0, 0)),
 ]
-
-
 DIRECT = [
     (3, 1, 12, 41, 21, (5, 5), (1, 1), (0, 0)),  # rows of no whole vectors
     (2, 4, 9, 23, 13, (4, 3), (1, 1), (1, 0)),
     (2, 3, 5, 90, 5, (1, 7), (1, 1), (0, 2)),
 ]
-
-
 # Groups, and the shape of one: by direct sums, by Winograd's method, and by lowering.
 GROUPED = [
     (3, (2, 2, 9, 23, 5, (4, 3), (1, 1))),
     (2, (3, 8, 14, 14, 8, (3, 3), (1, 1))),
     (5, (2, 1, 8, 7, 1, (3, 3), (2, 1))),
 ]
+
+POOLS = [
+    # n, c, h, w, kernel, stride, padding
+    (3, 20, 24, 24, (2, 2), (2, 2), (0, 0)),
+    (2, 50, 8, 8, (2, 2), (2, 2), (0, 0)),
+    (2, 3, 7, 9, (2, 2), (2, 2), (0, 0)),
+    (1, 2, 2, 130, (2, 2), (2, 2), (0, 0)),
+    (2, 3, 7, 9, (3, 2), (2, 1), (1, 1)),
+    (1, 2, 8, 5, (3, 3), (1, 1), (1, 1)),
+    (1, 2, 8, 5, (2, 2), (3, 3), (0, 0)),
+    (2, 1, 1, 1, (1, 1), (1, 1), (0, 0)),
+    (1, 1, 17, 16, (16, 16), (1, 1), (8, 8)),
+    (0, 2, 4, 4, (2, 2), (2, 2), (0, 0)),
+    (3, 2, 5, 7, (5, 7), (2, 2), (0, 0)),
+]
+
+FUSED = [
+    # as CONVOLUTIONS, then as POOLS
+    ((3, 1, 28, 28, 20, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((5, 1, 15, 33, 7, (7, 3), (1, 1), (0, 1)), ((3, 2), (2, 1), (1, 1))),
+    ((2, 4, 11, 12, 6, (6, 4), (1, 1), (1, 0)), ((2, 3), (2, 3), (0, 0))),
+    ((2, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 3, 9, 7, 5, (3, 2), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 9, 15, 13, 11, (3, 3), (1, 1), (0, 0)), ((3, 2), (2, 1), (1, 1))),
+    ((40, 8, 20, 20, 9, (5, 5), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 2, 11, 13, 3, (3, 3), (2, 1), (2, 1)), ((3, 2), (2, 1), (1, 1))),
+    ((1, 2, 8, 6, 3, (1, 1), (1, 1), (0, 0)), ((2, 2), (3, 3), (0, 0))),
+    ((0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0))),
+]
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request):
+    return request.param
+
+
+def array(shape, dtype, seed=0):
+    return np.random.default_rng([seed, *np.atleast_1d(shape)]).standard_normal(shape).astype(dtype)
+
+
+def near(got, expected):
+    assert (got.shape, got.dtype, got.flags.c_contiguous) == (expected.shape, expected.dtype, True)
+    scale = max(1, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[got.dtype.name] * scale)
+
+
+def agree(run):
+    """The results of `run(cpu)`, with the bits of a first call, and near those of the slow kernels."""
+    first, results = run(cpu), run(cpu)
+    for before, got, expected in zip(first, results, run(reference), strict=True):
+        np.testing.assert_array_equal(before, got)
+        near(got, expected)
+    return results
+
+
+def passes(kernels, forward, w, b):
+    """The output, the gradients of x, w and b, and those of w and b once more, computed without that of x.
+
+    `forward(kernels)` gives y, the values that it saves, and the function for the gradients. On the CPU, the other
+    gradients are the same where none of the weight is asked for.
+    """
+    y, saved, backward = forward(kernels)
+    results = [y]
+    for need_dx in (True, False):
+        dw, db, db_alone = (None if like is None else np.full_like(like, np.nan) for like in (w, b, b))
+        dx = backward(array(y.shape, y.dtype, 3), saved, dw, db, need_dx)
+        assert (dx is not None) == need_dx
+        results += [array for array in (dx, dw, db) if array is not None]
+        if kernels is OF_THE_CPU:
+            dx_alone = backward(array(y.shape, y.dtype, 3), saved, None, db_alone, need_dx)
+            np.testing.assert_array_equal(dx_alone, dx)
+            if b is not None:
+                near(db_alone, db)
+    return results
+
+
+def convolved(dtype, case, with_bias, relu, pooling=None):
+    n, c, h, w, m, kernel, *geometry = case
+    x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
+    bias = array(m, dtype, 2) if with_bias else None
+
+    def forward(k):
+        return *k.conv2d(x, weight, bias, *geometry, relu, pooling), k.conv2d_backward
+
+    return agree(lambda kernels: passes(kernels, forward, weight, bias)), x, weight, bias
 
 
 @pytest.mark.parametrize("pool", [None, ((2, 2), (2, 2), (0, 0))])
@@ -125,9 +157,7 @@ def test_each_group_has_the_bits_of_a_convolution_of_its_own(isa, case, pool):
     for group in range(groups):
         own_in, own = slice(group * c, (group + 1) * c), slice(group * m, (group + 1) * m)
         parts = run(x[:, own_in].copy(), weight[own], bias[own], dy[:, own].copy())
-        mine = whole[0][:, own], whole[1][:, own_in], whole[2][own], whole[3][own]
-        for got, part in zip(mine, parts[:4], strict=True):
-            np.testing.assert_array_equal(got, part)
+        np.testing.assert_equal((whole[0][:, own], whole[1][:, own_in], whole[2][own], whole[3][own]), parts[:4])
 
 
 @pytest.mark.sweep(rest=40)
@@ -135,20 +165,8 @@ def test_each_group_has_the_bits_of_a_convolution_of_its_own(isa, case, pool):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("case", CONVOLUTIONS + WINOGRAD[1:] + DIRECT)
 def test_conv2d(isa, dtype, case, with_bias, relu):
-    n, c, h, w, m, kernel, stride, padding = case
-    x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
-    bias = array(m, dtype, 2) if with_bias else None
-
-    def run(kernels):
-        def forward(k):
-            return *k.conv2d(x, weight, bias, stride, padding, relu), k.conv2d_backward
-
-        return passes(kernels, forward, weight, bias)
-
-    results = twice(lambda: run(cpu))
+    results, _, _, bias = convolved(dtype, case, with_bias, relu)
     np.testing.assert_array_equal(results[2], results[-1 if bias is None else -2], "dw without dx")
-    for got, expected in zip(results, run(reference), strict=True):
-        near(got, expected)
 
 
 @pytest.mark.parametrize("case", WINOGRAD[:-1])
@@ -173,13 +191,12 @@ def test_inputs_do_not_change(isa, dtype, n, kernel):
     x, w, b = array((n, 2, 6, 6), dtype), array((4, 2, kernel, kernel), dtype, 1), array(4, dtype, 2)
     dy = array((n, 4, 7 - kernel, 7 - kernel), dtype, 3)
     given = (x, w, b, dy, x.reshape(n, 72), array((72, 4), dtype, 4), dy[:, :, 0, 0].copy())
-    kept = [a.copy() for a in given]
+    kept = tuple(a.copy() for a in given)
     _, saved = cpu.conv2d(x, w, b, relu=True)
     cpu.conv2d_backward(dy, saved, np.empty_like(w), np.empty_like(b))
     _, saved = cpu.linear(given[4], given[5], b, relu=True)
     cpu.linear_backward(given[6], saved, np.empty_like(given[5]), np.empty_like(b))
-    for a, before in zip(given, kept, strict=True):
-        np.testing.assert_array_equal(a, before)
+    np.testing.assert_equal(given, kept)
 
 
 def test_threads_have_scratch_memory_of_their_own(dtype):
@@ -192,8 +209,7 @@ def test_threads_have_scratch_memory_of_their_own(dtype):
     expected = [work(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for seed, got in enumerate(pool.map(work, [0, 1, 2, 3] * 25)):
-            for a, b in zip(got, expected[seed % 4], strict=True):
-                np.testing.assert_array_equal(a, b)
+            np.testing.assert_equal(got, expected[seed % 4])
 
 
 def test_parameter_gradients_land_in_views_of_a_bucket(dtype):
@@ -204,21 +220,6 @@ def test_parameter_gradients_land_in_views_of_a_bucket(dtype):
     dw, db = np.empty_like(weight), np.empty(5, dtype)
     cpu.conv2d_backward(np.ones_like(y), saved, dw, db)
     np.testing.assert_array_equal(bucket, np.concatenate([[7], dw.ravel(), db, [7, 7]]))
-
-
-POOLS = [
-    # n, c, h, w, kernel, stride, padding
-    (3, 20, 24, 24, (2, 2), (2, 2), (0, 0)),
-    (2, 50, 8, 8, (2, 2), (2, 2), (0, 0)),
-    (2, 3, 7, 9, (2, 2), (2, 2), (0, 0)),
-    (1, 2, 2, 130, (2, 2), (2, 2), (0, 0)),
-    (2, 3, 7, 9, (3, 2), (2, 1), (1, 1)),
-    (1, 2, 8, 5, (3, 3), (1, 1), (1, 1)),
-    (1, 2, 8, 5, (2, 2), (3, 3), (0, 0)),
-    (2, 1, 1, 1, (1, 1), (1, 1), (0, 0)),
-    (1, 1, 17, 16, (16, 16), (1, 1), (8, 8)),
-    (0, 2, 4, 4, (2, 2), (2, 2), (0, 0)),
-]
 
 
 @pytest.mark.parametrize("kind", ["max", "avg"])
@@ -232,23 +233,7 @@ def test_pool2d(isa, dtype, case, kind):
         y, saved = getattr(kernels, f"{kind}_pool2d")(x, *geometry)
         return y, getattr(kernels, f"{kind}_pool2d_backward")(array(y.shape, dtype, 1), saved)
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
-        near(got, expected)
-
-
-FUSED = [
-    # as CONVOLUTIONS, then as POOLS
-    ((3, 1, 28, 28, 20, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
-    ((5, 1, 15, 33, 7, (7, 3), (1, 1), (0, 1)), ((3, 2), (2, 1), (1, 1))),
-    ((2, 4, 11, 12, 6, (6, 4), (1, 1), (1, 0)), ((2, 3), (2, 3), (0, 0))),
-    ((2, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
-    ((2, 3, 9, 7, 5, (3, 2), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
-    ((2, 9, 15, 13, 11, (3, 3), (1, 1), (0, 0)), ((3, 2), (2, 1), (1, 1))),
-    ((40, 8, 20, 20, 9, (5, 5), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
-    ((2, 2, 11, 13, 3, (3, 3), (2, 1), (2, 1)), ((3, 2), (2, 1), (1, 1))),
-    ((1, 2, 8, 6, 3, (1, 1), (1, 1), (0, 0)), ((2, 2), (3, 3), (0, 0))),
-    ((0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0))),
-]
+    agree(run)
 
 
 @pytest.mark.sweep(rest=30)
@@ -256,28 +241,14 @@ FUSED = [
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("case", FUSED)
 def test_conv2d_max_pool(isa, dtype, case, with_bias, relu):
-    (n, c, h, w, m, kernel, *geometry), pooling = case
-    x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
-    bias = array(m, dtype, 2) if with_bias else None
-
-    def run(kernels):
-        def forward(k):
-            return *k.conv2d(x, weight, bias, *geometry, relu, pooling), k.conv2d_backward
-
-        return passes(kernels, forward, weight, bias)
-
-    def run_apart():
-        y, conv = cpu.conv2d(x, weight, bias, *geometry, relu)
-        y, pool = cpu.max_pool2d(y, *pooling)
-        dw, db = np.empty_like(weight), None if bias is None else np.empty_like(bias)
-        dx = cpu.conv2d_backward(cpu.max_pool2d_backward(array(y.shape, dtype, 3), pool), conv, dw, db)
-        return (y, dx, dw) if db is None else (y, dx, dw, db)
-
-    results = twice(lambda: run(cpu))
-    for got, apart in zip(results, run_apart(), strict=False):
-        np.testing.assert_array_equal(got, apart)
-    for got, expected in zip(results, run(reference), strict=True):
-        near(got, expected)
+    (*_, stride, padding), pooling = case
+    results, x, weight, bias = convolved(dtype, case[0], with_bias, relu, pooling)
+    y, conv = cpu.conv2d(x, weight, bias, stride, padding, relu)
+    y, pool = cpu.max_pool2d(y, *pooling)
+    dw, db = np.empty_like(weight), None if bias is None else np.empty_like(bias)
+    dx = cpu.conv2d_backward(cpu.max_pool2d_backward(array(y.shape, dtype, 3), pool), conv, dw, db)
+    apart = [array for array in (y, dx, dw, db) if array is not None]
+    np.testing.assert_equal(results[: len(apart)], apart)
 
 
 def test_max_pool_passes_nan_on(isa, dtype):
@@ -297,11 +268,10 @@ def test_linear(isa, dtype, sizes, with_bias, relu):
     x, w = array((n, n_in), dtype), array((n_in, n_out), dtype, 1)
     b = array(n_out, dtype, 2) if with_bias else None
 
-    def run(kernels):
-        return passes(kernels, lambda k: (*k.linear(x, w, b, relu), k.linear_backward), w, b)
+    def forward(k):
+        return *k.linear(x, w, b, relu), k.linear_backward
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
-        near(got, expected)
+    agree(lambda kernels: passes(kernels, forward, w, b))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 13), (2, 3, 5, 7), (0, 3)])
@@ -313,8 +283,7 @@ def test_activations(isa, dtype, name, shape):
         y = getattr(kernels, name)(x)
         return y, getattr(kernels, f"{name}_backward")(array(shape, dtype, 1), y)
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
-        near(got, expected)
+    agree(run)
 
 
 def test_relu_passes_nan_on(isa, dtype):
@@ -340,8 +309,29 @@ def test_batch_norm2d(isa, dtype, shape, training):
         dx = kernels.batch_norm2d_backward(array(shape, dtype, 5), saved, dgamma, dbeta)
         return y, mean, var, dx, dgamma, dbeta
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
-        near(got, expected)
+    agree(run)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (40, 2, 41, 43)])
+def test_relu_in_batch_norm2d_has_the_bits_of_one_behind_it(isa, dtype, shape, training, adds):
+    x, dy, plus = (array(shape, dtype, i) for i in range(3))
+    x[0, 1, 2, 3] = np.nan
+
+    def run(fused):
+        gamma, beta, mean, var, dgamma, dbeta = (np.abs(array(shape[1], dtype, i)) for i in range(6))
+        options = (training, True, plus if adds else None) if fused else (training,)
+        y, saved = cpu.batch_norm2d(x, gamma, beta, mean, var, 0.1, 1e-5, *options)
+        if not fused:
+            y = cpu.relu(y + plus if adds else y)
+        slope = dy if fused and not adds else cpu.relu_backward(dy, y)
+        return y, cpu.batch_norm2d_backward(slope, saved, dgamma, dbeta), dgamma, dbeta, mean, var
+
+    y, *_ = fused = run(True)
+    np.testing.assert_equal(fused, run(False))
+    assert (y == 0).any()
+    assert (y > 0).any()
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 1, 1, 1), (64, 20, 12, 12), (0, 3, 4, 4)])
@@ -354,36 +344,25 @@ def test_channel_sums(isa, dtype, shape):
 
 def test_batch_norm2d_needs_a_variance(dtype):
     one, c = array((1, 2, 1, 1), dtype), np.ones(2, dtype)
-    with pytest.raises(UsageError, match="more than one value per channel"):
-        cpu.batch_norm2d(one, c, c, c.copy(), c.copy(), 0.1, 1e-5, True)
+    error = "more than one value per channel"
+    refused(UsageError, error, cpu.batch_norm2d, one, c, c, c.copy(), c.copy(), 0.1, 1e-5, True)
 
 
 @pytest.mark.parametrize("kind", ["int64", "int32", "uint8", "one_hot", "soft"])
 @pytest.mark.parametrize(("n", "classes"), [(64, 10), (3, 1), (5, 17), (0, 4)])
 def test_softmax_cross_entropy(isa, dtype, n, classes, kind):
     logits = array((n, classes), dtype) * 20
-    labels = np.arange(n) * 7 % classes
-    if kind == "one_hot":
-        labels = np.eye(classes)[labels]
-    elif kind == "soft":
-        labels = np.abs(array((n, classes), dtype, 1)) / classes
-    else:
-        labels = labels.astype(kind)
+    classes_of = np.arange(n) * 7 % classes
+    soft = np.abs(array((n, classes), dtype, 1)) / classes
+    labels = {"one_hot": np.eye(classes)[classes_of], "soft": soft}
+    labels = labels[kind] if kind in labels else classes_of.astype(kind)
 
     def run(kernels):
         loss, saved = kernels.softmax_cross_entropy(logits, labels)
         backward = kernels.softmax_cross_entropy_backward
         return loss, kernels.softmax(logits), backward(saved), backward(saved, 0.25)
 
-    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
-        near(got, expected)
-
-
-@pytest.mark.parametrize("label", [-1, 3, 1 << 40])
-def test_a_label_that_is_no_class_is_refused(dtype, label):
-    for kernels in (cpu, reference):
-        with pytest.raises(UsageError, match=r"outside 0 \.\.\. 2"):
-            kernels.softmax_cross_entropy(np.zeros((2, 3), dtype), np.array([0, label]))
+    agree(run)
 
 
 def test_large_logits_do_not_overflow_and_a_class_may_be_masked(dtype):
@@ -394,29 +373,26 @@ def test_large_logits_do_not_overflow_and_a_class_may_be_masked(dtype):
         assert cpu.softmax_cross_entropy_backward(saved, scale).tolist() == [[scale, -scale, 0, 0]]
 
 
-def test_numerics_of():
+def test_functions_and_refused_values_of_the_cpu(dtype):
+    slow = reference.functions_of(reference) - {"empty", "functions_of"}
+    assert slow == reference.functions_of(cpu) - {"update"}  # which test_optim.py has the formulas for
     assert numerics_of(np.zeros(3)) is cpu
-    with pytest.raises(UsageError, match=r"builtins\.list"):
-        numerics_of([1.0])
+    refused(UsageError, r"builtins\.list", numerics_of, [1.0])
+    for kernels, label in product((cpu, reference), (-1, 3, 1 << 40)):
+        arguments = np.zeros((2, 3), dtype), np.array([0, label])
+        refused(UsageError, r"outside 0 \.\.\. 2", kernels.softmax_cross_entropy, *arguments)
+    assert _core.cross_entropy_backward(zeros(2, 3), np.array([0, 3]), None, 1.0, zeros(2, 3)) == 1
 
 
 @pytest.mark.parametrize("index", [[0, -3, 2], [3], [2, -4, 5], [[0, 1], [7, -9]], []], ids=str)
 def test_an_index_out_of_range_is_named(index):
     index = np.array(index, np.int64)
     outside = reference.check_index(index, 3, 1)
-    if not outside:
+    if outside:
+        error = r"index {}, number {}, is not in \[-3, 3\), the range of axis 1".format(*outside[0])
+        refused(UsageError, error, cpu.check_index, index, 3, 1)
+    else:
         assert cpu.check_index(index, 3, 1) is None
-        return
-    value, position = outside[0]
-    with pytest.raises(
-        UsageError, match=rf"index {value}, number {position}, is not in \[-3, 3\), the range of axis 1"
-    ):
-        cpu.check_index(index, 3, 1)
-
-
-def test_both_modules_have_the_same_functions():
-    slow = reference.functions_of(reference) - {"empty", "functions_of"}
-    assert slow == reference.functions_of(cpu) - {"update"}  # which test_optim.py has the formulas for
 
 
 def zeros(*shape):
@@ -434,40 +410,34 @@ def zeros(*shape):
     ],
 )
 def test_geometry_that_does_not_fit_is_refused(call):
-    with pytest.raises(UsageError):
-        call()
+    refused(UsageError, "", call)
+
+
+X, W, Y = zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(1, 3, 2, 2)
+PLACES, HALF = np.zeros((1, 1, 2, 1), np.uint8), ((2, 2), (2, 2), (0, 0))
+SGD = None, 0.1, 0, 0, 0, False
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("error", "call"),
     [
-        lambda: _core.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 2), (1, 1), False, None),
-        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2), zeros(1, 3, 2, 2), (1, 1), False, None),
-        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 1), (1, 1), False, None),
-        lambda: _core.conv2d_backward(
-            zeros(1, 3, 2, 2), None, zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(3, 1, 3, 2), None, None, (1, 1), None
-        ),
-        lambda: _core.max_pool2d(
-            zeros(1, 1, 4, 4), zeros(1, 1, 2, 2), np.zeros((1, 1, 2, 1), np.uint8), (2, 2), (2, 2), (0, 0)
-        ),
-        lambda: _core.relu(zeros(3), zeros(2)),
-        lambda: _core.sgd(zeros(3), zeros(4), None, 0.1, 0, 0, 0, False),
-        lambda: _core.adam(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1, 0.9, 0.99, 1e-8, 0),
-        lambda: _core.softmax(zeros(3, 0), zeros(3, 0)),
-        lambda: _core.cross_entropy(zeros(2, 3), np.zeros(3, np.int64), None, zeros(2, 3), zeros()),
-        lambda: _core.cross_entropy(zeros(2, 3), None, None, zeros(2, 3), zeros()),
+        (ValueError, lambda: _core.conv2d(zeros(1, 2, 4, 4), W, None, Y, (1, 1), False, None)),
+        (ValueError, lambda: _core.conv2d(X, W, zeros(2), Y, (1, 1), False, None)),
+        (ValueError, lambda: _core.conv2d(X, W, None, zeros(1, 3, 2, 1), (1, 1), False, None)),
+        (ValueError, lambda: _core.conv2d_backward(Y, None, X, W, zeros(3, 1, 3, 2), None, None, (1, 1), None)),
+        (ValueError, lambda: _core.max_pool2d(X, zeros(1, 1, 2, 2), PLACES, *HALF)),
+        (ValueError, lambda: _core.relu(zeros(3), zeros(2))),
+        (ValueError, lambda: _core.sgd(zeros(3), zeros(4), *SGD)),
+        (ValueError, lambda: _core.adam(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1, 0.9, 0.99, 1e-8, 0)),
+        (ValueError, lambda: _core.softmax(zeros(3, 0), zeros(3, 0))),
+        (ValueError, lambda: _core.cross_entropy(zeros(2, 3), np.zeros(3, np.int64), None, zeros(2, 3), zeros())),
+        (ValueError, lambda: _core.cross_entropy(zeros(2, 3), None, None, zeros(2, 3), zeros())),
+        # Arrays are never copied behind the caller's back.
+        (TypeError, lambda: _core.sgd(zeros(6)[::2], zeros(3), *SGD)),
+        (TypeError, lambda: _core.sgd(np.zeros(3, np.float64), zeros(3), *SGD)),
+        (TypeError, lambda: _core.sgd(np.zeros(3, np.float16), zeros(3), *SGD)),
     ],
 )
-def test_shapes_that_do_not_fit_never_reach_a_kernel(call):
-    with pytest.raises(ValueError):
+def test_shapes_and_types_that_do_not_fit_never_reach_a_kernel(error, call):
+    with pytest.raises(error):
         call()
-
-
-def test_a_label_out_of_range_never_reaches_memory():
-    assert _core.cross_entropy_backward(zeros(2, 3), np.array([0, 3]), None, 1.0, zeros(2, 3)) == 1
-
-
-@pytest.mark.parametrize("bad", [zeros(6)[::2], np.zeros(3, np.float64), np.zeros(3, np.float16)])
-def test_arrays_are_never_copied_behind_the_callers_back(bad):
-    with pytest.raises(TypeError):
-        _core.sgd(bad, zeros(3), None, 0.1, 0, 0, 0, False)

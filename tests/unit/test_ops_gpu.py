@@ -2,36 +2,29 @@
 
 import os
 import sys
-from functools import partial
 
 import pytest
 
-from tests.emulation import build
+from instruments.emulation import build
 from tests.processes import Program
 
-RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
+RUN = "import sys, pytest; from instruments.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
 
 NO_CASES = 5  # the exit code of pytest where a part has none
-slow = partial(pytest.param, marks=pytest.mark.slow)
 FILES = ("ops", "convolution", "codec_kernels", "functions", "kernels", "tensor")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "part", ["quick", *(pytest.param(part, marks=pytest.mark.sweep) for part in ("rest", "sweeps"))]
+)
 @pytest.mark.parametrize("name", FILES)
-def test_on_the_emulated_gpu(name):
+def test_on_the_emulated_gpu(name, part):
     """The emulator takes minutes for all cases of some files."""
-    run(f"test_{name}.py", "--part", "quick")
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-@pytest.mark.parametrize("part", ["rest", "sweeps"])
-@pytest.mark.parametrize("name", FILES)
-def test_other_cases_on_the_emulated_gpu(name, part):
     run(f"test_{name}.py", "--part", part)
 
 
-@pytest.mark.parametrize("file", ["test_staging.py", slow("test_tensor.py")])
+@pytest.mark.parametrize("file", ["test_staging.py", pytest.param("test_tensor.py", marks=pytest.mark.slow)])
 def test_where_operations_lag(file):
     """CuPy's operations wait on their streams, as kernels do, so that a missing event shows."""
     run(file, DISTOPT_EMULATED_LAG="1")

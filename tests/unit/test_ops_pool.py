@@ -1,11 +1,12 @@
 """The pool of arrays: nothing aliases a live array, and a second round allocates nothing."""
 
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 from distopt.nn.numerics.memory import Pool
+from tests.unit.threads import in_threads
 
 LARGE = 50_000
 
@@ -14,8 +15,7 @@ LARGE = 50_000
 @pytest.mark.parametrize("dtype", [np.float32, "float64", np.uint8])
 def test_arrays_are_ordinary(shape, dtype):
     a = Pool().empty(shape, dtype)
-    assert a.shape == np.empty(shape).shape
-    assert a.dtype == dtype
+    assert (a.shape, a.dtype) == (np.empty(shape).shape, dtype)
     assert a.flags.c_contiguous
     assert a.flags.writeable
     if a.nbytes >= 4096:
@@ -40,19 +40,17 @@ def test_whatever_refers_to_an_array_keeps_its_memory(keep):
     address = a.ctypes.data
     kept = keep(a)
     del a
-    b = pool.empty(LARGE)
-    assert b.ctypes.data != address
+    another = pool.empty(LARGE)
+    assert another.ctypes.data != address
     del kept
-    c = pool.empty(LARGE)
-    assert c.ctypes.data == address
+    assert pool.empty(LARGE).ctypes.data == address
 
 
 def held_bytes(pool):
-    """Size of all blocks, idle or not."""
     return sum(size * len(blocks) for size, blocks in pool._blocks.items())
 
 
-def test_second_step_allocates_nothing():
+def test_a_second_step_allocates_nothing_and_blocks_out_of_use_are_given_back():
     pool = Pool()
 
     def step():
@@ -60,14 +58,9 @@ def test_second_step_allocates_nothing():
         held.append(pool.empty((7, LARGE), np.float64))
         return {a.ctypes.data for a in held}
 
-    first = step()
-    held = held_bytes(pool)
+    before = step(), held_bytes(pool)
     for _ in range(5):
-        assert step() == first
-    assert held_bytes(pool) == held
-
-
-def test_blocks_out_of_use_are_given_back_some_day():
+        assert (step(), held_bytes(pool)) == before
     pool = Pool()
     pool.empty(10 * LARGE)
     for _ in range(5000):
@@ -78,7 +71,7 @@ def test_blocks_out_of_use_are_given_back_some_day():
 
 
 def test_threads_do_not_share_live_arrays():
-    pool, errors = Pool(), []
+    pool = Pool()
 
     def work(number):
         for i in range(300):
@@ -86,12 +79,7 @@ def test_threads_do_not_share_live_arrays():
             a.fill(number)
             b = pool.empty(LARGE // 10)
             b.fill(-number)
-            if not ((a == number).all() and (b == -number).all()):
-                errors.append((number, i))
+            assert (a == number).all(), (number, i)
+            assert (b == -number).all(), (number, i)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not errors
+    in_threads(*(partial(work, number) for number in range(1, 5)))

@@ -20,11 +20,13 @@ def test_many(a, b, c): pass
 def test_kept(a, b): pass
 @pytest.mark.slow
 def test_slow(): pass
-@pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=3)
+@pytest.mark.slow(kept=1, rest=3)
 @pytest.mark.parametrize("a", range(3))
 @pytest.mark.parametrize("b", range(4))
 def test_swept(a, b): pass
+@pytest.mark.slow(kept=1, rest=2)
+@pytest.mark.parametrize("a", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.sweep(rest=9))])
+def test_both(a): pass
 """
 
 
@@ -42,13 +44,15 @@ def test_the_parts_are_the_suite(tmp_path):
         return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
     quick, rest, sweeps = (collect("--part", part) for part in ("quick", "rest", "sweeps"))
-    assert len({*quick, *rest, *sweeps}) == len([*quick, *rest, *sweeps]) == 12 + 6 + 1 + 12
+    assert len({*quick, *rest, *sweeps}) == len([*quick, *rest, *sweeps]) == 12 + 6 + 1 + 12 + 5
     many = [name[name.index("[") + 1 : -1].split("-") for name in quick if name.startswith("test_many")]
     assert {(b, c) for b, c, _ in many} == {("1", "2"), ("1", "3"), ("2", "3"), ("2", "2")}
     assert {a for *_, a in many} == {"0", "1", "2"}
     assert len(many) == 4
-    assert quick[4:] == ["test_kept[1-1]", "test_kept[2-2]", "test_swept[0-0]"]
+    assert quick[4:] == ["test_kept[1-1]", "test_kept[2-2]", "test_swept[0-0]", "test_both[1]"]
     swept = [name for name in rest if name.startswith("test_swept")]
     assert {name[-2] for name in swept} == {"0", "1", "2"}, "the rest has many values"
     assert len(swept) == 3
     assert "test_slow" in rest
+    assert "test_both[5]" in rest
+    assert len([name for name in rest if name.startswith("test_both")]) == 3

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import threading
 from itertools import pairwise
 
 import numpy as np
@@ -13,14 +12,8 @@ from distopt.checkpoint.preemption import Preemption
 from distopt.comm.single import SingleCommunicator
 from distopt.errors import UsageError
 from distopt.launch.job.topology import Topology
-
-
-class Clock:
-    """Time in which a step takes what the test says."""
-
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(preemption.time, "monotonic", lambda: self.now)
+from tests.unit.refusals import refused
+from tests.unit.threads import in_threads
 
 
 @pytest.fixture
@@ -36,8 +29,7 @@ class TwoRanks(SingleCommunicator):
 
     def __init__(self):
         super().__init__(Topology.of_one_host(0, 1, "here"))
-        self.other = (0, 0.0)
-        self.exchanges = 0
+        self.other, self.exchanges = (0, 0.0), 0
 
     def all_gather_bytes(self, payload, *, label):
         assert label == "checkpoint"
@@ -48,11 +40,12 @@ class TwoRanks(SingleCommunicator):
 
 @pytest.mark.parametrize(("mine", "theirs", "expected"), [(0.001, 0.004, 250), (0.3, 0.1, 3), (5.0, 0.01, 1)])
 def test_ranks_exchange_once_a_second_of_the_slowest(monkeypatch, handlers, mine, theirs, expected):
-    clock, ranks = Clock(monkeypatch), TwoRanks()
+    ranks, now = TwoRanks(), 100.0
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
     leaving = Preemption(ranks)
     distances, steps = [], 0
     for _ in range(4 * 250 + 300):
-        clock.now += mine
+        now += mine
         steps += 1
         ranks.other = (0, theirs * steps)
         before = ranks.exchanges
@@ -63,34 +56,28 @@ def test_ranks_exchange_once_a_second_of_the_slowest(monkeypatch, handlers, mine
     assert distances[0] == 1
     assert all(b <= 2 * a for a, b in pairwise(distances))
     assert distances[-1] == pytest.approx(expected, abs=1)
+    ranks.other, leaving = (signal.SIGUSR1, 0.0), Preemption(ranks)
+    assert leaving.due() == signal.SIGUSR1, "that of another rank"
 
 
-def test_signal_of_another_rank_counts(monkeypatch, handlers):
-    Clock(monkeypatch)
-    ranks = TwoRanks()
-    leaving = Preemption(ranks)
-    ranks.other = (signal.SIGUSR1, 0.0)
-    assert leaving.due() == signal.SIGUSR1
-
-
-def checkpoint(folder) -> Checkpoint:
-    return Checkpoint(folder, preemptible=True, sums=np.zeros(3))
+def resumed(folder) -> Checkpoint:
+    made = Checkpoint(folder, preemptible=True, sums=np.zeros(3))
+    made.resume()
+    return made
 
 
 def test_step_saves_and_leaves(tmp_path, handlers, monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    saving = checkpoint(tmp_path)
-    saving.resume()
+    saving = resumed(tmp_path)
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Preempted) as left:
         saving.step(3)
     assert left.value.code == 128 + signal.SIGTERM
-    assert caplog.messages == [
-        f"SIGTERM: the job leaves after step 1, saved in {tmp_path}; start it again to resume from there"
-    ]
+    text = f"SIGTERM: the job leaves after step 1, saved in {tmp_path}; start it again to resume from there"
+    assert caplog.messages == [text]
     signal.raise_signal(signal.SIGTERM)  # has no effect any more
-    other = checkpoint(tmp_path)
-    assert (other.resume().step, other.epoch) == (1, 3)
+    other = resumed(tmp_path)
+    assert (other.steps, other.epoch) == (1, 3)
 
 
 def test_handler_of_the_launcher_that_requeues_is_called_after_the_save(tmp_path, handlers, monkeypatch, caplog):
@@ -103,8 +90,7 @@ def test_handler_of_the_launcher_that_requeues_is_called_after_the_save(tmp_path
         raise SystemExit(-1)
 
     signal.signal(signal.SIGUSR2, of_launcher)
-    saving = checkpoint(tmp_path)
-    saving.resume()
+    saving = resumed(tmp_path)
     signal.raise_signal(signal.SIGUSR2)
     assert not found
     with pytest.raises(Preempted) as left:
@@ -117,8 +103,7 @@ def test_handler_of_the_launcher_that_requeues_is_called_after_the_save(tmp_path
 def test_signals_have_their_earlier_effect_after_close(tmp_path, handlers):
     caught = []
     signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
-    with checkpoint(tmp_path) as saving:
-        saving.resume()
+    with resumed(tmp_path) as saving:
         saving.step()
         signal.raise_signal(signal.SIGUSR1)  # too late for a step
         assert not caught
@@ -126,23 +111,11 @@ def test_signals_have_their_earlier_effect_after_close(tmp_path, handlers):
     assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
 
 
-def test_nothing_is_caught_without_a_folder_or_the_option(tmp_path, handlers):
-    for saving in (checkpoint(None), Checkpoint(tmp_path, sums=np.zeros(3))):
-        saving.resume()
-        assert {number: signal.getsignal(number) for number in handlers} == handlers
-        saving.close()
-
-
-def test_another_thread_is_refused(tmp_path):
-    errors = []
-
-    def resume():
-        with pytest.raises(UsageError, match="only the main thread gets; call resume there") as error:
-            checkpoint(tmp_path / "new").resume()
-        errors.append(error)
-
-    thread = threading.Thread(target=resume)
-    thread.start()
-    thread.join()
-    assert errors
+def test_nothing_is_caught_without_a_folder_the_option_or_in_another_thread(tmp_path, handlers):
+    for folder, options in ((None, {"preemptible": True}), (tmp_path, {})):
+        with Checkpoint(folder, sums=np.zeros(3), **options) as saving:
+            saving.resume()
+            assert {number: signal.getsignal(number) for number in handlers} == handlers
+    error = "only the main thread gets; call resume there"
+    in_threads(lambda: refused(UsageError, error, resumed, tmp_path / "new"))
     assert not (tmp_path / "new").exists()

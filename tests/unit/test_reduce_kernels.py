@@ -10,6 +10,9 @@ from distopt.comm.base import DTYPES, OPS
 from tests.conformance import nonfinite
 from tests.conformance.checks import COMBINATIONS, assert_same_bits, values
 from tests.conformance.oracle import bfloat16_to, reduce_in_rank_order
+from tests.unit.refusals import refused
+
+EVERY_PATTERN = np.arange(1 << 16, dtype=np.uint16)
 
 
 def reduce(outputs: list, inputs: list, dtype: str, op: str) -> None:
@@ -48,40 +51,30 @@ def test_the_look_for_what_is_not_finite(isa: str, dtype: str) -> None:
             np.testing.assert_array_equal(copies[-1], plain)
 
 
-def every_16_bit_pattern() -> np.ndarray:
-    return np.arange(1 << 16, dtype=np.uint16)
-
-
-def test_every_float16_is_read_exactly(isa: str) -> None:
-    """x + 0 = x, apart from -0 and from NaN, which stays NaN."""
-    patterns = every_16_bit_pattern().view(np.float16)
+def test_every_float16_and_bfloat16_is_read_exactly(isa: str) -> None:
+    # x + 0 = x, apart from -0 and from NaN, which stays NaN.
+    for dtype, stored, wide in (("float16", np.float16, np.asarray), ("bfloat16", np.uint16, bfloat16_to)):
+        patterns = EVERY_PATTERN.view(stored)
+        out = np.empty_like(patterns)
+        reduce([out], [patterns, np.zeros_like(patterns)], dtype, "sum")
+        np.testing.assert_array_equal(wide(out), wide(patterns))
+    patterns = EVERY_PATTERN.view(np.float16)
     out = np.empty_like(patterns)
-    reduce([out], [patterns, np.zeros_like(patterns)], "float16", "sum")
-    np.testing.assert_array_equal(out, patterns)
-    wide = np.empty(patterns.size, np.float16)
-    reduce([wide], [patterns], "float16", "max")
-    np.testing.assert_array_equal(np.signbit(wide), np.signbit(patterns))
-
-
-def test_every_bfloat16_is_read_exactly(isa: str) -> None:
-    patterns = every_16_bit_pattern()
-    out = np.empty_like(patterns)
-    reduce([out], [patterns, np.zeros_like(patterns)], "bfloat16", "sum")
-    np.testing.assert_array_equal(bfloat16_to(out), bfloat16_to(patterns))
+    reduce([out], [patterns], "float16", "max")
+    np.testing.assert_array_equal(np.signbit(out), np.signbit(patterns))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sums_round_to_nearest_even_once(isa: str, dtype: str) -> None:
     """All exponents against neighbours of every size: ties, carries into the next exponent, denormals, overflow."""
-    a = every_16_bit_pattern()
-    stored = np.float16 if dtype == "float16" else np.uint16
+    a = EVERY_PATTERN
+    stored, wide = (np.float16, np.asarray) if dtype == "float16" else (np.uint16, bfloat16_to)
     for other in (0x0001, 0x03FF, 0x1400, 0x2E66, 0x3C01, 0x7BFF, 0x8001, 0xB555):
         b = np.full_like(a, other)
         inputs = [a.view(stored), b.view(stored), np.roll(a, 77).view(stored)]
         out = np.empty(a.size, stored)
         reduce([out], inputs, dtype, "sum")
         expected = reduce_in_rank_order(inputs, dtype, "sum")
-        wide = bfloat16_to if dtype == "bfloat16" else np.asarray
         np.testing.assert_array_equal(wide(out), wide(expected))
         number = ~np.isnan(wide(expected))
         assert_same_bits(out[number], expected[number], other)
@@ -91,8 +84,7 @@ def test_sums_round_to_nearest_even_once(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_nan_wins_wherever_it_is(isa: str, dtype: str, op: str, n: int) -> None:
-    stored = "uint16" if dtype == "bfloat16" else dtype
-    nan = 0x7FC1 if dtype == "bfloat16" else np.nan
+    stored, nan = ("uint16", 0x7FC1) if dtype == "bfloat16" else (dtype, np.nan)
     for where in range(n):
         inputs = [np.arange(40).astype(stored) for _ in range(n)]
         inputs[where][::3] = nan
@@ -104,10 +96,8 @@ def test_nan_wins_wherever_it_is(isa: str, dtype: str, op: str, n: int) -> None:
 
 
 def test_arrays_that_do_not_match_are_refused() -> None:
-    with pytest.raises(ValueError, match="same size"):
-        reduce([np.zeros(3)], [np.zeros(3), np.zeros(4)], "float64", "sum")
-    with pytest.raises(ValueError, match="item size"):
-        reduce([np.zeros(3)], [np.zeros(3), np.zeros(3)], "float32", "sum")
+    refused(ValueError, "same size", reduce, [np.zeros(3)], [np.zeros(3), np.zeros(4)], "float64", "sum")
+    refused(ValueError, "item size", reduce, [np.zeros(3)], [np.zeros(3), np.zeros(3)], "float32", "sum")
 
 
 # Around four vectors of each instruction set.
@@ -115,10 +105,8 @@ def test_arrays_that_do_not_match_are_refused() -> None:
 @pytest.mark.parametrize("shift", [0, 1, 16])
 def test_copy(isa: str, count: int, shift: int) -> None:
     source = values(1, count + shift, "int32").view(np.uint8)[shift : count + shift]
+    border = np.full(64, 0xA5, np.uint8)
     for _ in range(2):
-        whole = np.full(count + 128, 0xA5, np.uint8)
-        target = whole[64 : 64 + count]
-        _core.copy(target, source)
-        np.testing.assert_array_equal(target, source)
-        assert (whole[:64] == 0xA5).all()
-        assert (whole[64 + count :] == 0xA5).all()
+        whole = np.concatenate([border, np.full(count, 0xA5, np.uint8), border])
+        _core.copy(whole[64 : 64 + count], source)
+        np.testing.assert_array_equal(whole, np.concatenate([border, source, border]))

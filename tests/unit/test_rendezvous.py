@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -9,18 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch import gate, sockets
-from distopt.launch.end_together import siblings
 from distopt.launch.rendezvous import host_group as rendezvous
 from distopt.launch.rendezvous.host_group import HostGroup
-from distopt.launch.stopwatch import Deadline
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
+from tests.unit import threads
+from tests.unit.refusals import refused
+
+pytestmark = pytest.mark.usefixtures("no_siblings")
 
 
 @pytest.fixture
@@ -28,28 +33,9 @@ def ticket() -> bytes:
     return secrets.token_bytes(16)
 
 
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other workers of pytest-xdist are siblings of this process, and may end."""
-    monkeypatch.setattr(siblings, "_seen", set())
-    monkeypatch.setattr(siblings, "_siblings", lambda: (set(), set()))
-
-
-def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    """Run each body in a thread of its own; its result or its LaunchError."""
-    results: list[Any] = [None] * len(bodies)
-
-    def call(i: int) -> None:
-        try:
-            results[i] = bodies[i]()
-        except LaunchError as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def in_threads(*bodies: Callable[[], Any] | tuple[Any, ...]) -> list[Any]:
+    """The same, and groups are closed; the arguments of a group stand for one that joins."""
+    results = threads.in_threads(*(body if callable(body) else partial(HostGroup, *body) for body in bodies))
     for result in results:
         if isinstance(result, HostGroup):
             result.close()
@@ -62,7 +48,6 @@ def connect(link: socket.socket, ticket: bytes) -> None:
         time.sleep(0.01)
 
 
-# -- success ---------------------------------------------------------------------------------------
 def exchange(job: LocalJob) -> tuple[Any, ...]:
     rank, size = job.topology.rank, job.topology.world_size
     group = job.host_group()
@@ -72,91 +57,62 @@ def exchange(job: LocalJob) -> tuple[Any, ...]:
     fd = group.share_fd(lambda: os.memfd_create("test"))
     os.pwrite(fd, bytes([rank + 1]), rank)
     group.client.all_gather(b"")
-    contents = os.pread(fd, 100, 0)
-    inheritable = os.get_inheritable(fd)
+    seen = group.pids, os.pread(fd, 100, 0), os.get_inheritable(fd)
     os.close(fd)
-    return os.getpid(), group.pids, contents, inheritable
+    return os.getpid(), seen
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_exchange_bytes_and_a_descriptor(size: int) -> None:
     results = run_ranks_ok(exchange, size)
-    pids = tuple(result[0] for result in results)
-    for _, seen, contents, inheritable in results:
-        assert seen == pids
-        assert contents == bytes(range(1, size + 1))
-        assert not inheritable
+    pids = tuple(pid for pid, _ in results)
+    assert [seen for _, seen in results] == [(pids, bytes(range(1, size + 1)), False)] * size
 
 
-def test_the_ticket_cannot_be_read_off_the_socket(ticket: bytes) -> None:
+def test_the_ticket_cannot_be_read_off_the_socket_of_which_nothing_is_left(ticket: bytes) -> None:
     address = rendezvous._address(ticket)
     assert address.startswith("\0distopt-")
     assert ticket.hex() not in address
     assert rendezvous._address(secrets.token_bytes(16)) != address
+    groups = in_threads((ticket, 0, 2, 60), (ticket, 1, 2, 60))
+    assert all(isinstance(group, HostGroup) for group in groups)
+    refused(LaunchError, "", HostGroup, ticket, 0, 2, 0.1)
+    assert rendezvous._address(ticket)[1:] not in Path("/proc/net/unix").read_text()
 
 
-# -- failure ---------------------------------------------------------------------------------------
-def test_absent_ranks_are_named_on_all_ranks(ticket: bytes) -> None:
-    errors = in_threads(lambda: HostGroup(ticket, 0, 4, 2), lambda: HostGroup(ticket, 2, 4, 2))
-    for error in errors:
-        assert isinstance(error, LaunchError)
+def test_absent_ranks_and_those_that_contradict_each_other_are_named(ticket: bytes) -> None:
+    for error in in_threads((ticket, 0, 4, 2), (ticket, 2, 4, 2)):
         assert "ranks 1, 3 of 4 did not join rank 0 on this host within 2 s" in str(error)
-
-
-def test_absent_rank_0(ticket: bytes) -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 found no rank 0 on this host within 0\.3 s"):
-        HostGroup(ticket, 1, 2, 0.3)
-
-
-def test_two_processes_with_one_rank(ticket: bytes) -> None:
-    errors = in_threads(*(lambda q=q: HostGroup(ticket, q, 3, 60) for q in (0, 1, 1)))
-    for error in errors:
-        assert "two processes" in str(error)
-        assert "are rank 1" in str(error)
+    refused(LaunchError, r"rank 1 found no rank 0 on this host within 0\.3 s", HostGroup, ticket, 1, 2, 0.3)
+    for error in in_threads((ticket, 0, 3, 60), (ticket, 1, 3, 60), (ticket, 1, 3, 60)):
+        assert re.search("two processes .*are rank 1", str(error))
+    for error in in_threads((ticket, 0, 3, 60), (ticket, 1, 2, 60)):
+        assert "expects 2 ranks on this host, rank 0 expects 3" in str(error)
 
 
 @pytest.mark.slow
 def test_two_processes_with_rank_0(ticket: bytes) -> None:
-    first, second, joined = in_threads(
-        lambda: HostGroup(ticket, 0, 3, 2), lambda: HostGroup(ticket, 0, 3, 2), lambda: HostGroup(ticket, 1, 3, 2)
-    )
+    first, second, joined = in_threads((ticket, 0, 3, 2), (ticket, 0, 3, 2), (ticket, 1, 3, 2))
     assert any("second rank 0" in str(error) for error in (first, second))
     assert isinstance(joined, LaunchError)
 
 
-def test_a_rank_0_that_is_about_to_listen_is_not_taken_for_another_user(
-    ticket: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_0_about_to_listen_is_no_other_user(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(rendezvous._address(ticket))
         monkeypatch.setattr(sockets.time, "sleep", lambda _: other.listen())
-        with pytest.raises(LaunchError, match="second rank 0"):
-            HostGroup(ticket, 0, 2, 60)
+        refused(LaunchError, "second rank 0", HostGroup, ticket, 0, 2, 60)
 
 
-def test_ranks_that_expect_different_sizes(ticket: bytes) -> None:
-    errors = in_threads(lambda: HostGroup(ticket, 0, 3, 60), lambda: HostGroup(ticket, 1, 2, 60))
-    for error in errors:
-        assert "expects 2 ranks on this host, rank 0 expects 3" in str(error)
-
-
-def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
+def test_strangers_impostors_and_other_users_are_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed.
     wrong = secrets.token_bytes(16)
     address = rendezvous._address(ticket)
     monkeypatch.setattr(rendezvous, "_address", lambda *_: address)
-    stranger, *groups = in_threads(
-        lambda: HostGroup(wrong, 1, 2, 0.5),
-        lambda: HostGroup(ticket, 0, 2, 60),
-        lambda: time.sleep(0.7) or HostGroup(ticket, 1, 2, 60),
-    )
+    late = lambda: time.sleep(0.7) or HostGroup(ticket, 1, 2, 60)  # noqa: E731
+    stranger, *groups = in_threads((wrong, 1, 2, 0.5), (ticket, 0, 2, 60), late)
     assert isinstance(stranger, LaunchError)
     assert all(isinstance(group, HostGroup) for group in groups), groups
-
-
-def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = secrets.token_bytes(16)
-    address = rendezvous._address(ticket)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -168,8 +124,19 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
                 link.recv(1000)
                 link.sendall(gate.proof(wrong, b"accept"))
 
-        result, _ = in_threads(lambda: HostGroup(ticket, 1, 2, 60), impostor)
+        result, _ = in_threads((ticket, 1, 2, 60), impostor)
     assert "does not hold its ticket" in str(result)
+    user = os.geteuid()
+    listener_sees = {"rank 0": user + 1}
+    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
+
+    def rank_0() -> HostGroup:
+        threading.current_thread().name = "rank 0"
+        return HostGroup(ticket, 0, 2, 0.5)
+
+    errors = in_threads(rank_0, (ticket, 1, 2, 0.5))
+    assert "did not join" in str(errors[0])
+    assert isinstance(errors[1], LaunchError)
 
 
 def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +148,8 @@ def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.Monkey
     stop = threading.Event()
 
     def disturb() -> None:
-        links = [socket.socket(socket.AF_UNIX) for _ in range(5)]
-        try:
+        with contextlib.ExitStack() as opened:
+            links = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
             for link, noise in zip(links, (b"", b"x", b"xx", b"xxx", bytes(1000)), strict=True):
                 connect(link, ticket)
                 link.sendall(noise)
@@ -191,9 +158,6 @@ def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.Monkey
                 for link in links[2:]:
                     with contextlib.suppress(OSError):
                         link.send(b"x")
-        finally:
-            for link in links:
-                link.close()
 
     def rank_1() -> HostGroup:
         started.wait()
@@ -202,31 +166,8 @@ def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.Monkey
         return group
 
     started = threading.Event()
-    groups = in_threads(lambda: HostGroup(ticket, 0, 2, 60), rank_1, disturb)
+    groups = in_threads((ticket, 0, 2, 60), rank_1, disturb)
     assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
-
-
-class InParts:
-    """A link over which 3 bytes come first, then as many as are asked for."""
-
-    def __init__(self, content: bytes) -> None:
-        self.left, self._most = content, 3
-
-    def settimeout(self, seconds: float) -> None:
-        assert seconds > 0
-
-    def recv(self, count: int) -> bytes:
-        part, self.left = self.left[: min(count, self._most)], self.left[min(count, self._most) :]
-        self._most = 1000
-        return part
-
-
-def test_no_byte_of_the_next_message_is_taken() -> None:
-    link: Any = InParts(b"this one, the next one")
-    assert gate.receive_exactly(link, 9, Deadline(5.0)) == b"this one,"
-    assert link.left == b" the next one"
-    with pytest.raises(ConnectionResetError):
-        gate.receive_exactly(link, 14, Deadline(5.0))
 
 
 def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,34 +189,14 @@ def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch
         monkeypatch.setattr(gate, "_HANDSHAKE_SECONDS", 60.0)
         return HostGroup(ticket, 1, 2, 60)
 
-    got, *groups = in_threads(silent, lambda: HostGroup(ticket, 0, 2, 90), rank_1)
+    got, *groups = in_threads(silent, (ticket, 0, 2, 90), rank_1)
     assert got == b""
     assert all(isinstance(group, HostGroup) for group in groups), groups
 
 
-def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = os.geteuid()
-    listener_sees = {"rank 0": user + 1}
-    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
-
-    def rank_0() -> HostGroup:
-        threading.current_thread().name = "rank 0"
-        return HostGroup(ticket, 0, 2, 0.5)
-
-    errors = in_threads(rank_0, lambda: HostGroup(ticket, 1, 2, 0.5))
-    assert "did not join" in str(errors[0])
-    assert isinstance(errors[1], LaunchError)
-
-
-# -- processes that end ----------------------------------------------------------------------------
 def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     admitted, admit = threading.Event(), rendezvous._Server._admitted
-
-    def admit_and_tell(listener: rendezvous._Server, link: gate.Link) -> None:
-        admit(listener, link)
-        admitted.set()
-
-    monkeypatch.setattr(rendezvous._Server, "_admitted", admit_and_tell)
+    monkeypatch.setattr(rendezvous._Server, "_admitted", lambda *them: admit(*them) or admitted.set())
     code = "from distopt.launch.rendezvous.host_group import HostGroup; "
     code += f"HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 200)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
@@ -285,27 +206,15 @@ def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: p
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
-    error, _ = in_threads(lambda: HostGroup(ticket, 0, 3, 200), kill)
+    error, _ = in_threads((ticket, 0, 3, 200), kill)
     assert f"rank 1 (pid {child}) ended while the ranks were joining" in str(error)
 
 
 def rank_0_fails_to_share(job: LocalJob) -> None:
-    def make() -> int:
-        raise OSError("no memory")
-
-    job.host_group().share_fd(make)
+    job.host_group().share_fd(Mock(side_effect=OSError("no memory")))
 
 
 def test_all_ranks_learn_that_nothing_could_be_shared() -> None:
     first, second = run_ranks(rank_0_fails_to_share, 2)
-    assert first.error == "OSError"
-    assert second.error == "LaunchError"
+    assert (first.error, second.error) == ("OSError", "LaunchError")
     assert "no memory" in second.text
-
-
-def test_nothing_is_left_of_the_socket(ticket: bytes) -> None:
-    groups = in_threads(*(lambda q=q: HostGroup(ticket, q, 2, 60) for q in range(2)))
-    assert all(isinstance(group, HostGroup) for group in groups)
-    with pytest.raises(LaunchError):
-        HostGroup(ticket, 0, 2, 0.1)
-    assert rendezvous._address(ticket)[1:] not in Path("/proc/net/unix").read_text()

@@ -11,6 +11,9 @@ import pytest
 from distopt import cli
 from distopt.launch.agents.options import RunOptions
 
+LOGS = Path("logs")
+STATIC = {"nodes": 2, "host": "node0", "port": 29500, "static": True}
+
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
@@ -30,85 +33,53 @@ def parse(monkeypatch, tmp_path):
     return parse
 
 
-def program(*words):
-    return (sys.executable, *words)
+def options(words="train.py", **values):
+    return RunOptions((sys.executable, *words.split()), **values)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("train.py", RunOptions(program("train.py"))),
-        (
-            "--nproc-per-node 2 train.py --epochs 1 -m --nnodes 3",
-            RunOptions(program("train.py", "--epochs", "1", "-m", "--nnodes", "3"), ranks=2),
-        ),
-        ("--nproc_per_node=3 --max_restarts 2 train.py", RunOptions(program("train.py"), ranks=3, restarts=2)),
-        ("--standalone --nnodes=1:1 -m distopt.cli x", RunOptions(program("-m", "distopt.cli", "x"))),
+        ("train.py", options()),
+        ("--nproc-per-node 2 train.py --epochs 1 -m --nnodes 3", options("train.py --epochs 1 -m --nnodes 3", ranks=2)),
+        ("--nproc_per_node=3 --max_restarts 2 train.py", options(ranks=3, restarts=2)),
+        ("--standalone --nnodes=1:1 -m distopt.cli x", options("-m distopt.cli x")),
         (
             "--heal --nnodes 2:5 --nproc-per-node 1:4 --rdzv-endpoint a train.py",
-            RunOptions(
-                program("train.py"),
-                ranks=4,
-                nodes=5,
-                spare_ranks=3,
-                spare_nodes=3,
-                host="a",
-                port=29400,
-                heal=True,
-            ),
+            options(ranks=4, nodes=5, spare_ranks=3, spare_nodes=3, host="a", port=29400, heal=True),
         ),
         (
             "--heal --workers node --nnodes 1:8 --rdzv-endpoint a train.py",
-            RunOptions(program("train.py"), nodes=8, spare_nodes=7, host="a", port=29400, heal=True, workers="node"),
+            options(nodes=8, spare_nodes=7, host="a", port=29400, heal=True, workers="node"),
         ),
         (
             "--heal --alone --nnodes 3 --rdzv-endpoint a:1,b,[fe80::1]:29401 train.py",
-            RunOptions(
-                program("train.py"),
-                nodes=3,
-                host="a",
-                port=1,
-                more_places=(("b", 29401), ("fe80::1", 29401)),
-                heal=True,
-                alone=True,
-            ),
+            options(nodes=3, host="a", port=1, more_places=(("b", 29401), ("fe80::1", 29401)), heal=True, alone=True),
         ),
-        (
-            "--master-port 1234 --log-dir logs train.py",
-            RunOptions(program("train.py"), port=1234, log_dir=Path("logs")),
-        ),
+        ("--master-port 1234 --log-dir logs train.py", options(port=1234, log_dir=LOGS)),
         (
             "--log-dir logs -r 0:1,2:3 --tee 2 --local-ranks-filter 0,2 --role x --start-method spawn train.py",
-            RunOptions(
-                program("train.py"),
-                log_dir=Path("logs"),
-                redirects={0: 1, 2: 3},
-                tee={-1: 2},
-                shown_ranks=frozenset({0, 2}),
-                role="x",
-            ),
+            options(log_dir=LOGS, redirects={0: 1, 2: 3}, tee={-1: 2}, shown_ranks=frozenset({0, 2}), role="x"),
         ),
         (
             "--rdzv-conf join_timeout=30,read_timeout=5 --rdzv-timeout 9 --local-addr a --run-path train.py",
-            RunOptions(program("train.py"), timeout=30.0),
+            options(timeout=30.0),
         ),
         ("--no-python sh -c true", RunOptions(("sh", "-c", "true"))),
         (
             "--nnodes 2 --rdzv-endpoint=node0:29411 --rdzv-id j7 --rdzv-backend c10d --rdzv-timeout 9 train.py",
-            RunOptions(program("train.py"), nodes=2, host="node0", port=29411, run_id="j7", timeout=9.0),
+            options(nodes=2, host="node0", port=29411, run_id="j7", timeout=9.0),
         ),
         (
             "--nnodes 2 --rdzv_endpoint [fe80::1] --node_rank 1 train.py",
-            RunOptions(program("train.py"), nodes=2, host="fe80::1", port=29400, node_rank=1),
+            options(host="fe80::1", port=29400, nodes=2, node_rank=1),
         ),
-        (
-            "--nnodes 2 --node-rank 0 --master-addr node0 train.py",
-            RunOptions(program("train.py"), nodes=2, host="node0", port=29500, node_rank=0, static=True),
-        ),
+        ("--nnodes 2 --node-rank 0 --master-addr node0 train.py", options(**STATIC, node_rank=0)),
         (
             "--nnodes 2 --node-rank 1 --rdzv-backend static --rdzv-endpoint node0 train.py",
-            RunOptions(program("train.py"), nodes=2, host="node0", port=29500, node_rank=1, static=True),
+            options(**STATIC, node_rank=1),
         ),
+        ("--nproc-per-node cpu train.py", options(ranks=len(os.sched_getaffinity(0)))),
     ],
 )
 def test_options(parse, line, expected):
@@ -132,13 +103,9 @@ def test_where_output_goes(parse, line, streams):
 
 def test_options_without_effect_are_named(parse, capsys):
     parse("--numa-binding node --rdzv-conf timeout=3,keep_alive_interval=5 train.py")
-    lines = ("--numa-binding", "keep_alive_interval of --rdzv-conf")
-    said = "".join(f"distopt run: {each} is torchrun's, and does nothing here\n" for each in lines)
-    assert capsys.readouterr().err == said
-
-
-def test_ranks_per_core(parse):
-    assert parse("--nproc-per-node cpu train.py").ranks == len(os.sched_getaffinity(0))
+    words = ("--numa-binding", "keep_alive_interval of --rdzv-conf")
+    said = [f"distopt run: {each} is torchrun's, and does nothing here" for each in words]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 @pytest.mark.parametrize(
@@ -199,10 +166,8 @@ def test_ranks_per_core(parse):
 def test_wrong_lines_get_one_line_and_code_2(parse, capsys, line, text):
     assert cli.main(["run", *shlex.split(line)]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("distopt run: ")
-    assert fnmatchcase(err, f"*{text.replace('[', '[[]').replace('?', '[?]')}*"), err
-    assert err.count("\n") == 1
+    assert (out, err.count("\n")) == ("", 1)
+    assert fnmatchcase(err, f"distopt run: *{text.replace('[', '[[]').replace('?', '[?]')}*"), err
 
 
 @pytest.mark.parametrize(("nodes", "code"), [(1, 2), (2, 0), (3, 2)])

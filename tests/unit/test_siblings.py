@@ -14,99 +14,7 @@ from distopt.errors import LaunchError
 from distopt.launch.end_together import siblings
 from distopt.launch.end_together.siblings import Absence
 from tests.processes import Program
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Sets of running and of dead siblings, that a test may change."""
-    running, zombies = {101, 102}, set()
-    monkeypatch.setattr(siblings, "_seen", set(running))
-    monkeypatch.setattr(siblings, "_siblings", lambda: (set(running), set(zombies)))
-    return running, zombies
-
-
-def check(absence, absent=2, **arguments):
-    for _ in range(2):
-        absence.check("rank 1 is absent", absent, patience=0.0, **arguments)
-        time.sleep(0.001)
-
-
-def test_as_long_as_enough_are_left_nobody_is_lost(seen):
-    running, _ = seen
-    check(Absence(all_started=True))
-    running.remove(101)
-    check(Absence(all_started=True), absent=1)
-    check(Absence(), absent=1)
-
-
-@pytest.mark.parametrize("zombie", [False, True])
-def test_a_sibling_that_ended_is_lost(seen, zombie):
-    running, zombies = seen
-    running.remove(102)
-    zombies.update({102} if zombie else set())
-    with pytest.raises(LaunchError, match=r"rank 1 is absent, and a process of this job \(pid 102\) has ended"):
-        check(Absence())
-
-
-def test_those_that_have_come_may_end_and_do_not_count(seen):
-    running, _ = seen
-    running.remove(102)
-    check(Absence(), absent=1, present={102})
-    with pytest.raises(LaunchError):
-        check(Absence(all_started=True), absent=1, present={101})
-
-
-def test_too_few_are_enough_evidence_only_when_all_were_started(seen):
-    check(Absence(), absent=3)
-    with pytest.raises(LaunchError, match="and a process of this job has ended"):
-        check(Absence(all_started=True), absent=3)
-
-
-def test_patience(seen):
-    running, _ = seen
-    running.clear()
-    for _ in range(3):
-        Absence().check("nobody", 2, patience=60.0)
-
-
-def test_one_warning(seen, caplog):
-    absence = Absence(0.0)
-    with caplog.at_level(logging.WARNING, "distopt"):
-        check(absence)
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("rank 1 is absent for 0.0 s now")
-
-
-def test_siblings_are_children_of_one_parent_by_one_command():
-    script = "import time; from distopt.launch.end_together import siblings as s; "
-    script += "print(*s._siblings()[0], flush=True); time.sleep(99)"
-    first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
-    assert first.stdout.readline() == "\n"
-    second = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert second.stdout.readline() == f"{first.pid}\n"
-    for process in (first, second, other):
-        process.kill()
-        process.wait()
-    first.stdout.close()
-    second.stdout.close()
-
-
-def test_a_ticket_counts_the_processes_that_it_is_given_to():
-    ticket = launch.Ticket()
-    assert pickle.loads(pickle.dumps(ticket)).handed_out == 0
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=leave_with, args=(ticket,)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [1, 2]
-
-
-def leave_with(ticket) -> None:
-    sys.exit(ticket.handed_out)
-
+from tests.unit.refusals import refused
 
 WATCHED = """
 import sys
@@ -119,30 +27,9 @@ with ends_of_siblings() as ends:
     watchdog.stop()
 """
 
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    programs = []
-    for others in range(2):
-        programs.append(subprocess.Popen([sys.executable, "-c", WATCHED], text=True, **pipes))
-        assert programs[-1].stdout.readline() == f"{others}\n"
-    first, second = programs
-    if stopped:
-        second.stdin.close()
-    else:
-        first.kill()
-    code, stderr = second.wait(200.0), second.stderr.read()
-    assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
-    first.kill()
-    first.communicate()
-    for pipe in (second.stdin, second.stdout, second.stderr):
-        pipe.close()
-
-
 ORPHAN = """
 import multiprocessing, os, subprocess, sys, time
-from distopt.launch.end_together.siblings import end_with_parent
+from distopt.launch.end_together.parent import end_with_parent
 def child(launched=False):
     end_with_parent(launched=launched)
     print(os.getpid(), flush=True)
@@ -155,17 +42,6 @@ if __name__ == "__main__":
     else:
         multiprocessing.get_context(sys.argv[1]).Process(target=child).start()
 """
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "launcher"])
-def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
-    path = tmp_path / "orphan.py"
-    path.write_text(ORPHAN)
-    program = Program([sys.executable, str(path), method])
-    program.read_lines(1)
-    program.process.kill()
-    program.end()  # asserts that nothing remains
-
 
 OWN = """
 import multiprocessing, sys
@@ -189,12 +65,109 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    running, zombies = {101, 102}, set()
+    monkeypatch.setattr(siblings, "_seen", set(running))
+    monkeypatch.setattr(siblings, "_siblings", lambda: (set(running), set(zombies)))
+    return running, zombies
+
+
+def check(absence, absent=2, **arguments):
+    for _ in range(2):
+        absence.check("rank 1 is absent", absent, patience=0.0, **arguments)
+        time.sleep(0.001)
+
+
+def test_an_absence_needs_evidence_patience_and_one_warning_and_those_that_have_come_do_not_count(seen, caplog):
+    running, zombies = seen
+    check(Absence(all_started=True))
+    running.remove(101)
+    check(Absence(all_started=True), absent=1)
+    check(Absence(), absent=1)
+    running ^= {101, 102}
+    check(Absence(), absent=1, present={102})
+    refused(LaunchError, "", lambda: check(Absence(all_started=True), absent=1, present={101}))
+    running.add(102)
+    check(Absence(), absent=3)
+    refused(LaunchError, "and a process of this job has ended", lambda: check(Absence(all_started=True), absent=3))
+    absence = Absence(0.0)
+    with caplog.at_level(logging.WARNING, "distopt"):
+        check(absence)
+    (warning,) = caplog.messages
+    assert warning.startswith("rank 1 is absent for 0.0 s now")
+    running.remove(102)
+    for unreaped in (set(), {102}):
+        zombies.update(unreaped)
+        error = r"rank 1 is absent, and a process of this job \(pid 102\) has ended"
+        refused(LaunchError, error, lambda: check(Absence()))
+    running.clear()
+    for _ in range(3):
+        Absence().check("nobody", 2, patience=60.0)
+
+
+def test_siblings_are_children_of_one_parent_and_tickets_count_them():
+    script = "import time; from distopt.launch.end_together import siblings as s; "
+    script += "print(*s._siblings()[0], flush=True); time.sleep(99)"
+    first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    assert first.stdout.readline() == "\n"
+    second = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert second.stdout.readline() == f"{first.pid}\n"
+    for process in (first, second, other):
+        process.kill()
+        process.communicate()
+    ticket = launch.Ticket()
+    assert pickle.loads(pickle.dumps(ticket)).handed_out == 0
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=leave_with, args=(ticket,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [1, 2]
+
+
+def leave_with(ticket) -> None:
+    sys.exit(ticket.handed_out)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    programs = []
+    for others in range(2):
+        programs.append(subprocess.Popen([sys.executable, "-c", WATCHED], text=True, **pipes))
+        assert programs[-1].stdout.readline() == f"{others}\n"
+    first, second = programs
+    with second:
+        if stopped:
+            second.stdin.close()
+        else:
+            first.kill()
+        code, stderr = second.wait(200.0), second.stderr.read()
+    first.kill()
+    first.communicate()
+    assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
+
+
+def started(folder, text, *arguments) -> Program:
+    (folder / "program.py").write_text(text)
+    return Program([sys.executable, str(folder / "program.py"), *arguments])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "launcher"])
+def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
+    program = started(tmp_path, ORPHAN, method)
+    program.read_lines(1)
+    program.process.kill()
+    program.end()  # asserts that nothing remains
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes_that_a_script_has_started_end_together_with_their_tracebacks(method, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    ended = Program([sys.executable, str(path), method]).end()
+    ended = started(tmp_path, OWN, method).end()
     lines = ended.stderr.splitlines()
     heads = [line for line in lines if line.startswith("Process number")]
     assert sorted(heads) == [f"Process number {rank}:" for rank in range(3)]

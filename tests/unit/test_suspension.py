@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from distopt.launch import stopwatch
 from distopt.launch.end_together.lifeline import Lifeline, start_server
 from distopt.launch.sockets import listen
 from distopt.launch.stopwatch import Stopwatch
-from tests.processes import Program
+from tests.processes import Program, end_all, free_port
 
 MEETS = """
 import socket, sys
@@ -29,64 +30,6 @@ lifeline._link.settimeout(None)
 print(lifeline._read_line(), flush=True)
 """
 
-
-def suspend(program: Program, seconds: float) -> None:
-    pids = program.pids()
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.slow
-def test_server_of_a_job_that_is_suspended_while_ranks_join():
-    program = Program([sys.executable, "-c", MEETS, "0", "6"])
-    port, connected = program.read_lines(2)
-    assert connected == "connected"
-    assert len(program.pids()) == 2
-    suspend(program, 7.0)
-    time.sleep(0.5)  # in which a server that counts the suspension would end the job
-    lifeline = Lifeline(1, 2, bytes(32), [("localhost", int(port))], 5.0)
-    assert program.read_lines(1) == ["go"]
-    lifeline.close()
-    ended = program.end()
-    assert ended.code == 0, ended.stderr
-
-
-@pytest.mark.slow
-def test_rank_that_is_suspended_while_it_looks_for_the_server(port):
-    program = Program([sys.executable, "-c", MEETS, str(port), "6"])
-    program.read_lines(1)
-    time.sleep(0.3)
-    suspend(program, 7.0)
-    time.sleep(0.5)  # in which one that counts the suspension would give up
-    with listen(port, 8) as listener:
-        server = start_server(listener, bytes(32), 2, 5.0, speaks=False)
-    assert program.read_lines(1) == ["connected"]
-    program.kill()
-    program.process.communicate()
-    server.kill()
-    server.wait()
-
-
-@pytest.mark.slow
-def test_nodes_that_are_suspended_while_they_meet(tmp_path, port):
-    script = tmp_path / "script.py"
-    script.write_text("import os; print('rank', os.environ['RANK'])")
-    command = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
-    command += ["--rdzv-timeout", "12", str(script)]
-    first = Program(command)
-    time.sleep(1.5)
-    assert first.process.poll() is None
-    suspend(first, 13.0)
-    time.sleep(0.3)
-    second = Program(command)
-    ended = [first.end(), second.end()]
-    assert [one.code for one in ended] == [0, 0], ended
-    assert "".join(one.stdout for one in ended).count("rank") == 3  # the second line begins with [rank 1]
-
-
 WATCHED = """
 import sys, time
 from distopt import _core
@@ -96,6 +39,43 @@ for _ in range(30):
     time.sleep(0.03)
 watchdog.stop()
 """
+
+
+def suspend(seconds: float, *programs: Program) -> None:
+    pids = [pid for program in programs for pid in program.pids()]
+    for number, pause in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(pause)
+
+
+@pytest.mark.slow
+def test_a_suspension_while_ranks_join_look_for_their_server_or_nodes_meet(tmp_path, port):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('rank', os.environ['RANK'])")
+    command = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    command += ["--rdzv-timeout", "12", str(script)]
+    joins, looks = (Program([sys.executable, "-c", MEETS, str(at), "10"]) for at in (0, port))
+    first = Program(command)
+    served, connected = joins.read_lines(2)
+    assert (connected, len(joins.pids())) == ("connected", 2)
+    looks.read_lines(1)
+    time.sleep(1.5)
+    assert first.process.poll() is None
+    suspend(13.0, joins, looks, first)
+    time.sleep(0.5)  # in which one that counts the suspension would give up, or end the job
+    lifeline = Lifeline(1, 2, bytes(32), [("localhost", int(served))], 5.0)
+    assert joins.read_lines(1) == ["go"]
+    lifeline.close()
+    with listen(port, 8) as listener:
+        server = start_server(listener, bytes(32), 2, 5.0, speaks=False)
+    assert looks.read_lines(1) == ["connected"]
+    looks.kill()
+    looks.process.communicate()
+    server.kill()
+    server.wait()
+    ended = end_all([joins, first, Program(command)])
+    assert "".join(one.stdout for one in ended).count("rank") == 3  # the second line begins with [rank 1]
 
 
 @pytest.mark.slow
@@ -111,31 +91,18 @@ def test_watchdog_does_not_bark_at_a_suspension(seconds, code):
     assert (ended.code, ended.stderr) == (code, "late" if code else "")
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def test_stopwatch_counts_slices_and_no_suspension(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(stopwatch, "time", clock)
+    now = 100.0
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: now))
     waited = Stopwatch()
-    expected = 0.0
-    for slice_ in (0.05, 0.1, 0.9):
-        clock.now += slice_
-        expected += slice_
+    # A suspension, after which peers may take a second.
+    for later, expected in [(0.05, 0.05), (0.1, 0.15), (0.9, 1.05), (500.0, 1.05), *[(0.1, 1.05)] * 9]:
+        now += later
         assert waited.seconds() == pytest.approx(expected)
-    clock.now += 500.0
-    assert waited.seconds() == pytest.approx(expected)
-    for _ in range(9):  # peers may take a second
-        clock.now += 0.1
-        assert waited.seconds() == pytest.approx(expected)
-    clock.now += 0.2
+    now += 0.2
     waited.seconds()
-    clock.now += 0.1
-    assert waited.seconds() > expected
+    now += 0.1
     before = waited.seconds()
-    clock.now += 0.5
+    assert before > 1.05
+    now += 0.5
     assert waited.seconds() == pytest.approx(before + 0.5)

@@ -13,19 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distopt.launch.agents.monitor import (
-    Display,
-    Monitor,
-    Row,
-    _Meter,
-    as_json,
-    as_text,
-    chosen,
-    row_of,
-    states,
-    straggler,
-    table,
-)
+from distopt.launch.agents import monitor as watch
+from distopt.launch.agents.monitor import Row, as_json, as_text, row_of
 from distopt.launch.supervise.screen import Screen
 from distopt.recorder.flight import FlightRecord
 from distopt.recorder.ring import STEPS, NotedOperation
@@ -34,7 +23,6 @@ from tests.terminal import Terminal
 ROWS, COLUMNS = 24, 60
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
 def running(rank: int, **more) -> Row:
     values = {"steps": 100 + rank, "steps_per_s": 20.0, "wait_share": 0.2, "memory_bytes": (50 + rank) * 1_000_000}
     return Row(rank, "a", "running", **{**values, **more})
@@ -56,72 +44,51 @@ def waiting(rank: int, number: int, **more) -> Row:
 )
 def test_a_row_names_the_ranks_that_have_not_come(late, said):
     rows = [running(q, numbers={"world": 411}) if q in late else waiting(q, 412) for q in range(8)]
-    words = states(rows)
+    words = watch.states(rows)
     assert words == {q: "running" if q in late else said for q in range(8)}
 
 
-def test_a_rank_that_may_wait_does_only_if_another_is_missing():
-    rows = [waiting(0, 7), running(1, numbers={"world": 7})]
-    rows[0].waits = None
-    assert states(rows)[0] == "running"
-    rows[1].numbers = {"world": 6, "another group": 9}
-    assert states(rows)[0] == "waiting for rank 1 in all_reduce #7"
-    rows[1].numbers = {}
-    assert states(rows)[0] == "waiting for rank 1 in all_reduce #7"
+def test_rows_name_who_waits_for_whom_and_forget_absent_ranks():
+    rows = [replace(waiting(0, 7), waits=None), running(1, numbers={"world": 7})]
+    assert watch.states(rows)[0] == "running"
+    for numbers in ({"world": 6, "another group": 9}, {}):
+        assert watch.states([waiting(0, 7), running(1, numbers=numbers)])[0] == "waiting for rank 1 in all_reduce #7"
+    assert watch.states([running(0, at=100.0), running(1, at=93.0)])[1] == "no report for 7 s"
 
-
-def test_the_straggler_waits_least_by_much():
     def slow(*shares: float | None) -> int | None:
-        return straggler([running(rank, wait_share=share) for rank, share in enumerate(shares)])
+        return watch.straggler([running(rank, wait_share=share) for rank, share in enumerate(shares)])
 
-    assert slow(0.4, 0.01, 0.5) == 1
-    assert slow(0.40, 0.37, 0.41) is None
-    assert slow(0.4) is None
-    assert slow(None, 0.4, 0.1) == 2
+    assert (slow(0.4, 0.01, 0.5), slow(0.40, 0.37, 0.41), slow(0.4), slow(None, 0.4, 0.1)) == (1, None, None, 2)
     rows = [running(0, wait_share=0.4), running(1, wait_share=0.0)]
-    assert states(rows) == {0: "running", 1: "running; the others wait for it"}
+    assert watch.states(rows) == {0: "running", 1: "running; the others wait for it"}
 
-
-def test_a_node_that_says_nothing_is_named():
-    assert states([running(0, at=100.0), running(1, at=93.0)])[1] == "no report for 7 s"
-
-
-def test_ranks_that_there_are_no_more_are_forgotten():
-    class Lines:
-        text = b""
-
-        def write(self, text: bytes) -> None:
-            self.text += text
-
-    shown = Lines()
-    monitor = Monitor(Display("json", shown), "a")
+    shown = []
+    monitor = watch.Monitor(watch.Display("json", SimpleNamespace(write=shown.append)), "a")
     for rank in range(4):
         monitor.take(asdict(running(rank)))
     monitor.forget(3)
     monitor.report([SimpleNamespace(rank=0, pid=1, exit_code=0, ring=None)], at_the_end=True)
-    assert [json.loads(line)["rank"] for line in shown.text.splitlines()] == [0, 1, 2]
+    assert [json.loads(line)["rank"] for line in b"".join(shown).splitlines()] == [0, 1, 2]
 
 
 def test_a_table_of_64_ranks_fits_a_screen_of_24_lines():
     rows = [waiting(q, 9) if q in (17, 40) else running(q, numbers={"world": 9}) for q in range(64)]
     rows[50] = Row(50, "b", "was ended by SIGKILL")
-    words = states(rows)
+    words = watch.states(rows)
     rows = [replace(row, state=words[row.rank]) for row in rows]
-    shown = table(rows, 80, 24)
+    shown = watch.table(rows, 80, 24)
     assert len(shown) <= 12
     assert all(len(line) < 80 for line in shown)
     assert [line.split()[0] for line in shown[1:-1]] == ["0", "1", "2", "3", "4", "5", "6", "17", "40", "50"]
     assert shown[-1] == "and 54 ranks more; of all 64: 20.0 steps/s, wait 0% to 20%"
     assert [line.split("MB  ")[1] for line in shown if " 17 " in line] == ["waiting in all_reduce #9"]
-    assert [row.rank for row in chosen(rows, 3)] == [17, 40, 50]
-    assert len(table(rows, 80, 300)) == 65
-    heads = [table(rows, columns, 24)[0].split() for columns in (90, 80, 70, 50, 40)]
-    rest = ["steps/s", "wait", "state"]
-    assert heads[0] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
-    assert heads[1] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
-    assert heads[-1] == ["rank", *rest]
+    assert [row.rank for row in watch.chosen(rows, 3)] == [17, 40, 50]
+    assert len(watch.table(rows, 80, 300)) == 65
+    heads = [watch.table(rows, columns, 24)[0].split() for columns in (90, 80, 70, 50, 40)]
+    assert heads[0] == heads[1] == ["rank", "host", "steps", "steps/s", "samples/s", "wait", "memory", "state"]
+    assert heads[-1] == ["rank", "steps/s", "wait", "state"]
     assert [len(head) for head in heads] == sorted((len(head) for head in heads), reverse=True)
-    assert all(len(line) < 30 for line in table(rows, 30, 24))
+    assert all(len(line) < 30 for line in watch.table(rows, 30, 24))
 
 
 def test_text_and_json_of_a_row():
@@ -134,30 +101,12 @@ def test_text_and_json_of_a_row():
     assert [row_of(line) for line in (b"", b"step 1\n", b'{"time": 1}\n', b'{"time": 1, "loss": 2}\n')] == [None] * 4
     found = json.loads(as_json(row))
     assert found.pop("time") > 0
-    rates = {"steps_per_s": 20.0, "samples_per_s": 640.0, "wait_share": 0.2}
-    assert found == {
-        "rank": 3,
-        "pid": 7,
-        "host": "a",
-        "state": "waiting",
-        "memory_bytes": 53_000_000,
-        "steps": 103,
-        **rates,
-    }
-
-
-class Progress:
-    """A flight record."""
-
-    def __init__(self):
-        self.progress = [0] * 16
-
-    def numbers(self):
-        return {}
+    rates = {"steps": 103, "steps_per_s": 20.0, "samples_per_s": 640.0, "wait_share": 0.2, "memory_bytes": 53_000_000}
+    assert found == {"rank": 3, "pid": 7, "host": "a", "state": "waiting", **rates}
 
 
 def test_the_rates_of_a_rank_that_has_ended_are_those_of_its_last_steps(monkeypatch):
-    ring, meter, now = Progress(), _Meter(), 100.0
+    ring = SimpleNamespace(progress=[0] * 16, numbers=dict)  # a flight record
     monkeypatch.setattr("time.perf_counter", lambda: now)
 
     def row(memory_bytes: int | None) -> Row:
@@ -165,20 +114,16 @@ def test_the_rates_of_a_rank_that_has_ended_are_those_of_its_last_steps(monkeypa
         meter._measure(found, ring, "")
         return found
 
-    for step in range(5):
-        now, ring.progress[STEPS] = 100.0 + step, 10 * step
-        assert row(1).steps == 10 * step
-    for _ in range(30):  # it saves, or leaves slowly
-        now += 0.2
-        row(1)
-    now += 1.0
-    assert row(None).steps_per_s in (None, pytest.approx(10.0))
-    meter = _Meter()
-    for step in range(5):
-        now, ring.progress[STEPS] = 200.0 + step, 10 * step
-        row(1)
-    now = 208.0
-    assert row(None).steps_per_s == pytest.approx(10.0)
+    for saves, at_the_end, rates in ((30, 1.0, (None, pytest.approx(10.0))), (0, 4.0, (pytest.approx(10.0),))):
+        meter = watch._Meter()
+        for step in range(5):
+            now, ring.progress[STEPS] = 100.0 + step, 10 * step
+            assert row(1).steps == 10 * step
+        for _ in range(saves):  # or leaves slowly
+            now += 0.2
+            row(1)
+        now += at_the_end
+        assert row(None).steps_per_s in rates
 
 
 def test_the_memory_of_a_rank_tells_its_operations():
@@ -201,10 +146,7 @@ def test_the_memory_of_a_rank_tells_its_operations():
     assert record.open_group("one", [2], 2) is None
 
 
-# -- the terminal ------------------------------------------------------------------------------------------------------
 class Shown:
-    """A `Screen`, and the terminal that shows it."""
-
     def __init__(self) -> None:
         self._master, slave = os.openpty()
         self.resize(ROWS, COLUMNS)
@@ -273,23 +215,17 @@ def test_progress_bars_stay_above_the_table_in_one_line(shown):
     assert shown.lines() == ["before", "after", "head", "row"]
 
 
-def test_a_row_that_is_too_long_is_cut(shown):
+def test_rows_are_cut_to_the_size_of_a_terminal_that_changes_and_the_shell_in_between_stays(shown, monkeypatch):
     for _ in range(2):
         shown.screen.show(["x" * 100, "row"])
         assert shown.lines() == ["x" * COLUMNS, "row"]
-
-
-def test_a_table_has_the_size_of_a_terminal_that_changes(shown):
     shown.resize(10, 40)
     assert shown.screen.size == (40, 10)
     shown.resize(0, 0)
     assert shown.screen.size == (80, 24)
-
-
-def test_the_shell_of_a_suspended_job_is_not_erased(shown, monkeypatch):
     shown.screen.show(["head"])
     shown.lines()
-    shown.terminal.feed(b"$ fg\n")
+    shown.terminal.feed(b"$ fg\n")  # of a suspended job
     monkeypatch.setattr("time.monotonic", lambda: 1e9)
     shown.screen.show(["head again"])
     assert shown.lines() == ["head", "$ fg", "head again"]

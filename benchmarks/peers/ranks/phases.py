@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from distopt.recorder.timeline import timeline
-
 
 def count_seconds() -> Callable[[], dict[str, float]]:
     """Local. Count events in place of writing them; a function that gives the seconds of each kind since its last call."""
+    from distopt.recorder.timeline import timeline  # here: peers' environments have no distopt
+
     seconds: dict[str, float] = defaultdict(float)
 
     def add(name: str, began: float, ended: float, track: str = "", **_: object) -> None:

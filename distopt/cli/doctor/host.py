@@ -25,7 +25,7 @@ _RESOLVE_SECONDS = 5.0  # then the doctor reports that the name has no address
 
 # -- software ----------------------------------------------------------------------------------------------------------
 def python() -> Finding:
-    """The interpreter."""
+    """The version and the path of the interpreter."""
     return ok(f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}")
 
 
@@ -39,7 +39,7 @@ def operating_system() -> Finding:
 
 
 def settings() -> Finding:
-    """The DISTOPT_* variables."""
+    """The variables DISTOPT_* that are set, and whether their values are valid."""
     given = {name: value for name, value in os.environ.items() if name.startswith("DISTOPT_")}
     if "DISTOPT_JOB_SECRET" in given:
         given["DISTOPT_JOB_SECRET"] = "..."

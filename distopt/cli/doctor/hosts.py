@@ -53,9 +53,9 @@ def transport() -> Finding:
 
 def _interface(peer: str) -> str:
     """By which network interface this host would be reached, and why."""
-    from ...launch.addresses import own_interfaces, route_to
+    from ...launch.addresses import named_interface, own_interfaces, route_to
 
-    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+    if named := named_interface():
         return f"by interface {named} (GLOO_SOCKET_IFNAME)"
     known = own_interfaces()
     route = route_to(peer) if peer else ""

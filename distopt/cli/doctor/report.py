@@ -27,17 +27,17 @@ class Finding:
 
 
 def ok(found: str, cure: str = "") -> Finding:
-    """A part that works."""
+    """The finding for a part that works."""
     return Finding("ok", found, cure)
 
 
 def failed(found: str, cure: str) -> Finding:
-    """A part that does not work, or that is required and missing."""
+    """The finding for a part that does not work, or that is required and missing."""
     return Finding("failed", found, cure)
 
 
 def absent(found: str, cure: str = "") -> Finding:
-    """An optional part that is not installed."""
+    """The finding for an optional part that is not installed."""
     return Finding("absent", found, cure)
 
 

@@ -88,7 +88,7 @@ class NetCommunicator(NativeCommunicator):
         close_at_exit(self)
 
     def progress(self) -> None:
-        """Local. See `Communicator.progress`; messages move, too."""
+        """Local. Move what can be moved without waiting, messages too."""
         super().progress()
         self._messages.progress()
 

@@ -41,7 +41,7 @@ class HierarchicalCommunicator(NetCommunicator):
         return cls(of_mpi, MpiNetwork(of_mpi))
 
     def __init__(self, job: Peers, network: Network, settings: Settings | None = None) -> None:
-        """Collective. See `NetCommunicator`."""
+        """Collective. The arguments are those of `NetCommunicator`."""
         hosts = job.ranks_of_hosts
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)

@@ -45,7 +45,7 @@ class NetMessage(MessageWork):
 
     @property
     def source(self) -> int:
-        """Local. See `MessageWork.source`."""
+        """Local. The rank that has sent the message; -1 before it has come."""
         return self.peer if self.done() else -1
 
     @property

@@ -38,11 +38,11 @@ class MpiNetwork:
 
     @property
     def has_ended(self) -> bool:
-        """Local. See `Network.has_ended`."""
+        """Local. Whether MPI has been finalized."""
         return bool(self._mpi.Is_finalized())
 
     def open(self) -> _core.Transport:
-        """Collective. See `Network.open`."""
+        """Collective. A transport over a duplicate of the MPI communicator of the job."""
         mpi, comm = self._mpi, self._job.comm.Dup()
         self._comms.append(comm)
         return _core.open_mpi(
@@ -56,7 +56,7 @@ class MpiNetwork:
         )
 
     def close(self, read_last: Callable[[], object], *, idle: bool) -> None:
-        """Local. See `Network.close`."""
+        """Local. Free the MPI communicators of transports, unless messages are under way."""
         if self.has_ended:
             return
         after_closing(read_last)
@@ -68,7 +68,7 @@ class MpiNetwork:
                 self._job.close()
 
     def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
-        """Collective among `ranks`. See `Network.subgroup`."""
+        """Collective among `ranks`. Their communicator, over an MPI communicator of their own."""
         job = self._job.subgroup(ranks, key)
         return MpiCommunicator(job, MpiNetwork(job, owns_job=True))
 
@@ -91,7 +91,7 @@ class MpiCommunicator(NetCommunicator):
         inline_bytes: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Collective. See `NetCommunicator`; the default network is a new one of the job."""
+        """Collective. The arguments are those of `NetCommunicator`; the default network is a new one of the job."""
         super().__init__(job, network or MpiNetwork(job), inline_bytes=inline_bytes, chunk_bytes=chunk_bytes)
 
 

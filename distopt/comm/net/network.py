@@ -34,13 +34,13 @@ class Peers(Protocol):
         """Local. Raise a LaunchError if the job has ended for this rank."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. See `Job.all_gather`."""
+        """Collective. The payload of every rank, in the order of the ranks; lengths may differ."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collective. See `Job.exchange`."""
+        """Collective. The value of JSON of every rank, in the order of the ranks."""
 
     def host_group(self) -> HostGroup:
-        """Collective among the ranks of this host on first use. See `Job.host_group`."""
+        """Collective among the ranks of this host on first use. The group in which they share memory."""
 
 
 class Network(Protocol):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ... import _core
 from ...errors import DistoptError, LaunchError, MissingDependencyError, TransportError, UsageError, pip_install
-from ...launch.addresses import own_addresses, own_interfaces, route_to
+from ...launch.addresses import named_interface, own_addresses, own_interfaces, route_to
 from ...launch.job.base import Job
 from ...launch.job.hosts import HostsJob
 from ...launch.processes import environment
@@ -127,11 +127,11 @@ class UcxNetwork:
 
     @property
     def has_ended(self) -> bool:
-        """Local. See `Network.has_ended`: in a forked child."""
+        """Local. Whether this is a forked child, which cannot use the network of its parent."""
         return os.getpid() != self._pid
 
     def open(self) -> _core.Transport:
-        """Local here. See `Network.open`.
+        """Local here. A new transport between all ranks.
 
         Raises:
             LaunchError: the interface of a rank does not lead to another rank.
@@ -147,7 +147,7 @@ class UcxNetwork:
             ) from error
 
     def close(self, read_last: Callable[[], object], *, idle: bool) -> None:
-        """Local. See `Network.close`."""
+        """Local. End the connections if they are this network's alone; others serve further networks."""
         if idle or self._alone:
             _live.discard(self._number)
         if self._alone:
@@ -160,7 +160,7 @@ class UcxNetwork:
             self._worker.stop(cuts=True)  # the rest may run while the GIL is held, and others may be gone
 
     def subgroup(self, ranks: Sequence[int], key: bytes) -> Communicator:
-        """Collective among `ranks`. See `Network.subgroup`."""
+        """Collective among `ranks`. Their communicator."""
         if not isinstance(self._job, HostsJob):
             raise UsageError("this communicator serves a process group of PyTorch; call torch.distributed.new_group")
         job = self._job.subgroup(ranks, key)
@@ -324,7 +324,7 @@ def _interface(job: Peers, endpoint: str) -> str:
     own = own_addresses()
     route = route_to(endpoint) if endpoint else ""
     offers = job.exchange([route] if route else own)
-    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+    if named := named_interface():
         names = [name for _, name in socket.if_nameindex()]
         if named not in names:
             raise LaunchError(

@@ -142,40 +142,30 @@ class Waits:
             quiet: takes the seconds waited, and returns the seconds in which nothing has moved.
         """
         timeout = self.settings.timeout if timeout is None else timeout
-        try:
-            self._wait_patiently(move, check, describe, timeout, quiet)
-        except CommunicatorError as error:
-            self._note_failure(error)
-            raise
-
-    def _wait_patiently(
-        self,
-        move: Callable[[], bool],
-        check: Callable[[], None],
-        describe: Callable[[], tuple[str, list[Process]]],
-        timeout: float,
-        quiet: Callable[[float], float],
-    ) -> None:
         clock = Stopwatch()
         answer = min(_ANSWER_SECONDS, timeout / 4)
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
         patience = _core.Patience(timeout, warn_at)
         asks = [warn_at - answer, timeout - answer]
-        while not move():
-            waited = clock.seconds()
-            self.core.pause(quiet(waited))
-            asks_now = bool(asks) and waited > asks[0]
-            if asks_now:
-                asks.pop(0)
-            self.answer(asks=asks_now)
-            check()
-            if self.abort_reason:
-                self._fail(CommunicatorClosedError(f"{describe()[0]}, and was interrupted: {self.abort_reason}"))
-            lost = self._peers.lost(self._notes.failed)
-            if lost is not None:
-                ended, text = self.processes[lost], describe()[0]
-                self._fail(PeerLostError(f"{ended.name} ended while {text}", cure="see its output", ranks=[ended]))
-            self.core.check_patience(patience, waited, describe, _log.warning)
+        try:
+            while not move():
+                waited = clock.seconds()
+                self.core.pause(quiet(waited))
+                asks_now = bool(asks) and waited > asks[0]
+                if asks_now:
+                    asks.pop(0)
+                self.answer(asks=asks_now)
+                check()
+                if self.abort_reason:
+                    self._fail(CommunicatorClosedError(f"{describe()[0]}, and was interrupted: {self.abort_reason}"))
+                lost = self._peers.lost(self._notes.failed)
+                if lost is not None:
+                    ended, text = self.processes[lost], describe()[0]
+                    self._fail(PeerLostError(f"{ended.name} ended while {text}", cure="see its output", ranks=[ended]))
+                self.core.check_patience(patience, waited, describe, _log.warning)
+        except CommunicatorError as error:
+            self._note_failure(error)
+            raise
 
     def _fail(self, error: CommunicatorError) -> None:
         """Raise an error, now and in all later calls.
@@ -219,7 +209,7 @@ class Waits:
         return ClosedWaits(self.me)
 
     def read_last(self) -> None:
-        """Local. See `Notes.read_last`."""
+        """Local. Read the notes of ranks that leave, for a moment."""
         self._notes.read_last()
 
     def _others(self) -> list[int]:

@@ -42,7 +42,8 @@ _STRUCTS = {
     "Window": struct.Struct("10i"),
     "Source": struct.Struct("3PfPf2P"),
     "Workspace": struct.Struct("5PI0P"),
-    "Updates": struct.Struct("128P32Q"),
+    "Updates": struct.Struct("384P96Q"),
+    "Headers": struct.Struct("32P"),
     "SparseLists": struct.Struct("32P32P32II0P"),
 }
 _KERNEL = re.compile(r"(template <[^>]*>\s+)?__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)")
@@ -50,7 +51,7 @@ _KERNEL = re.compile(r"(template <[^>]*>\s+)?__global__ void(?:\s+__launch_bound
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any) -> None:
-    """Local. Enqueue a kernel on CuPy's current stream.
+    """Enqueue a kernel on CuPy's current stream.
 
     Args:
         name: with its template argument, as in "decode<Half>".
@@ -68,19 +69,19 @@ def launch(name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments:
 
 
 def launch_each(name: str, count: int, *arguments: Any) -> None:
-    """Local. Launch one thread for each of `count` elements; nothing if there are none. Beyond a limit threads loop."""
+    """Launch one thread for each of `count` elements; nothing if there are none. Beyond a limit threads loop."""
     if count:
         launch(name, (min(blocks(count), 1 << 24),), (THREADS,), *arguments)
 
 
 def launch_strided(name: str, items: int, *arguments: Any) -> None:
-    """Local. Launch threads that loop over `items`, as many as the device holds at a time."""
+    """Launch threads that loop over `items`, as many as the device holds at a time."""
     held = cupy.cuda.Device().attributes["MultiProcessorCount"] * (2048 // THREADS)
     launch(name, (max(1, min(blocks(items), held)),), (THREADS,), *arguments)
 
 
 def launch_lanes(name: str, rows: int, columns: int, *arguments: Any, most: int = THREADS) -> None:
-    """Local. Launch threads that share the columns of each row: one for a few columns, a warp, or `most` for many.
+    """Launch threads that share the columns of each row: one for a few columns, a warp, or `most` for many.
 
     How many they are is the kernel's last argument; see `row_of` in device.cuh.
     """
@@ -90,7 +91,7 @@ def launch_lanes(name: str, rows: int, columns: int, *arguments: Any, most: int 
 
 
 def launch_planes(name: str, planes: int, pixels: int, *arguments: Any) -> None:
-    """Local. Launch threads that share the pixels of each plane; nothing for an empty grid."""
+    """Launch threads that share the pixels of each plane; nothing for an empty grid."""
     if planes and pixels:
         launch(name, (min(blocks(pixels), 1 << 24), min(planes, GRID_ROWS)), (THREADS,), *arguments)
 
@@ -103,7 +104,7 @@ def blocks(items: int, each: int = THREADS) -> int:
 # -- declarations and compilation -------------------------------------------------------------------------------------
 @cache
 def kernels() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Local. By name of each kernel the name of its source, and the types of its parameters; "*" is a pointer."""
+    """By name of each kernel the name of its source, and the types of its parameters; "*" is a pointer."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for path in sorted(_FOLDER.glob("*.cu")):
         for template, name, parameters in _KERNEL.findall(path.read_text()):
@@ -114,7 +115,7 @@ def kernels() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def program(source: str) -> dict[str, Any]:
-    """Local. What `cupy.RawModule` makes the kernels of a source of: its text, the compiler's options, and the names.
+    """The arguments of `cupy.RawModule` for the kernels of a source: its text, the compiler's options, and the names.
 
     The text begins with a digest of the headers: the key of CuPy's cache is made of text, options and names.
     """
@@ -129,7 +130,7 @@ def program(source: str) -> dict[str, Any]:
 
 @cache
 def load(name: str, device: int) -> tuple[Any, tuple[Callable[[Any], Any], ...]]:
-    """Local. The kernel of that name on the current device, and for each of its arguments what makes CuPy's of it.
+    """The kernel of that name on the current device, and for each of its arguments what makes CuPy's of it.
 
     Raises:
         MissingDependencyError: it cannot be compiled or loaded; the message has NVRTC's errors, with file and line.
@@ -167,7 +168,7 @@ def _pointer(device: int, value: Any) -> Any:
 
 
 def check_device(array: Array, device: int) -> None:
-    """Local. Raises a UsageError for an array on another GPU than the current one, which a new thread sets to 0."""
+    """Raises a UsageError for an array on another GPU than the current one, which a new thread sets to 0."""
     if array.data.device_id != device:
         raise UsageError(
             f"an array is on GPU {array.data.device_id}, but this thread computes on GPU {device}; call "

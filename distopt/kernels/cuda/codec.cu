@@ -125,3 +125,17 @@ __global__ void __launch_bounds__(block_threads)
   });
   if (bad) atomicMax(from_bad, bad);
 }
+
+// The headers of several buckets: the first three findings of each rank.
+struct Headers {
+  const unsigned long long* at[32];
+};
+
+// One block: *flag = whether from_bad of any rank is above 0 in one of `count` buckets; or was true before, if `adds`.
+__global__ void __launch_bounds__(block_threads) any_bad(Headers all, int count, int ranks, bool adds, bool* flag) {
+  int found = 0;
+  for (int i = int(threadIdx.x); i < count * ranks; i += block_threads)
+    found += all.at[i / ranks][i % ranks * 3 + 2] != 0;
+  found = block_sum<block_threads>(found);
+  if (threadIdx.x == 0) *flag = found != 0 || (adds && *flag);
+}

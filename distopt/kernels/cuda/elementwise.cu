@@ -3,18 +3,28 @@
 #include "device.cuh"
 
 // -- batch normalization ----------------------------------------------------------------------------------------------
-// The sums of each plane, of a and of a * b, where b is normalized if a mean is given. A float's square is exact in
-// float64, so that the variance is the mean square less the square of the mean, and one pass reads the array.
+// The normalization of a channel's values.
+struct Affine {
+  float center, scale, shift;
+  __device__ float operator()(float x) const { return (x - center) * scale + shift; }
+};
+
+// The sums of each plane, of a and of a * b, where b is normalized if a mean is given; a counts as 0 where ReLU has cut
+// off the normalized b, if a beta is given. A float's square is exact in float64, so that the variance is the mean
+// square less the square of the mean, and one pass reads the array.
 __global__ void plane_sums(size_t planes, int channels, int pixels, const float* a, const float* b, const float* mean,
-                           const float* inverse_deviation, double* sums, double* products, unsigned lanes) {
+                           const float* inverse_deviation, const float* gamma, const float* beta, double* sums,
+                           double* products, unsigned lanes) {
   const size_t plane = row_of(lanes), first = plane * pixels;
   const auto channel = static_cast<unsigned>(plane % channels);
   const float center = mean ? mean[channel] : 0.0f, inverse = mean ? inverse_deviation[channel] : 1.0f;
+  const Affine normal{center, beta ? inverse * gamma[channel] : 1.0f, beta ? beta[channel] : 0.0f};
   double sum = 0, product = 0;
   if (plane < planes)
     for (unsigned i = own_lane(lanes); i < unsigned(pixels); i += lanes) {
-      sum += double(a[first + i]);
-      product += double(a[first + i]) * double((b[first + i] - center) * inverse);
+      const float x = b[first + i], value = beta && normal(x) <= 0 ? 0.0f : a[first + i];
+      sum += double(value);
+      product += double(value) * double((x - center) * inverse);
     }
   sum = sum_lanes(sum, lanes);
   product = sum_lanes(product, lanes);
@@ -53,29 +63,34 @@ __global__ void channel_moments(Batch batch, double count, const double* sums, c
   });
 }
 
+// Plus another array, if there is one, and ReLU.
 __global__ void normalize(Batch batch, int pixels, const float* x, const float* mean, const float* inverse_deviation,
-                          const float* gamma, const float* beta, float* y) {
+                          const float* gamma, const float* beta, const float* plus, bool relu, float* y) {
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int channel = int(plane) % batch.channels;
-    const float center = mean[channel], shift = beta[channel], scale = inverse_deviation[channel] * gamma[channel];
+    const Affine normal{mean[channel], inverse_deviation[channel] * gamma[channel], beta[channel]};
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
-      y[at] = (x[at] - center) * scale + shift;
+      const float value = plus ? normal(x[at]) + plus[at] : normal(x[at]);
+      y[at] = relu ? rectify(value) : value;
     });
   });
 }
 
+// With a beta, behind ReLU.
 __global__ void normalize_backward(Batch batch, int pixels, const float* dy, const float* x, const float* mean,
-                                   const float* inverse_deviation, const float* gamma, bool training,
+                                   const float* inverse_deviation, const float* gamma, const float* beta, bool training,
                                    const float* dgamma, const float* dbeta, float* dx) {
   const float count = float(double(batch.images) * pixels);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const int channel = int(plane) % batch.channels;
     const float center = mean[channel], inverse = inverse_deviation[channel], scale = gamma[channel] * inverse;
     const float offset = training ? dbeta[channel] / count : 0.0f, slope = training ? dgamma[channel] / count : 0.0f;
+    const Affine normal{center, scale, beta ? beta[channel] : 0.0f};
     for_each(size_t(pixels), [&](size_t i) {
       const size_t at = size_t(plane) * pixels + i;
-      dx[at] = (dy[at] - offset - (x[at] - center) * inverse * slope) * scale;
+      const float value = beta && normal(x[at]) <= 0 ? 0.0f : dy[at];
+      dx[at] = (value - offset - (x[at] - center) * inverse * slope) * scale;
     });
   });
 }

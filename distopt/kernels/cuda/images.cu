@@ -91,8 +91,10 @@ __global__ void max_pool(Batch batch, Window s, const float* x, float* y, unsign
   });
 }
 
-// dx = for each pixel the sum of dy over the windows that took it.
-__global__ void max_pool_backward(Batch batch, Window s, const float* dy, const unsigned char* taken, float* dx) {
+// dx = for each pixel the sum of dy over the windows that took it; 0 where x is given, the result of ReLU, and not
+// above 0, nor NaN.
+__global__ void max_pool_backward(Batch batch, Window s, const float* dy, const unsigned char* taken, const float* x,
+                                  float* dx) {
   const size_t places = places_of(s), pixels = pixels_of(s);
   for_planes(planes_of(batch), [&](unsigned plane) {
     const size_t base = plane * places;
@@ -101,7 +103,7 @@ __global__ void max_pool_backward(Batch batch, Window s, const float* dy, const 
       for_windows(s, int(pixel), [&](size_t place, int tap) {
         if (taken[base + place] == tap) sum += dy[base + place];
       });
-      dx[plane * pixels + pixel] = sum;
+      dx[plane * pixels + pixel] = x && x[plane * pixels + pixel] <= 0 ? 0.0f : sum;
     });
   });
 }

@@ -183,10 +183,17 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // -- collecting -------------------------------------------------------------------------------------------------------
+// Blocks of a multiprocessor that bound the registers of `collect_candidates`; with five, it spills on sm_120.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr unsigned tile_blocks = 4;
+#else
+constexpr unsigned tile_blocks = 5;
+#endif
+
 // One block per tile: accumulates it, appends its candidates to the list, and notes elements that are not finite. All
 // loads of a thread's gradients are on their way before it looks at one; a store or an atomic in between would end
 // that.
-__global__ void __launch_bounds__(block_threads, 5)
+__global__ void __launch_bounds__(block_threads, tile_blocks)
     collect_candidates(Source from, unsigned n, Workspace w, Findings* findings) {
   __shared__ unsigned of_warp[warp_count], list_begin;
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -4,10 +4,10 @@
 
 // Parameters with their gradients, slots if the rule has them, else null, and numbers of elements.
 struct Updates {
-  float* param[32];
-  const float* grad[32];
-  float *first[32], *second[32];
-  size_t count[32];
+  float* param[96];
+  const float* grad[96];
+  float *first[96], *second[96];
+  size_t count[96];
 };
 
 // Calls f(parameter, gradient, i) for each element i of this row's parameter, unless the gate is set; it may be null.

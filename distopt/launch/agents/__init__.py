@@ -8,7 +8,7 @@ Messages of an agent have the key "say":
 - `hello`: it has come, or come back, with how many ranks it starts ("ranks"), how many of these the job can do without
   ("spare"), the last attempt that it was part of ("attempt"), and, under --heal, whether they would start warm
   ("ready");
-- `ready`: now they would, after `prepare`;
+- `ready`: after `prepare`, its ranks would start warm now;
 - `failed`: ranks have failed ("failures"), or signals have arrived ("signals");
 - `ended`: all its ranks have ended, with the same content;
 - `kill`: a second Ctrl-C has killed its ranks, with the same content;
@@ -18,9 +18,9 @@ Messages of an agent have the key "say":
 - `beat`: it is alive, under --heal;
 - `watch`: the activity of one of its ranks ("row"), under --watch.
 
-The first four also have a free port of its host ("port"), the one where it takes states of the node before ("states",
-see `courier`), and the newest step of each rank ("steps"). Messages of the
-owner have the key "do", and some have a line to print ("text"):
+The first four also have a free port of its host ("port"), the port where it takes states of the node before ("states",
+see `courier`), and the newest step of each rank ("steps"). Messages of the owner have the key "do", and some have a
+line to print ("text"):
 
 - `start`: start the ranks; it has the values for their environment, and where the next node takes states ("next");
 - `prepare`: import these modules ("modules"), while the job continues;

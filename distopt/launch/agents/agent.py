@@ -23,7 +23,7 @@ from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..addresses import is_own, listen_somewhere
 from ..launchers.distopt_run import DISTOPT_RUN
-from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
+from ..processes import ENDING_SIGNALS, PASSED_ON_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
 from ..stopwatch import Stopwatch
 from ..supervise.program import Program
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .options import RunOptions
 
 _RETRY_SECONDS = 0.03  # pause before the next call of an owner that was absent
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LOOK_SECONDS = 0.3  # between two looks at the ranks, if nothing happens
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
@@ -57,7 +56,7 @@ def run(options: RunOptions) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(waitable_children())
-        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
+        caught, wake = stack.enter_context(caught_signals(PASSED_ON_SIGNALS, last=True))
         # The kernel sends SIGCHLD when a rank is stopped.
         _, child = stack.enter_context(caught_signals([signal.SIGCHLD] if options.heal else [], last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -154,7 +153,7 @@ class _Agent:
         if options.nodes == 1 or listener is not None:
             self._own_job(listener)
             return
-        caller = Caller(options, self._key, self._me.wanted)
+        caller = Caller(options, self._key, self._me.wanted, self._print)
         link: socket.socket | None = None
         while link is None and self._code is None:
             if (link := caller.call_once()) is None:
@@ -296,11 +295,6 @@ class _Agent:
             seconds = self._warm.ask(self._ranks)
             if self._owner is not None:
                 self._owner.say({"say": "gives", "seconds": seconds})
-
-    def _look_at_gifts(self, ranks: LocalRanks) -> None:
-        ranks.poll()
-        if self._warm is not None:
-            self._warm.look(ranks)
 
     def _start_pending(self) -> None:
         """Start the ranks as ordered, warm if that takes only the rest of an import, unless a signal ends the job."""

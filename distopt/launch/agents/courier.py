@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ... import _core
 from ..gate import FOR_STATES, Calling, Gate, Link
 from ..heal.state_slots import POST, SENT, TO_SEND, VALID, Place
 
@@ -138,11 +139,13 @@ class Sender:
     def _begin(self, slot: int) -> _Sending | None:
         files = self._slots[slot]
         valid = files.words[VALID]  # once: it may change
+        _core.fence()
         return _Sending(slot, valid, os.fstat(files.own).st_size) if valid else None
 
     def _frame(self, sending: _Sending, begin: int, end: int) -> None:
         files = self._slots[sending.slot]
         part = os.pread(files.own, end - begin, begin).ljust(end - begin, b"\0")  # the file may be shorter by now
+        _core.fence()  # the states, then the word again, as in a sequence lock
         valid = sending.valid if files.words[VALID] == sending.valid else 0
         self._rest = memoryview(_FRAME.pack(sending.slot, valid, sending.n_bytes, begin, end - begin) + part)
         if end == sending.n_bytes and valid:
@@ -193,7 +196,7 @@ class Receiver(Gate):
         return "" if link.purpose == FOR_STATES else "it is no agent that sends states"
 
     def _admitted(self, link: Link) -> None:
-        """Wait for its frames."""
+        """Do nothing: the agent sends frames."""
 
     def _lost(self, link: Link) -> None:
         for key in [key for key in self._parts if key[0] == link.rank]:

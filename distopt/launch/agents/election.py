@@ -101,8 +101,8 @@ class Election:
         self._waits_since = self._waits_since or now
         if not self._has_said and now > self._waits_since + _SAY_SECONDS:
             self._has_said = True
-            if not state.members.is_fresh:
-                self._warn(self._wait())
+            for text in map(str, self._complaints.values()) if state.members.is_fresh else [self._wait()]:
+                self._warn(text)
         if now > self._waits_since + self._options.timeout:
             raise LaunchError(
                 f"no distopt run that decides for this job has answered within {self._options.timeout:g} s"
@@ -192,11 +192,11 @@ class Election:
         return self.state.has_lease(time.monotonic())
 
     def decides(self) -> bool:
-        """Whether this agent still does: enough members are present."""
+        """Whether this agent still decides: enough members are present."""
         return self.state.decides(time.monotonic())
 
     def close(self, *, is_remembered: bool = False) -> None:
-        """Leave the job; `is_remembered`: the next agent of this host takes the place of this one."""
+        """Leave the job. If it `is_remembered`, the next agent of this host takes the place of this one."""
         if self._calling is not None:
             self._calling.close()
         self._peers.close()
@@ -218,7 +218,7 @@ class Election:
         return None if answer is None else self._signed(answer)
 
     def _signed(self, message: Message) -> Message:
-        """With the port of this agent; an owner of this host is where this agent is, as others see it."""
+        """The message with the port of this agent; an owner of this host is where others see this agent."""
         lead = message.get("lead")
         if lead and lead["address"] and is_own(lead["address"]):
             lead = {**lead, "address": ""}

@@ -60,7 +60,7 @@ class Memory:
                 os.pwrite(self._fd, content, 0)
 
     def touch(self) -> None:
-        """This process lives."""
+        """Renew the time of the file, at intervals: this process is alive."""
         if self._fd >= 0 and time.monotonic() > self._touch_at:
             self._touch_at = time.monotonic() + _TOUCH_SECONDS
             os.utime(self._fd)

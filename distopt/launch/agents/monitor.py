@@ -255,7 +255,7 @@ def states(rows: Sequence[Row]) -> dict[int, str]:
 
 
 def silence(row: Row, now: float) -> str:
-    """The state of a rank that has not ended, and of which no row has come for long; else nothing."""
+    """The state of a rank that has not ended but has sent no row for long; else empty."""
     is_late = row.memory_bytes is not None and now - row.at > _LATE
     return f"no report for {now - row.at:.0f} s" if is_late else ""
 
@@ -283,7 +283,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def as_json(row: Row) -> str:
-    """A line of JSON."""
+    """A row as a line of JSON, with the time and without private fields."""
     hidden = {"waits", "operation", "numbers", "at", *(["worker"] if row.worker is None else [])}
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(row).items()}
     return _stamped({key: value for key, value in shown.items() if key not in hidden})

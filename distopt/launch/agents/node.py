@@ -62,7 +62,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The node's name in messages."""
         return f"{self.host} (pid {self.pid})"
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Nodes(list[Node]):
 
     @property
     def names(self) -> str:
-        """Their names in messages."""
+        """The nodes' names in messages."""
         return ", ".join(node.name for node in self)
 
     @property
@@ -136,7 +136,7 @@ class Nodes(list[Node]):
         return max((step for node in self.members for step in node.steps), default=0)
 
     def number(self) -> None:
-        """Number them as their command lines say, and the others after the owner, by their names."""
+        """Number the nodes as their command lines say, and the others after the owner, by their names."""
         free = [number for number in range(self.most) if number not in [node.wanted for node in self]]
         for node in sorted(self, key=lambda node: (node is not self._own, node.host, node.pid)):
             node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted

@@ -34,7 +34,7 @@ class RunOptions:
         shown_ranks: the ranks of this node whose output is shown (default: all).
         role: the value of torchrun's ROLE_NAME, which has no other meaning here.
         timeout: seconds that the nodes have to join.
-        alone: whether a job that heals goes on where less than half of its nodes can be reached.
+        alone: whether a job that heals continues where less than half of its nodes can be reached.
         watch: what to show once a second of each rank: nothing, "table" or "json".
         workers: what has a world of its own: "node", "rank", or nothing.
     """
@@ -72,7 +72,7 @@ class RunOptions:
 
     @property
     def endpoint(self) -> str:
-        """Its name in messages."""
+        """The endpoints' name in messages."""
         return ",".join(f"{host}:{port}" for host, port in self.places)
 
     @property

@@ -3,8 +3,7 @@
 An agent (`distopt.launch.agents.agent`) runs on each node. The owner listens, numbers the nodes, orders all agents to
 start and end their ranks, and reports how the job has ended. An agent reports to the owner when one of its ranks fails,
 and when all have ended. They connect through `distopt.launch.gate`. `distopt.launch.agents` describes their messages.
-Ranks may connect, too: the owner serves their values (`distopt.launch.keys`). In a job that heals, the agents elect the
-owner, and another when it is lost (`distopt.launch.agents.succession`).
+In a job that heals, the agents elect the owner, and another when it is lost (`distopt.launch.agents.succession`).
 
 A job goes through the phases of `Phase`. Where all nodes have reported the end of their ranks, `_decide` finishes the
 job or starts all ranks again.
@@ -23,15 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...settings import Settings
 from ..addresses import is_own
-from ..gate import FOR_KEYS, Link
-from ..keys import KeyGate
+from ..gate import Gate, Link
 from ..processes import SAVING_SECONDS
 from ..sockets import say
 from ..stopwatch import Stopwatch
 from ..supervise.ranks import Failure, first_of
 from .healing import Healing
 from .node import NO_RANK, Node, Nodes
-from .variables import secret_of_ranks
 
 if TYPE_CHECKING:
     from .election import Election
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _ANSWER_SECONDS = 5.0  # then an agent that has not reported the end of its ranks counts as lost
-_COMING_SECONDS = 3.0  # then another owner goes on without members that have not come
+_COMING_SECONDS = 3.0  # then another owner continues without members that have not come
 _WAITING = "waiting for it, or for the same line typed on another in its place"
 _LAST_CALL_SECONDS = 3.0  # after the last node has come, a job starts that can do without the others
 
@@ -55,7 +52,7 @@ class Phase(Enum):
     FINISHED = auto()  # the agents have been told to leave
 
 
-class Owner(KeyGate):
+class Owner(Gate):
     """The decisions for all nodes; part of one of the agents.
 
     Args:
@@ -193,7 +190,7 @@ class Owner(KeyGate):
             self._end()
 
     def take_over(self, members: Members, reached: list[str]) -> None:
-        """Go on with the job of a former owner; its members are about to come, it too if it has been `reached`."""
+        """Continue the job of a former owner. Its members are about to come, and it too if it was `reached`."""
         last = members.groups[-1]
         self._job, self._attempt = members.job["name"], members.job["attempt"]
         own = self._own.host, self._own.pid  # not those of a former process in its place
@@ -266,13 +263,7 @@ class Owner(KeyGate):
             self._warn(f"waiting for the other nodes: {came}")
 
     # -- the gate --------------------------------------------------------------------------------------------------
-    def _key_of(self, purpose: bytes) -> bytes:
-        return secret_of_ranks(self._key, self._salt) if purpose == FOR_KEYS else self._key
-
     def _refusal(self, link: Link, size: int) -> str:
-        if link.purpose == FOR_KEYS:
-            is_rank = self._phase is Phase.RUNNING and link.rank < size == self._nodes.n_ranks
-            return "" if is_rank and link.rank not in self._clients else "it is not, or not the only, such rank"
         if self._options.heal and self._attempt >= 0 and self._has_room(link, size):
             return ""
         who, reason = f"{link.host} (pid {link.pid})", ""
@@ -297,10 +288,6 @@ class Owner(KeyGate):
         return self._place_of(link) is not None or size == self._nodes.most > max(self._nodes.least, len(self._nodes))
 
     def _admitted(self, link: Link) -> None:
-        if link.purpose == FOR_KEYS:
-            super()._admitted(link)
-            return
-
         def send(message: dict[str, Any]) -> None:
             say(link.socket, json.dumps(message))
 
@@ -328,9 +315,6 @@ class Owner(KeyGate):
             self._end_link(link)
 
     def _lost(self, link: Link) -> None:
-        if link.purpose == FOR_KEYS:
-            super()._lost(link)
-            return
         node = self._by_link.pop(link)
         if self.election is not None:
             self.election.disconnected(node)
@@ -354,7 +338,6 @@ class Owner(KeyGate):
         # Kept states of a later attempt are newer, even if another owner has counted it.
         self._attempt = 1 + max(self._attempt, *(node.attempt for node in self._nodes))
         self._failures.clear()
-        self.forget()
         self._newcomers, self._has_stepped = "", False
         self._end_by = float("inf")
         self._nodes[:] = [node for node in self._nodes if not node.away]  # the job can do without them
@@ -381,8 +364,6 @@ class Owner(KeyGate):
             "address": self._nodes[0].address,
             "port": self._nodes[0].port,
         }
-        if self.election is not None:
-            common["endpoint"] = f"{self._own.address}:{self.election.state.port}"
         for node in self._nodes:
             node.ended = False
         for node, following in zip(list(self._nodes), [*self._nodes[1:], self._nodes[0]], strict=True):

@@ -10,11 +10,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError
+from ...settings import Settings
 from ..gate import FOR_AGENT, LONGEST_CALL_SECONDS, RefusedError, SilentError, StrangerError, call
 from ..sockets import say
 from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .options import RunOptions
 
 _FOREIGN_SECONDS = 3.0  # then an agent gives up an endpoint that another program holds
@@ -35,17 +38,21 @@ class Complaint:
     def __init__(self, options: RunOptions, place: tuple[str, int], clock: Stopwatch) -> None:
         self._options, self._endpoint, self._clock = options, f"{place[0]}:{place[1]}", clock
         self._foreign_since = float("inf")  # on that clock
-        self.text = ""
+        self._fact, self.text = "no answer", ""
+
+    def __str__(self) -> str:
+        """The wait in words, as long as it is not in vain."""
+        return f"waiting for the node that owns {self._endpoint}: {self._fact}"
 
     def take(self, error: Exception) -> None:
         """Note the result of a call."""
+        self._fact = getattr(error, "strerror", None) or "no answer"
         self.text = self._judge(error)
 
     def _judge(self, error: Exception) -> str:
-        timeout, now = self._options.timeout, self._clock.seconds()
+        timeout, now, fact = self._options.timeout, self._clock.seconds(), self._fact
         if isinstance(error, RefusedError):
             return f"{self._endpoint} refuses this node: {error}"
-        fact = getattr(error, "strerror", None) or "no answer"
         if isinstance(error, socket.gaierror):
             return (
                 f"the host of the endpoint {self._endpoint} cannot be found: {fact}; give a name or an address that "
@@ -77,10 +84,12 @@ class Caller:
         options: the command line.
         key: of all nodes.
         wanted: number of this node, or `NO_RANK`.
+        warn: prints a line, once the owner has not answered for $DISTOPT_STALL_WARNING.
     """
 
-    def __init__(self, options: RunOptions, key: bytes, wanted: int) -> None:
-        self._options, self._key, self._wanted = options, key, wanted
+    def __init__(self, options: RunOptions, key: bytes, wanted: int, warn: Callable[[str], None]) -> None:
+        self._options, self._key, self._wanted, self._warn = options, key, wanted, warn
+        self._warn_at = Settings.from_env().stall_warning
         self._clock = Stopwatch(LONGEST_CALL_SECONDS)
         self._complaint = Complaint(options, options.places[0], self._clock)
 
@@ -96,6 +105,9 @@ class Caller:
             self._complaint.take(error)
             if self._complaint.text:
                 raise LaunchError(self._complaint.text) from None
+            if self._clock.seconds() > self._warn_at:
+                self._warn_at = float("inf")
+                self._warn(str(self._complaint))
             return None
 
 

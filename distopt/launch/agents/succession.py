@@ -171,8 +171,8 @@ class Succession:
         self._beat_at = self._probe_at = float("-inf")
         self._beats: dict[int, float] = {}  # when each was sent
         self._n_beats = 0
-        self._echoed: dict[str, float] = {}  # when that was sent whose echo came last
-        self._excused: dict[str, float] = {}  # when they came, or this process went on after a suspension
+        self._echoed: dict[str, float] = {}  # by agent: when the beat was sent whose echo came last
+        self._excused: dict[str, float] = {}  # by agent: when it came, or this process continued after a suspension
         self._accepted: dict[str, Version] = {}
         self._connected: dict[str, float] = {}  # agents that report to this owner, and since when
         self._lost: set[str] = set()  # members of former lists
@@ -285,7 +285,7 @@ class Succession:
         return None
 
     def unreachable(self, target: str, now: float, *, is_refused: bool) -> None:
-        """An agent cannot be called; `is_refused`: its host is there, and says that no process listens."""
+        """Note that an agent cannot be called. `is_refused`: its host answers that no process listens."""
         if not is_refused or self.is_owner:
             return
         self._ended.add(target)
@@ -491,7 +491,7 @@ class Succession:
         self._ask_at = now
 
     def _give_way(self, now: float) -> None:
-        """To another owner. Nobody may trust what one without a quorum has counted: it becomes another agent."""
+        """Give way to another owner; after decisions without a quorum, which no other may trust, as another agent."""
         if self.is_solo:
             self.me = f"{self._numbers.getrandbits(48):012x}"
             self.term, self._voted, self.members, self._remembered = 0, "", self._first, None
@@ -500,12 +500,12 @@ class Succession:
         self._step_down(now)
 
     def _present(self, now: float) -> set[str]:
-        """Who counts as present. Only an echo is a proof of it: see `_commit_if_accepted`."""
+        """The agents that count as present. Only an echo proves it: see `_commit_if_accepted`."""
         times = (*self._echoed.items(), *self._excused.items())
         return {self.me, *(each for each, at in times if now <= at + SILENT_SECONDS)}
 
     def _recent(self, now: float) -> set[str]:
-        """Agents with a recent echo. One that came while this process was suspended does not count.
+        """Agents with a recent echo. An echo that came while this process was suspended does not count.
 
         Others may have elected another owner meanwhile.
         """

@@ -32,7 +32,6 @@ def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[st
             port=order["port"],
             attempt=order["attempt"],
             restarts=options.restarts,
-            endpoint=order.get("endpoint", options.endpoint),
             role=options.role,
         ),
         "DISTOPT_JOB_SECRET": secret_of_ranks(key, order["salt"]).hex(),
@@ -44,13 +43,14 @@ def common_variables(options: RunOptions) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
     return {
         "PYTHONUNBUFFERED": "1",  # a killed rank loses output that it has not written
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun has it
         **env,
         **thread_variables(options.ranks, env),  # as many with fewer ranks: bits may depend on that
     }
 
 
 def secret_of_ranks(key: bytes, salt: str) -> bytes:
-    """The secret of the ranks of a job. It is never sent, and nobody can guess it without the nodes' key.
+    """The secret of the ranks of a job. It is never sent, and cannot be guessed without the nodes' key.
 
     Args:
         key: of the nodes.

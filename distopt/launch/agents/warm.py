@@ -136,7 +136,7 @@ class WarmStart:
     def is_worth_waiting_for(self) -> bool:
         """Whether ranks that start again are to wait: the process is importing what they would have to import.
 
-        They would do it no faster beside it.
+        Ranks would not import it faster beside that process.
         """
         server, now = self.server, self._clock.seconds()
         if server is None or not server.is_importing:

@@ -42,8 +42,8 @@ from ...errors import DistoptError, UsageError
 from .. import mpi_quirks
 from ..processes import exit_status
 from .lifeline import Lifeline
+from .parent import end_with_parent
 from .report import supervisor
-from .siblings import end_with_parent
 
 _EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
 

@@ -21,7 +21,7 @@ from ...errors import LaunchError
 from ...recorder.flight import flight_record
 from ..gate import FOR_KEYS, FOR_LIFELINE, LONGEST_CALL_SECONDS, RefusedError, call
 from ..mpi_quirks import end_waiting_daemon
-from ..sockets import say
+from ..sockets import close_in_children, say
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
@@ -178,7 +178,7 @@ class Lifeline:
             self._link.close()
             self._link = socket.socket(fileno=descriptor)
         self._has_client = False
-        os.register_at_fork(after_in_child=self._link.close)  # a child would hold it open after the end of this rank
+        close_in_children(self._link)
 
     def fileno(self) -> int:
         """The connection's descriptor, which becomes readable when the job fails."""
@@ -213,7 +213,7 @@ class Lifeline:
         say(self._link, f"end {code}")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection; a rank that has not called `leave` counts as lost."""
         self._link.close()
 
     # -- connection ------------------------------------------------------------------------------------------------

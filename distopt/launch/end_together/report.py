@@ -11,7 +11,7 @@ The supervisor gives each rank a pipe. A message is a line, an object in JSON wi
 - `stepped`, from rank 0: it has done its first training step ("step"), which ends healing; with the interval of the
   copies from which it has resumed ("every"; 0 for live states);
 - `kept`, on several nodes: it has kept own states that are to go to the next node;
-- `gives`: it can give its live states, of so many bytes ("bytes"), when it is asked; then `gave`: it has;
+- `gives`: it can give its live states when it is asked, and how large they are ("bytes"); then `gave`: it has;
 - `modules`, from a rank of each agent that heals: the modules that it has imported ("names").
 
 A program that does not run distopt sends no messages; only the exit status of its end is known.
@@ -47,7 +47,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._fd, self._pid = -1, 0
         self._has_failed = False
-        self.parting: Callable[[], object] = _nothing
+        self.parting: Callable[[], object] | None = None
         self._before: Callable[..., object] | None = None
 
     def find(self) -> None:
@@ -89,7 +89,7 @@ class Supervisor:
         is_consequence |= _is_consequence(error)
         if not self._has_failed:
             self._has_failed = True
-            if self.is_there:
+            if self.is_there and self.parting is not None:
                 self.parting()
             self.send(
                 "failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence
@@ -127,10 +127,6 @@ class Supervisor:
         if self.is_there and _is_consequence(error):
             return "".join(traceback.format_exception_only(kind, error))
         return "".join(traceback.format_exception(kind, error, trace))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_consequence(error: BaseException | None) -> bool:

@@ -10,12 +10,7 @@ import contextlib
 import logging
 import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Callable, Container, Iterator
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from ...errors import LaunchError
@@ -24,7 +19,6 @@ from ..stopwatch import Stopwatch
 
 _log = logging.getLogger("distopt")
 
-_LEAVE_SECONDS = 10.0  # then SIGKILL ends a process whose parent has ended, if SIGTERM has not
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
@@ -103,30 +97,6 @@ def _siblings() -> tuple[set[int], set[int]]:
         elif (name, command) == own and pid != os.getpid():
             running.add(pid)
     return running, zombies
-
-
-def end_with_parent(*, launched: bool = False) -> None:
-    """End this process by SIGTERM when the process that started it ends.
-
-    A parent that exits normally waits for its children first, but one that is killed does not: without this, Open MPI
-    leaves ranks running when their mpiexec is killed.
-
-    Args:
-        launched: the parent is a launcher such as mpiexec. If False, only a parent that used multiprocessing counts.
-    """
-    parent = parent_process()
-    sentinel = parent.sentinel if parent is not None else end_of(os.getppid()) if launched else None
-    if sentinel is not None:
-        threading.Thread(target=_outlive, args=(sentinel,), name="distopt parent", daemon=True).start()
-
-
-def _outlive(sentinel: int) -> None:
-    wait([sentinel])
-    _log.error("the process that started this one (pid %d) has ended before it", os.getpid())
-    os.kill(os.getpid(), signal.SIGTERM)
-    # A handler may put the signal off. It needs the main thread, and that may wait for a peer.
-    time.sleep(_LEAVE_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _process(pid: str) -> tuple[bytes, bytes]:

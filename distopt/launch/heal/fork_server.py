@@ -12,7 +12,6 @@ therefore get one thread here, and their usual number in the rank.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -33,12 +32,11 @@ from typing import Any
 from ..end_together import siblings
 from ..end_together.report import VARIABLE, supervisor
 from ..launchers.distopt_run import DISTOPT_RUN
-from ..processes import die_with
+from ..processes import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, die_with, prctl
 from ..threads import THREAD_VARIABLES
 from .modules import Installed, imports_of, script_of
 from .state_slots import state_slots_in
 
-_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0  # then the agent stops waiting for the process id of a forked rank
 _REST_SECONDS = 0.5  # delay of a new spare: ranks that start have more use for the cores
 _AHEAD_SECONDS = 0.1  # then another rank no longer waits for rank 0 to listen
@@ -46,7 +44,6 @@ _N_FDS = 5  # the order, and the four for the rank
 # Variables whose values differ between ranks or between attempts.
 _OF_RANKS = {DISTOPT_RUN.rank, DISTOPT_RUN.size, DISTOPT_RUN.local_rank, DISTOPT_RUN.local_size, DISTOPT_RUN.node}
 _OF_RANKS |= {DISTOPT_RUN.address, DISTOPT_RUN.port, "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkServer:
@@ -86,7 +83,7 @@ class ForkServer:
         self._warn = warn
         self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         fds = link.fileno(), orders.fileno()
         with link, orders:
             self._process = subprocess.Popen(
@@ -183,13 +180,16 @@ def _receive(link: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _import(modules: Sequence[str], finder: Installed) -> None:
-    """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and is refused here."""
+    """Import the modules, without an initialization of MPI, which is the rank's.
+
+    Where the import of mpi4py.MPI would initialize it, the import is refused here.
+    """
     finder.refused = set() if "mpi4py.MPI" in modules else {"mpi4py.MPI"}
     if "mpi4py.MPI" in modules:
         importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
     sys.meta_path.insert(0, finder)
     for name in modules:
-        # SystemExit, too. The rank imports it again, and reports why it fails.
+        # Errors, and SystemExit too, are left to the rank: it imports the module again, and reports why that fails.
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
     sys.meta_path.remove(finder)
@@ -226,7 +226,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
         between = os.getpid()
         if os.fork():
             os._exit(0)
-        _libc.prctl(_PR_SET_NAME, b"distopt spare", 0, 0, 0)
+        prctl(PR_SET_NAME, b"distopt spare")
         link.close()  # so that the agent notices the end of the process
         while os.getppid() == between:
             time.sleep(0.0002)
@@ -248,7 +248,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
         os.close(fd)
-    _libc.prctl(_PR_SET_NAME, Path(sys.executable).name.encode(), 0, 0, 0)
+    prctl(PR_SET_NAME, Path(sys.executable).name.encode())
     siblings.note_running()
     os.environ.clear()
     os.environ.update(order["env"])
@@ -305,7 +305,7 @@ def _is_path_safe() -> bool:
 
 
 def _main() -> None:
-    _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # so that ranks do not take it for one of them
+    prctl(PR_SET_NAME, b"distopt forks")  # so that ranks do not take it for one of them
     link, orders, n_spares = map(int, sys.argv[1:])
     order, fds = _serve(socket.socket(fileno=link), socket.socket(fileno=orders), n_spares)
     _become(order, fds)

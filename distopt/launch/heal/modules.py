@@ -63,7 +63,7 @@ class Installed(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`.
+        """The spec of a module, as the other finders give it.
 
         Raises:
             LeftToRanksError: the ranks must import it.

@@ -1,10 +1,10 @@
 """Memory of an agent, where its ranks keep their states: memory files that outlive the ranks.
 
 Each rank has slots for copies of its states, which it writes in turns: two, on several nodes three, since the copy
-whose own states have gone to the next node stays. Three more take its own states after each step, also in turns. A slot
-has a file for what is the rank's own; those for copies have another one, for a share of what all ranks have. Two words
-of each slot say whether its own states are to travel, and to which step the states belong: the latter is written last,
-and makes the slot valid. If a rank is killed before, another slot counts.
+whose own states have gone to the next node stays. Three further slots take its own states after each step, also in
+turns. A slot has a file for what is the rank's own; those for copies have another one, for a share of what all ranks
+have. Two words of each slot say whether its own states are to travel, and to which step the states belong: the second
+word is written last, and makes the slot valid. If a rank is killed before, another slot counts.
 
 Three files of the agent take what its ranks share, when they give their live states before they end: never the one from
 which they have resumed, and else by the step. Another file holds the own states that the agent of the node before has
@@ -25,10 +25,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 VARIABLE = "DISTOPT_STATE_SLOTS"  # in the ranks: the descriptors of all files of their agent
-# The words of a slot: whether the own states go to the next node, see below; a number that is another for each of two
-# successive states, or 0 for none.
+# The words of a slot. POST: whether the own states go to the next node. VALID: a number, which changes with the states;
+# 0 without states.
 POST, VALID = range(2)
-STAYS, TO_SEND, SENT = range(3)  # what the first one says
+STAYS, TO_SEND, SENT = range(3)  # values of POST
 _WORD_BYTES = 8
 _LENGTH = struct.Struct("<Q")  # in the file of the node before: precedes each part
 # Of records, three: one node may have written ahead of a step that another has not begun, and needs the one before it.
@@ -96,7 +96,7 @@ class StateFds(NamedTuple):
 
     @property
     def all(self) -> list[int]:
-        """All of them."""
+        """All of these descriptors."""
         return [*self[:3], *self.gifts, *(fd for each in (*self.shared, *self.own) for fd in each)]
 
     def arrivals(self) -> memoryview[int]:

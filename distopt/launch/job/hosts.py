@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from ...errors import LaunchError
 from ...settings import Settings
-from ..end_together.siblings import Absence, end_with_parent
+from ..end_together.parent import end_with_parent
+from ..end_together.siblings import Absence
 from ..launchers import LauncherInfo
 from ..rendezvous.host_group import HostGroup
 from ..rendezvous.key_value import KeyValueClient, RemoteClient
@@ -118,7 +119,7 @@ class HostsJob(Job):
         return made
 
     def client(self) -> KeyValueClient:
-        """Local here. See `Job.client`; through the server of rank 0."""
+        """Local here. The key-value client: through the server of rank 0."""
         return self._client
 
     def _make_host_group(self) -> HostGroup:

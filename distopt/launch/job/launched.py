@@ -7,7 +7,7 @@ import sys
 
 from ...settings import Settings
 from ..end_together.lifeline import Lifeline
-from ..end_together.siblings import end_with_parent
+from ..end_together.parent import end_with_parent
 from ..launchers import LauncherInfo, launcher_of
 from ..rendezvous.meeting import Meeting
 from ..threads import cap_threads, cores

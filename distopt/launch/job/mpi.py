@@ -88,14 +88,14 @@ class MpiJob(HostsJob):
             raise LaunchError(f"rank 0 cannot start the server of the job: {content.decode()}") from None
 
     def subgroup(self: _Made, ranks: Sequence[int], key: bytes) -> _Made:
-        """Collective among `ranks`, which have all come. See `HostsJob.subgroup`."""
+        """Collective among `ranks`, which have all come. A job with an MPI communicator of its own."""
         made = super().subgroup(ranks, key)
         made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
         return made
 
     def client(self) -> KeyValueClient:
-        """Local here. See `Job.client`; through the server of rank 0."""
+        """Local here. The key-value client: through the server of rank 0."""
         start_mpi()  # refuses after MPI_Finalize, which has closed the job
         return self._client
 

@@ -20,7 +20,8 @@ from typing import Any
 from ...checks import check_integer
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..end_together.siblings import Absence, end_with_parent
+from ..end_together.parent import end_with_parent
+from ..end_together.siblings import Absence
 from ..launchers import launcher
 from ..processes import children, print_once
 from ..rendezvous.host_group import HostGroup

@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 
 from ...errors import LaunchError
-from ..addresses import own_addresses
+from ..addresses import LOOPBACK, own_addresses
 from ..end_together.lifeline import Lifeline, start_server
 from ..sockets import listen_at_one_of
 from .base import Job
@@ -38,7 +38,7 @@ class Offer:
         """The offer in a message of `start`; raises a ValueError if rank 0 has started no server."""
         key, port, identity, hosts = json.loads(content)
         if network_of(identity) == network_of(host_identity()):
-            hosts = ["localhost"]
+            hosts = [LOOPBACK]
         return cls(bytes.fromhex(key), [(host, port) for host in hosts])
 
 

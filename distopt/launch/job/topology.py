@@ -45,7 +45,7 @@ class Topology:
 def places_of(
     rank: int, identities: Sequence[str], hosts: Sequence[str]
 ) -> tuple[Topology, list[list[int]], list[int]]:
-    """Who is where: the topology of a rank, the ranks of each host, by the first of them, and those of its own.
+    """The topology of a rank; the ranks of each host, in the order of the first of them; and the ranks of its own host.
 
     Args:
         rank: this rank.
@@ -72,5 +72,5 @@ def host_identity() -> str:
 
 
 def network_of(identity: str) -> list[str]:
-    """The part of a `host_identity` that is equal for processes that reach each other at "localhost"."""
+    """The part of a `host_identity` that is equal for processes that reach each other at the loopback address."""
     return identity.split(" ")[-3:-1]

@@ -11,7 +11,6 @@ from .base import LauncherInfo
 from .torchrun import Torchrun
 
 _RUN_ID = "DISTOPT_RUN_ID"
-ENDPOINT = "DISTOPT_RUN_ENDPOINT"  # "HOST:PORT" of the owner, on several nodes
 
 
 class DistoptRun(Torchrun):
@@ -19,10 +18,9 @@ class DistoptRun(Torchrun):
 
     name = "distopt run"
     has_agents = True
-    prefixes = (ENDPOINT,)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """See `Launcher.read`; None if a torchrun within has named the job anew."""
+        """This launcher's view of the process; None if a torchrun within has named the job anew."""
         is_own = _RUN_ID in env and env[_RUN_ID] == env.get("TORCHELASTIC_RUN_ID")
         return super().read(env) if is_own else None
 
@@ -38,7 +36,6 @@ class DistoptRun(Torchrun):
         port: int,
         attempt: int,
         restarts: int,
-        endpoint: str,
         role: str,
     ) -> dict[str, str]:
         """The variables that all ranks of a node have in common.
@@ -53,7 +50,6 @@ class DistoptRun(Torchrun):
             port: the TCP port there.
             attempt: how many times the ranks have been started before.
             restarts: how many times they may be started again.
-            endpoint: host and port of the owner, on several nodes.
             role: torchrun's name for the ranks.
         """
         return {
@@ -69,7 +65,6 @@ class DistoptRun(Torchrun):
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
             _RUN_ID: job,
-            **({ENDPOINT: endpoint} if nodes > 1 else {}),
         }
 
     def variables_of(self, rank: int, local_rank: int) -> dict[str, str]:

@@ -18,11 +18,11 @@ class Mpich(Launcher):
     prefixes = ("PMI_", "MPI_LOCAL", "HYDI_")
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """See `Launcher.read`; None for tasks of srun --mpi=pmi2, which have these variables, too."""
+        """This launcher's view of the process; None for tasks of srun --mpi=pmi2, which have these variables, too."""
         info = super().read(env)
         task = SRUN.read(env) if info is not None and "PMI_JOBID" in env else None
         return None if info is not None and task is not None and task.agrees(info) else info
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; Open MPI does not fit."""
+        """Why ranks with this MPI library cannot be connected; Open MPI does not fit."""
         return "cannot be started by it" if is_open_mpi(library) else ""

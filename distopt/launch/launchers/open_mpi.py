@@ -17,5 +17,5 @@ class OpenMpi(Launcher):
     prefixes = ("OMPI_COMM_WORLD_", "PMIX_")
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; only Open MPI fits."""
+        """Why ranks with this MPI library cannot be connected; only Open MPI fits."""
         return "" if is_open_mpi(library) else "cannot be started by it"

@@ -32,7 +32,7 @@ class Srun(Launcher):
     address = "SLURM_STEP_NODELIST"
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """See `Launcher.read`; None outside a step."""
+        """This launcher's view of the process; None outside a step."""
         return super().read(env) if in_step(env) else None
 
     def one_host(self, info: LauncherInfo, env: Mapping[str, str]) -> bool:
@@ -46,12 +46,12 @@ class Srun(Launcher):
         return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
     def connects(self, library: Callable[[], str], env: Mapping[str, str]) -> bool:
-        """See `Launcher.connects`; the library is not loaded for a step without a plugin."""
+        """Whether srun connects the ranks for the MPI library; it is not loaded for a step without a plugin."""
         has_plugin = any(name in env for name in _VARIABLES_OF_PLUGINS.values())
         return has_plugin and bool(found := library()) and not self.misfit(found, env)
 
     def misfit(self, library: str, env: Mapping[str, str]) -> str:
-        """See `Launcher.misfit`; a library needs the plugin for it."""
+        """Why ranks with this MPI library cannot be connected; a library needs the plugin for it."""
         return "" if _VARIABLES_OF_PLUGINS[plugin(library)] in env else "needs an MPI plugin of srun"
 
 

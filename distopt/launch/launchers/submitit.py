@@ -21,5 +21,5 @@ class Submitit(Launcher):
     job_variables = ("SUBMITIT_LOCAL_JOB_ID", "SUBMITIT_LOCAL_COMMAND")
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """See `Launcher.read`; None in the process that starts the tasks, and in a single task."""
+        """This launcher's view of the process; None in the process that starts the tasks, and in a single task."""
         return super().read(env) if self.rank in env and env.get(self.size) != "1" else None

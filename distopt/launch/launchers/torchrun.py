@@ -32,7 +32,7 @@ class Torchrun(Launcher):
     job_variables = (address, port, "TORCHELASTIC_RUN_ID", _ATTEMPT)
 
     def read(self, env: Mapping[str, str]) -> LauncherInfo | None:
-        """See `Launcher.read`; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
+        """This launcher's view; None for a job script's WORLD_SIZE alone, or RANK alone in a step of srun."""
         is_alone = self.size not in env and in_step(env)
         return super().read(env) if self.rank in env and not is_alone else None
 

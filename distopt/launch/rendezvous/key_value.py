@@ -5,13 +5,12 @@ each rank and a wait for all of them, in one request. There are four servers:
 
 - rank 0 of a host, through the Unix socket of a `HostGroup`: it serves while it waits itself;
 - the process that rank 0 of a job has started, by TCP: `distopt.launch.end_together.server`;
-- the owner of the endpoint of `distopt run` on several nodes, by TCP: `distopt.launch.agents.owner`;
+- for the members of an average of DiLoCo, the service that names them: `distopt.launch.workers.service`;
 - PyTorch's store, as trusted as PyTorch's own use of it: `distopt.torch.store_job`.
 
-The first three are a `distopt.launch.keys.KeyGate`, which admits only processes that know the job's key. A wait ends
-when all keys are set, when a rank has ended that was to set one, or after the client's time; then the server says who
-is missing, with host and process where they had come. A wait for the living goes without ranks that have ended: so it
-bears members that change.
+All but the last admit only processes that know the job's key. A wait ends when all keys are set, when a rank has ended
+that was to set one, or after the client's time; then the server says who is missing, with host and process where they
+had come.
 
 Under mpiexec, MPI carries only the address of the second server (`distopt.launch.rendezvous.mpi_address`). Exchanges
 during training are not made here: each is one collective of a communicator.
@@ -25,27 +24,21 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 
 from ...errors import LaunchError, Process
 from ..end_together.siblings import Absence
-from ..gate import FOR_KEYS, LONGEST_CALL_SECONDS, RefusedError, call
-from ..keys import ASK, FAILED, FRAME, GIVE_UP, MAX_BYTES, MISSING, VALUES, Missing, Values, Wanted, pack, unpack
-from ..launchers import LauncherInfo
-from ..launchers.distopt_run import ENDPOINT
-from ..sockets import in_slices, receive_exactly
-from ..stopwatch import SLICE_SECONDS, Deadline, Stopwatch
+from ..keys import ASK, FAILED, FRAME, GIVE_UP, MAX_BYTES, MISSING, VALUES, Missing, Values, Wanted, request, unpack
+from ..sockets import close_in_children, in_slices, receive_exactly
+from ..stopwatch import SLICE_SECONDS, Deadline
 
 # Between two looks at the processes of this host. An end counts if seen twice: mpiexec may be ending all ranks.
 LOOK_SECONDS = 0.3
 _ANSWER_SECONDS = 5.0  # then a server that is asked who is missing does not answer
 _SENDER_SECONDS = 0.5  # then a rank that gives up no longer waits for the sender of the reason to end
-
-_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process
 
 
 class KeyValueClient(ABC):
@@ -80,17 +73,11 @@ class KeyValueClient(ABC):
     def get(self, key: str) -> bytes:
         """The value of a key, once any process has set it."""
         (value,) = self._request(wanted=Wanted(self._prefix + key))
-        return value or b""
+        return value
 
     def gather(self, prefix: str, ranks: Sequence[int] | None = None) -> list[bytes]:
         """The values of the keys `prefix` + rank, once each of these ranks (default: `ranks`) has set its own."""
-        return [value or b"" for value in self._request(wanted=self._wanted(prefix, ranks))]
-
-    def gather_living(self, prefix: str, ranks: Sequence[int] | None = None) -> dict[int, bytes]:
-        """As `gather`, by rank, without those that have come and ended before they set their keys."""
-        wanted = self._wanted(prefix, ranks, living=True)
-        values = zip(wanted.ranks, self._request(wanted=wanted), strict=True)
-        return {rank: value for rank, value in values if value is not None}
+        return self._request(wanted=self._wanted(prefix, ranks))
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective among `ranks`. The payload of every rank, in the order of `ranks`; lengths may differ."""
@@ -100,8 +87,7 @@ class KeyValueClient(ABC):
         # All ranks have begun the round before, and so have read what belongs to the one before that.
         deleted = f"{self.rounds - 2}/{self.rank}" if self.rounds > 2 else ""
         prefix = f"{self.rounds}/"
-        values = self._request(deleted, f"{prefix}{self.rank}", payload, self._wanted(prefix))
-        return [value or b"" for value in values]
+        return self._request(deleted, f"{prefix}{self.rank}", payload, self._wanted(prefix))
 
     def barrier(self) -> None:
         """Collective among `ranks`. Return when all of them have come."""
@@ -123,7 +109,7 @@ class KeyValueClient(ABC):
 
     # For subclasses.
     @abstractmethod
-    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes]:
         """Delete a key, set one, and wait for others; each may be absent."""
 
     def _error(self, missing: Sequence[Missing], wanted: Wanted) -> LaunchError:
@@ -134,12 +120,12 @@ class KeyValueClient(ABC):
         return LaunchError(f"{waits}, for {self.seconds:g} s; see the output of those processes")
 
     # -- requests --------------------------------------------------------------------------------------------------
-    def _wanted(self, prefix: str, ranks: Sequence[int] | None = None, *, living: bool = False) -> Wanted:
-        return Wanted(self._prefix + prefix, self.ranks if ranks is None else ranks, living)
+    def _wanted(self, prefix: str, ranks: Sequence[int] | None = None) -> Wanted:
+        return Wanted(self._prefix + prefix, self.ranks if ranks is None else ranks)
 
     def _request(
         self, deleted: str = "", key: str = "", value: bytes = b"", wanted: Wanted | None = None
-    ) -> list[bytes | None]:
+    ) -> list[bytes]:
         if len(value) > MAX_BYTES:
             raise LaunchError(
                 f"{len(value)} bytes are too many for the setup of a job; send them through the communicator"
@@ -183,10 +169,10 @@ class LocalClient(KeyValueClient):
         super().__init__(rank, ranks, seconds)
         self._values, self._serve, self._fail = values, serve, fail
 
-    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes]:
         answers: list[tuple[int, bytes]] = []
-        request, deadline = _request(deleted, key, value, wanted), Deadline(self.seconds)
-        self._values.ask(self.rank, request, lambda kind, content: answers.append((kind, content)))
+        asked, deadline = request(deleted, key, value, wanted), Deadline(self.seconds)
+        self._values.ask(self.rank, asked, lambda kind, content: answers.append((kind, content)))
         if wanted is None:
             return []
         try:
@@ -242,15 +228,15 @@ class RemoteClient(KeyValueClient):
         super().__init__(rank, ranks, seconds)
         self._server, self._patience, self._absence = server, patience, absence
         self._lock = threading.Lock()
-        _links.add(link)
+        close_in_children(link)
 
     def within(self, prefix: str, ranks: Sequence[int]) -> KeyValueClient:
-        """See `KeyValueClient`."""
+        """As the base class; the new client shares the connection."""
         self._users[0] += 1
         return super().within(prefix, ranks)
 
     def close(self) -> None:
-        """See `KeyValueClient`."""
+        """Leave; the last of the clients that share the connection closes it. Idempotent."""
         self._users[0] -= self._is_open
         self._is_open = False
         if not self._users[0]:
@@ -259,10 +245,10 @@ class RemoteClient(KeyValueClient):
     def __del__(self) -> None:  # the script may never close its job
         self.close()
 
-    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes]:
         with self._lock:
             try:
-                self._send(ASK, _request(deleted, key, value, wanted))
+                self._send(ASK, request(deleted, key, value, wanted))
                 if wanted is None:
                     return []
                 kind, content = self._answer(wanted)
@@ -300,7 +286,7 @@ class RemoteClient(KeyValueClient):
                 return answer
             if answer is not None:
                 answer = None
-                self._send(ASK, _request("", "", b"", wanted))
+                self._send(ASK, request("", "", b"", wanted))
 
     def _give_up(self) -> tuple[int, bytes]:
         """Do not wait any longer: who is missing, or the values, if they have come after all."""
@@ -343,44 +329,3 @@ class RemoteClient(KeyValueClient):
             with contextlib.suppress(OSError):
                 in_slices(self.link, Deadline(_SENDER_SECONDS), partial(self.link.recv, 1))
         return error
-
-
-def _close_links() -> None:
-    """In a forked child, which would hold them open after the end of this rank."""
-    for link in list(_links):
-        link.close()
-
-
-os.register_at_fork(after_in_child=_close_links)
-
-
-def _request(deleted: str, key: str, value: bytes, wanted: Wanted | None) -> bytes:
-    return pack([deleted.encode(), key.encode(), value, b"" if wanted is None else wanted.to_bytes()])
-
-
-def client_of_endpoint(info: LauncherInfo, seconds: float, env: Mapping[str, str] | None = None) -> RemoteClient:
-    """A client of the owner of the endpoint, in a rank that `distopt run` has started on several nodes.
-
-    The owner forgets all values when it starts the ranks again.
-
-    Args:
-        info: the launcher's view of this process.
-        seconds: how long a wait lasts.
-        env: the environment (default: that of the process).
-
-    Raises:
-        LaunchError: the variable of the endpoint is missing, or the owner cannot be reached or refuses this rank.
-    """
-    env = os.environ if env is None else env
-    if (endpoint := env.get(ENDPOINT)) is None:
-        raise LaunchError(f"{ENDPOINT} is not set; start the job with distopt run on several nodes, which sets it")
-    host, _, port = endpoint.rpartition(":")
-    key, clock = bytes.fromhex(env["DISTOPT_JOB_SECRET"]), Stopwatch(LONGEST_CALL_SECONDS)
-    try:
-        link = call((host, int(port)), key, FOR_KEYS, info.rank, info.size, clock)
-    except (OSError, RefusedError) as error:
-        raise LaunchError(
-            f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()}) cannot use the values at "
-            f"the endpoint {endpoint} of distopt run: {error}; see the output of the node that owns it"
-        ) from None
-    return RemoteClient(link, info.rank, range(info.size), seconds, f"the owner of {endpoint}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ...errors import LaunchError
 from ...settings import Settings
+from ..addresses import LOOPBACK
 from ..launchers import LauncherInfo, launcher_of
 
 
@@ -56,5 +57,5 @@ def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting
             raise LaunchError(f"{info.source}, but {name} is not set; start the job with {info.name}, which sets it")
     identity = json.dumps([info.name, info.size, [env.get(name, "") for name in one.job_variables]])
     key = hashlib.sha256(f"distopt job {identity} {Settings.from_env(env).job_secret}".encode()).digest()
-    address = "localhost" if one_host else one.host_of_rank_0(env)
+    address = LOOPBACK if one_host else one.host_of_rank_0(env)
     return Meeting(key, one_host, address, f"{one.address}={env.get(one.address, '')}")

@@ -12,6 +12,7 @@ from functools import partial
 from ... import _core
 from ...errors import LaunchError
 from ...settings import Settings
+from ..addresses import LOOPBACK
 from ..end_together.lifeline import Lifeline, start_server
 from ..gate import CONNECT_SECONDS
 from ..launchers import LauncherInfo, launcher_of
@@ -46,7 +47,7 @@ class Member(Lifeline):
         address = met.address
         if info.rank == 0:
             self._serve(info, met, timeout)
-            address = "localhost"
+            address = LOOPBACK
         addresses = [(address, port) for port in ports(met.key)]
         # The agents of `distopt run` know which rank failed first, and end the others.
         speaks = not self._has_agents and not info.local_rank

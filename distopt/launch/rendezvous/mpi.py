@@ -86,7 +86,7 @@ def import_mpi() -> ModuleType:
 
 
 def _load() -> ModuleType:
-    """Raises ImportError without mpi4py, and RuntimeError without an MPI library."""
+    """The module mpi4py.MPI. Raises ImportError without mpi4py, and RuntimeError without an MPI library."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

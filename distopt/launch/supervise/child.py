@@ -57,7 +57,7 @@ class Child(Rank):
         self.pid = self._process.pid or 0
 
     def release(self) -> None:
-        """See `Rank.release`."""
+        """Release what the process holds, which has ended."""
         super().release()
         self._process.join()
         self._process.close()
@@ -276,7 +276,7 @@ def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
 
 
 def _interrupt(_signum: int, _: FrameType | None) -> None:
-    """Once: a terminal and the parent send the same signal, and at the second Ctrl-C the parent kills."""
+    """Raise it once: a terminal and the parent send the same signal, and at the second Ctrl-C the parent kills."""
     signal.signal(signal.SIGINT, _nothing)
     raise KeyboardInterrupt
 

@@ -90,7 +90,7 @@ class Program(Rank):
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """See `Rank.release`; the rest of the output is passed on before."""
+        """Pass on the rest of the output, and release what the process holds."""
         super().release()
         self._finish()
         if self._process is not None:

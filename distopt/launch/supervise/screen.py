@@ -33,7 +33,7 @@ class Screen(Output):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and rows."""
+        """Columns and rows of the terminal."""
         columns, rows = os.get_terminal_size(self._fd)
         return columns or 80, rows or 24
 

@@ -140,7 +140,7 @@ def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[
 
 
 def _report(text: str, info: LauncherInfo | None) -> None:
-    """Print it, unless another rank of this host has just printed the same."""
+    """Print a failure, unless another rank of this host has just printed the same."""
     if info is None or info.size == 1:
         print_last(text)
         return

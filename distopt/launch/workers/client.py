@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import selectors
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +23,9 @@ from ...settings import Settings
 from ..addresses import listen_somewhere
 from ..agents.node import NO_RANK
 from ..gate import FOR_MEMBERS, FOR_STATES, LONGEST_CALL_SECONDS, Calling, Gate, Link, RefusedError, call
-from ..keys import MISSING, VALUES, Missing, Wanted, pack, unpack
+from ..keys import MISSING, VALUES, Missing, Wanted, request, unpack
 from ..rendezvous.key_value import KeyValueClient
-from ..sockets import handle_events, receive_exactly, say
+from ..sockets import close_in_children, handle_events, receive_exactly, say
 from ..stopwatch import Deadline, Stopwatch
 from .membership import SILENT_SECONDS
 from .variables import Place
@@ -39,7 +37,6 @@ _LEAVE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.1  # between two calls of the service
 _COPY_SECONDS = 3.0  # then a member that sends nothing of its states counts as lost
 _LENGTHS = struct.Struct("!QQ")  # of the header and of the states that a member sends
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of this process
 
 Provide = Callable[[], tuple[dict[str, Any], memoryview]]
 
@@ -115,7 +112,7 @@ class WorkersClient:
         listener = listen_somewhere(Settings.from_env().ports, _BACKLOG)
         self._states.listen(listener)
         self._hello["port"] = listener.getsockname()[1]
-        _sockets.add(listener)
+        close_in_children(listener)
         self._thread = threading.Thread(target=self._run, daemon=True, name="distopt workers")
         self._thread.start()
         with self._changed:
@@ -244,7 +241,7 @@ class WorkersClient:
             return
         assert self._address is not None
         self.host, _ = self._address
-        _sockets.add(link)
+        close_in_children(link)
         self._received, self._heard = b"", time.monotonic()
         self._selector.register(link, selectors.EVENT_READ, self._read)
         if self._is_cut:
@@ -330,7 +327,7 @@ class Copy:
         threading.Thread(target=self._run, daemon=True, name="distopt copy").start()
 
     def stop(self) -> None:
-        """Give up."""
+        """Ask the thread to stop copying; it may still run for a moment."""
         self._gives_up = True
 
     def _run(self) -> None:
@@ -338,7 +335,7 @@ class Copy:
         try:
             clock = Stopwatch(LONGEST_CALL_SECONDS)
             with call(self._address, client.place.key, FOR_STATES, client.number, 0, clock) as link:
-                _sockets.add(link)
+                close_in_children(link)
                 lengths = receive_exactly(link, _LENGTHS.size, Deadline(_COPY_SECONDS))
                 n_header, n_states = _LENGTHS.unpack(lengths)
                 self.header = json.loads(receive_exactly(link, n_header, Deadline(_COPY_SECONDS)))
@@ -370,21 +367,11 @@ class MembersClient(KeyValueClient):
         super().__init__(client.number, members, seconds)
         self._client, self._epoch = client, epoch
 
-    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes | None]:
-        content = pack([deleted.encode(), key.encode(), value, b"" if wanted is None else wanted.to_bytes()])
+    def _exchange(self, deleted: str, key: str, value: bytes, wanted: Wanted | None) -> list[bytes]:
         if wanted is None:
             raise LaunchError("the members of a trial set no keys without a wait")
-        kind, answer = self._client.exchange(self._epoch, content)
+        kind, answer = self._client.exchange(self._epoch, request(deleted, key, value, wanted))
         if kind == MISSING:
             raise self._error(Missing.all_of(answer), wanted)
         assert kind == VALUES
         return unpack(answer)
-
-
-def _close_sockets() -> None:
-    """In a forked child, which would hold them open after the end of this rank."""
-    for one in list(_sockets):
-        one.close()
-
-
-os.register_at_fork(after_in_child=_close_sockets)

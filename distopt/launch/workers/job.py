@@ -40,11 +40,11 @@ class MembersJob(Job):
         self.topology, self.ranks_of_hosts, self.local_ranks = places_of(rank, identities, hosts)
 
     def client(self) -> MembersClient:
-        """Local here. See `Job.client`; through the service."""
+        """Local here. The key-value client: through the service."""
         return self._client
 
     def check_open(self) -> None:
-        """See `Job.check_open`; a trial that is aborted ends all waits."""
+        """Raise a LaunchError if the job is closed, or the trial has been aborted, which ends all waits."""
         super().check_open()
         if self._workers.trial is None:
             raise LaunchError("the trial has been aborted")

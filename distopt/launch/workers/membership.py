@@ -189,9 +189,10 @@ class Membership:
         self.check(now)
 
     def _return(self, worker: Worker, average: int, trial: int) -> None:
-        """A member has connected again, perhaps to another service; then the newest average that comes counts.
+        """A member has connected again, perhaps to another service. The newest average that a member holds counts.
 
-        It does so no longer once others have gone on: whoever holds a newer one was apart from them, by `--alone`.
+        Once the others have taken a further average, this is final: a member with a newer average was apart from them,
+        by `--alone`.
         """
         worker.phase, worker.holds, worker.trial = "member", average, trial
         if self.counted is None or (average > self.counted and not self._has_counted):

@@ -86,7 +86,7 @@ class Service(Gate):
         return bool(self._links.keys() - self._strangers.keys())
 
     def check_times(self) -> None:
-        """Act on the time."""
+        """Act on timeouts."""
         self._drop_slow_strangers()
         for link, node in list(self._by_link.items()):
             if self._election is not None and self._election.is_silent(node):
@@ -128,7 +128,7 @@ class Service(Gate):
         """A supervisor says who it is, and a worker says hello."""
 
     def _come(self, link: Link, message: dict[str, Any]) -> None:
-        """A supervisor has come."""
+        """Take in a supervisor that has connected; it takes part in the election."""
         address = self._address_of(link)
         node = Node(link.host, link.pid, link.rank, lambda _: None, address, id=message["id"], peer=message["peer"])
         if node.id not in self._nodes:

@@ -27,7 +27,15 @@ from ..agents.election import Election
 from ..agents.monitor import Display, Row, row_of
 from ..agents.node import NO_RANK, Node
 from ..agents.remote import RemoteOwner
-from ..processes import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, describe_exit, die_with, print_last
+from ..processes import (
+    ENDING_SIGNALS,
+    PASSED_ON_SIGNALS,
+    SAVING_SECONDS,
+    caught_signals,
+    describe_exit,
+    die_with,
+    print_last,
+)
 from ..sockets import handle_events, listen
 from ..supervise.output import Output, Relay
 from ..supervise.screen import Streams
@@ -39,7 +47,6 @@ from .variables import Sign
 if TYPE_CHECKING:
     from ..agents.options import RunOptions
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LOOK_SECONDS = 0.05
 _BACKLOG = 64
 _SHORT_SECONDS = 10.0  # a worker that is killed sooner after its start is not started again
@@ -52,7 +59,7 @@ def run(options: RunOptions) -> int:
         LaunchError: the other nodes refuse this one, or too few can be reached for too long.
     """
     with contextlib.ExitStack() as stack:
-        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
+        caught, wake = stack.enter_context(caught_signals(PASSED_ON_SIGNALS, last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(wake, selectors.EVENT_READ, partial(os.read, wake, 4096))
         supervisor = _Supervisor(options, caught, selector)
@@ -104,7 +111,7 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        """Start it, perhaps again."""
+        """Start the worker, or start it again."""
         self.began, self.code = time.monotonic(), None
         self._relays = [Relay(output, takes=self._take) for output in self._outputs]
         stdout, stderr = [relay.sink for relay in self._relays] or (None, None)
@@ -196,7 +203,7 @@ class _Supervisor:
         return min(codes)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the workers and the service of this node, if they run."""
         for worker in self._workers:
             worker.close()
         if self._owner is not None:

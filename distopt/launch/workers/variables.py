@@ -50,7 +50,7 @@ class Sign:
         return {**os.environ, _FILE: self._file, _KEY: key.hex()}
 
     def close(self) -> None:
-        """Local; idempotent."""
+        """Close the file; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

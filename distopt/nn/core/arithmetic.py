@@ -64,7 +64,7 @@ class Broadcast(Operation):
 
 
 def broadcast(name: str, value: Callable[..., Array], *slopes: Slope, reads: bool = True) -> type[Broadcast]:
-    """Local. A subclass of `Broadcast` with these attributes."""
+    """A subclass of `Broadcast` with these attributes."""
     return type(name, (Broadcast,), {"value": staticmethod(value), "slopes": slopes, "reads": reads})
 
 

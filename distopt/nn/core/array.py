@@ -22,7 +22,7 @@ _NARROW: dict[Any, DTypeLike] = {np.dtype(float64): float32, np.dtype(int64): in
 
 
 def check_numbers(dtype: np.dtype[Any]) -> None:
-    """Local. Check that arrays of `dtype` hold real numbers or truth values.
+    """Check that arrays of `dtype` hold real numbers or truth values.
 
     Raises:
         UsageError: they hold something else.
@@ -32,7 +32,7 @@ def check_numbers(dtype: np.dtype[Any]) -> None:
 
 
 def narrowed(data: Any) -> DTypeLike:
-    """Local. The type for a tensor of `data`, as in SINGA: 64-bit numbers become 32-bit ones, if they fit."""
+    """The type for a tensor of `data`, as in SINGA: 64-bit numbers become 32-bit ones, if they fit."""
     given: np.dtype[Any] = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
     check_numbers(given)
     dtype: np.dtype[Any] = given.newbyteorder("=")
@@ -46,7 +46,7 @@ def narrowed(data: Any) -> DTypeLike:
 
 
 def element_type(dtype: DTypeLike) -> np.dtype[Any]:
-    """Local. The element type of that name. As in SINGA, "float" and "int" have 32 bits, where NumPy's have 64.
+    """The element type of that name. As in SINGA, "float" and "int" have 32 bits, where NumPy's have 64.
 
     Raises:
         UsageError: there is no such type.
@@ -62,7 +62,7 @@ def element_type(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def c_contiguous(array: Array) -> Array:
-    """Local. `array` itself.
+    """`array` itself.
 
     Raises:
         UsageError: it is strided.
@@ -73,7 +73,7 @@ def c_contiguous(array: Array) -> Array:
 
 
 def settled(y: Array, *operands: Array) -> Array:
-    """Local. `y`, the result of a computation on `operands`, as an array of the type that tensors give it.
+    """`y`, the result of a computation on `operands`, as an array of the type that tensors give it.
 
     A float result has the common type of the floats among the operands, or float32 if there are none. NumPy alone would
     make float64 of int32 and float32, and of functions of int32.
@@ -85,7 +85,7 @@ def settled(y: Array, *operands: Array) -> Array:
 
 
 def in_range(values: Array, dtype: np.dtype[Any]) -> bool:
-    """Local. Whether the integer type `dtype` can hold all `values`, which are integers."""
+    """Whether the integer type `dtype` can hold all `values`, which are integers."""
     if not values.size or np.can_cast(values.dtype, dtype):
         return True
     limits = np.iinfo(dtype)

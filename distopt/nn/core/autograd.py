@@ -50,7 +50,7 @@ class CustomBackward(Operation):
 def backward(
     loss: Tensor, dy: Tensor | float | None = None, pauses: Container[object] = (), retain_graph: bool = False
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Local. Yield (parameter, gradient) for all parameters behind `loss`, each as soon as its gradient is final.
+    """Yield (parameter, gradient) for all parameters behind `loss`, each as soon as its gradient is final.
 
     If a parameter's `grad` is set, the gradient is written into the memory of that tensor, for example a view of a
     communication buffer. Otherwise memory is allocated and kept as its `grad`. Old values are overwritten, not
@@ -93,7 +93,7 @@ def backward(
 
 
 def gradient_order(loss: Tensor) -> list[Tensor]:
-    """Local. The parameters behind `loss`, in the order in which `backward` will yield them. Computes nothing.
+    """The parameters behind `loss`, in the order in which `backward` will yield them. Computes nothing.
 
     Raises:
         UsageError: as `backward`.
@@ -110,7 +110,7 @@ def _check(loss: object) -> None:
 
 
 def tape(loss: Tensor) -> list[Operation]:
-    """Local. The operations behind `loss` in the order in which they ran.
+    """The operations behind `loss` in the order in which they ran.
 
     Raises:
         UsageError: as `backward`.
@@ -163,7 +163,7 @@ class _Visit(NamedTuple):
 
 
 def _plan(loss: Tensor) -> list[_Visit]:
-    """Local. Plan the backward pass from `loss`, without computing anything.
+    """Plan the backward pass from `loss`, without computing anything.
 
     Raises:
         UsageError: as `backward`.

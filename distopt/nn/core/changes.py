@@ -27,7 +27,7 @@ _updates: weakref.WeakKeyDictionary[Any, Mapping[Any, int]] = weakref.WeakKeyDic
 
 
 def changed(array: Array) -> None:
-    """Local. Note that the values of `array` change."""
+    """Note that the values of `array` change."""
     place, owner = _place(array), array
     while isinstance(owner.base, (np.ndarray, type(owner))):
         owner = owner.base
@@ -36,13 +36,13 @@ def changed(array: Array) -> None:
 
 
 def updated(optimizer: object, params: Mapping[Any, int]) -> None:
-    """Local. Note that `optimizer` has completed a step; `params` maps parameters to the times of their updates."""
+    """Note that `optimizer` has completed a step; `params` maps parameters to the times of their updates."""
     mode.last_change = next(clock)
     _updates[optimizer] = params
 
 
 def check(op: Any) -> None:
-    """Local. Check that the values that `op` saved for its gradient have not changed since.
+    """Check that the values that `op` saved for its gradient have not changed since.
 
     Raises:
         UsageError: they have.

@@ -19,7 +19,7 @@ from .array import Array
 
 
 def compute(op: Any, arrays: Sequence[Array]) -> Array:
-    """Local. The result of `op`, computed in float32, and in float16 unless the operation has its `own_type`."""
+    """The result of `op`, computed in float32, and in float16 unless the operation has its `own_type`."""
     # Rounds float32 arrays to values of float16, except vectors.
     result = op.forward(*[_widened(_stored(array)) for array in arrays])
     if op.own_type:
@@ -29,7 +29,7 @@ def compute(op: Any, arrays: Sequence[Array]) -> Array:
 
 
 def gradients(op: Any, dy: Array, into: Sequence[Array | None]) -> list[Array | None]:
-    """Local. As `op.gradients`; gradients of float16 inputs are float16."""
+    """As `op.gradients`; gradients of float16 inputs are float16."""
     op.saved = _mapped(op.saved, _widened)
     computed = op.gradients(_widened(dy), into)
     pairs = zip(computed, op.inputs, strict=True)

@@ -11,7 +11,7 @@ from .tensor import Tensor
 
 
 def number_of(value: Any) -> float:
-    """Local. A number, or a tensor or array of one element, as a float.
+    """A number, or a tensor or array of one element, as a float.
 
     Raises:
         UsageError: it is something else.

@@ -20,12 +20,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wants_gradient(tensor: Any) -> bool:
-    """Local. Whether a backward pass needs the gradient of `tensor`; it does not if the tensor is constant data."""
+    """Whether a backward pass needs the gradient of `tensor`; it does not if the tensor is constant data."""
     return bool((tensor.stores_grad and tensor.requires_grad) or tensor.in_graph)
 
 
 def named(function: F, name: str, text: str) -> F:
-    """Local. `function`, which another one has made, with a name of its own and the docstring `text`."""
+    """`function`, which another one has made, with a name of its own and the docstring `text`."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return function
@@ -106,7 +106,7 @@ class Operation:
         raise NotImplementedError
 
     def backward(self, dy: Array = None) -> Any:
-        """Local. The gradients of the inputs, for scripts that traverse a graph by hand, as SINGA's unit tests do.
+        """The gradients of the inputs, for scripts that traverse a graph by hand, as SINGA's unit tests do.
 
         Args:
             dy: gradient of the result, an array (default: 1, for a loss). It is not changed.

@@ -53,5 +53,5 @@ class RawTensor(np.ndarray[Any, Any]):
 
 
 def raw(array: Any) -> Any:
-    """Local. `array` as a `RawTensor` that shares its memory; a CuPy array is returned unchanged."""
+    """`array` as a `RawTensor` that shares its memory; a CuPy array is returned unchanged."""
     return array.view(RawTensor) if isinstance(array, np.ndarray) else array

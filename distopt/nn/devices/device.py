@@ -98,7 +98,7 @@ class Device:
 
     @contextmanager
     def seeded(self, seed: Any) -> Iterator[None]:
-        """Local. In the body of a `with`, `rng` is a new generator, made from `seed`; afterwards, the old one."""
+        """In the body of a `with`, `rng` is a new generator, made from `seed`; afterwards, the old one."""
         kept, self._rng = self._rng, None
         self._seed = seed  # a generator takes 20 us to make, and most steps need none
         try:
@@ -210,7 +210,7 @@ def get_default_device() -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Local. The device that holds the memory of `array`; the CPU for anything but a CuPy array."""
+    """The device that holds the memory of `array`; the CPU for anything but a CuPy array."""
     cupy = sys.modules.get("cupy")
     if cupy is None or isinstance(array, np.ndarray) or not isinstance(array, cupy.ndarray):
         return _cpu
@@ -225,7 +225,7 @@ def _gpu_at(index: int) -> Device:
 
 
 def gpu(cupy: Any, index: int) -> Device:
-    """Local. GPU `index`, which becomes the current one of `cupy`. All calls return the same object."""
+    """GPU `index`, which becomes the current one of `cupy`. All calls return the same object."""
     cupy.cuda.Device(index).use()
     if index not in _gpus:
         _gpus[index] = Device("cuda", index, cupy)

@@ -11,7 +11,7 @@ from .device import Device, get_default_device, gpu
 
 
 def gpu_is_usable() -> bool:
-    """Local. Whether `gpu_or_cpu` would return a GPU.
+    """Whether `gpu_or_cpu` would return a GPU.
 
     This loads CUDA's driver. Processes that are forked afterwards cannot use CUDA.
     """
@@ -19,7 +19,7 @@ def gpu_is_usable() -> bool:
 
 
 def gpu_or_cpu(device_id: int, *, tell: bool = True) -> Device:
-    """Local. GPU number `device_id` of those visible to this process, which becomes the current one.
+    """GPU number `device_id` of those visible to this process, which becomes the current one.
 
     If no GPU can be used, this is the CPU, and the log says once what is missing. `DISTOPT_DEVICE=cpu` selects the CPU
     without a notice.

@@ -72,7 +72,7 @@ class Layer:
         return {}
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Local. Take what this layer needs of the model's optimizer; called by `Model` when it has one."""
+        """Take what this layer needs of the model's optimizer; called by `Model` when it has one."""
 
     def register_layers(self, *layers: Layer | OrderedDict[str, Layer]) -> None:
         """Make layers attributes of this one, named "CLASS_INDEX" ("ReLU_0"), or by the keys of one OrderedDict.
@@ -155,7 +155,7 @@ class Layer:
         _overwrite(self.get_states(), states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Check that `set_states` would accept these states.
+        """Check that `set_states` would accept these states.
 
         Raises:
             StateError: see `set_params`.

@@ -87,7 +87,7 @@ class Conv2d(Windowed):
         self.bias, self.relu, self.pool = bias, has_relu(activation), pool
 
     def initialize(self, x: Tensor) -> None:
-        """Local. Create `W`, of normal random numbers, and `b`, of zeros, for images like `x`."""
+        """Create `W`, of normal random numbers, and `b`, of zeros, for images like `x`."""
         self.in_channels = self._channels(x, self.in_channels)
         if self.in_channels % self.group:
             raise ShapeError(f"{self._label}: {self.in_channels} channels cannot be divided into {self.group} groups")
@@ -98,7 +98,7 @@ class Conv2d(Windowed):
         self.b = self._parameter("b", (self.nb_kernels,), x) if self.bias else None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. The images [N, nb_kernels, oh, ow], where oh = (H + top + bottom - kh) // stride + 1, or these pooled.
+        """The images [N, nb_kernels, oh, ow], where oh = (H + top + bottom - kh) // stride + 1, or these pooled.
 
         Raises:
             ShapeError: `x` has another number of channels than before, or is smaller than a kernel.
@@ -139,12 +139,12 @@ class SeparableConv2d(TensorLayer):
         self.window = whole.kernel_size, whole.stride, whole.padding
 
     def initialize(self, x: Tensor) -> None:
-        """Local. Create both convolutions, for images like `x`."""
+        """Create both convolutions, for images like `x`."""
         channels = self._channels(x, self.in_channels)
         self.depthwise_conv = Conv2d(channels, channels, *self.window, group=channels, bias=self.bias)
         self.point_conv = Conv2d(self.nb_kernels, 1, bias=self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. The images [N, nb_kernels, oh, ow], as of a `Conv2d` with these arguments."""
+        """The images [N, nb_kernels, oh, ow], as of a `Conv2d` with these arguments."""
         y: Tensor = self.point_conv(self.depthwise_conv(x))
         return y

@@ -41,7 +41,7 @@ class Linear(TensorLayer):
         self.bias, self.relu = bias, has_relu(activation)
 
     def initialize(self, x: Tensor) -> None:
-        """Local. Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for rows like those of `x`."""
+        """Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for rows like those of `x`."""
         if self.in_features is None:
             self._check_matrix(x)
             self.in_features = x.shape[1]
@@ -55,7 +55,7 @@ class Linear(TensorLayer):
             raise ShapeError(f"{self._label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. Rows [N, out_features].
+        """Rows [N, out_features].
 
         Raises:
             ShapeError: `x` has not two dimensions, or another number of columns than before.
@@ -104,7 +104,7 @@ class Gemm(TensorLayer):
         self.bias, self.bias_shape = bias, (1, nb_kernels) if bias_shape is None else tuple(bias_shape)
 
     def initialize(self, x: Tensor) -> None:
-        """Local. Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for a matrix like `x`."""
+        """Create `W`, by `initializer.glorot_normal`, and `b`, of zeros, for a matrix like `x`."""
         inputs = self._inputs(x)
         self.W = self._parameter("W", (self.nb_kernels, inputs) if self.transB else (inputs, self.nb_kernels), x)
         initializer.glorot_normal(self.W)
@@ -116,7 +116,7 @@ class Gemm(TensorLayer):
         return x.shape[0 if self.transA else 1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. A matrix [N, nb_kernels]. Raises as `Linear.forward`."""
+        """A matrix [N, nb_kernels]. Raises as `Linear.forward`."""
         inputs = self.W.shape[1 if self.transB else 0]
         if self._inputs(x) != inputs:
             raise ShapeError(f"{self._label} expects {inputs} inputs, got {self._inputs(x)}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...checks import check_integer, check_number
-from ...errors import UsageError
+from ...errors import ShapeError, UsageError
 from ..core.array import Array
 from ..core.mode import mode
 from ..core.tensor import Tensor
 from ..ops import normalization
-from .base import TensorLayer
+from .base import TensorLayer, has_relu
 
 __all__ = [
     "BatchNorm2d",
@@ -26,6 +26,7 @@ class BatchNorm2d(TensorLayer):
     Args:
         momentum: weight of the old value in a running statistic (PyTorch's momentum is 1 minus this).
         eps: added to the variance.
+        activation: "RELU" to apply ReLU in the end.
 
     Attributes:
         scale: [C]; initially 1.
@@ -39,7 +40,10 @@ class BatchNorm2d(TensorLayer):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
+    def __init__(
+        self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5, *, activation: str | None = None
+    ) -> None:
+        self.relu = has_relu(activation)
         self.channels = None if channels is None else check_integer("channels", channels, 1)
         self.momentum, self.eps = check_number("momentum", momentum, "[0, 1]"), eps
         self.running: normalization.Running | None = None
@@ -47,8 +51,8 @@ class BatchNorm2d(TensorLayer):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "running": None}  # of an optimizer, which a copy does not have
 
-    def initialize(self, x: Tensor) -> None:
-        """Local. Create the parameters and the running statistics, for images like `x`."""
+    def initialize(self, x: Tensor, plus: Tensor | None = None) -> None:
+        """Create the parameters and the running statistics, for images like `x`."""
         self.channels = self._channels(x, self.channels)
         self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
         self.scale.set_value(1)
@@ -57,30 +61,37 @@ class BatchNorm2d(TensorLayer):
         self.running_var.set_value(1)
 
     def own_states(self) -> dict[str, Tensor]:
-        """Local. The running statistics, once the layer is initialized."""
+        """The running statistics, once the layer is initialized."""
         return {"running_mean": self.running_mean, "running_var": self.running_var} if self._initialized else {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Local. The images `x`, normalized by the batch in training mode and by the running statistics otherwise.
+    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        """The images `x`, normalized by the batch in training mode and by the running statistics otherwise.
+
+        Args:
+            x: the images.
+            plus: what is added before ReLU, of the shape of `x`, as where a residual block ends.
 
         Raises:
-            ShapeError: `x` has another number of channels than before.
+            ShapeError: `x` has another number of channels than before, or `plus` another shape.
             UsageError: `x` is neither of the type of the parameters nor float16, or has one value per channel to train.
         """
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
-        return self._run(self._operation(x), x, self.scale, self.bias)
+        if plus is not None and plus.shape != x.shape:
+            raise ShapeError(f"{self._label} adds an array of {list(plus.shape)} to images of {list(x.shape)}")
+        more = () if plus is None else (plus,)
+        return self._run(self._operation(x), x, self.scale, self.bias, *more)
 
     def _operation(self, x: Tensor) -> normalization.BatchNorm2d:
         running = self.arrays() if self.running is None or not mode.training else self.running.note()
-        return normalization.BatchNorm2d(*running, 1 - self.momentum, self.eps)
+        return normalization.BatchNorm2d(*running, 1 - self.momentum, self.eps, self.relu)
 
     def arrays(self) -> tuple[Array, Array]:
-        """Local. Running mean and variance, in place."""
+        """Running mean and variance, in place."""
         return self.running_mean.array, self.running_var.array
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Local. Let an optimizer with `add_statistics` update the running statistics at the end of a step."""
+        """Let an optimizer with `add_statistics` update the running statistics at the end of a step."""
         add = getattr(optimizer, "add_statistics", None)
         self.running = None if add is None else add(self, self.arrays, 1 - self.momentum)
 
@@ -99,6 +110,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         eps: see `BatchNorm2d`.
         reduce: sums an array over the ranks, such as a DistOpt's `reduce` (default: the `reduce` of the model's
             optimizer; if it has none, statistics are those of this rank).
+        activation: see `BatchNorm2d`.
     """
 
     def __init__(
@@ -107,15 +119,17 @@ class SyncBatchNorm2d(BatchNorm2d):
         momentum: float = 0.9,
         eps: float = 1e-5,
         reduce: normalization.Reduce | None = None,
+        *,
+        activation: str | None = None,
     ) -> None:
-        super().__init__(channels, momentum, eps)
+        super().__init__(channels, momentum, eps, activation=activation)
         self.reduce, self._is_given = reduce, reduce is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"reduce": self.reduce if self._is_given else None}
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Local. Sum statistics by the `reduce` of an optimizer, unless the constructor was given another."""
+        """Sum statistics by the `reduce` of an optimizer, unless the constructor was given another."""
         if not self._is_given:
             self.reduce = getattr(optimizer, "reduce", None)
 
@@ -124,4 +138,4 @@ class SyncBatchNorm2d(BatchNorm2d):
             return super()._operation(x)
         if x.device.capturing:
             raise UsageError(f"{self._label} sums over ranks, which a CUDA graph cannot hold")
-        return normalization.SyncBatchNorm2d(*self.arrays(), 1 - self.momentum, self.eps, self.reduce)
+        return normalization.SyncBatchNorm2d(*self.arrays(), 1 - self.momentum, self.eps, self.relu, self.reduce)

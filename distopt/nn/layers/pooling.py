@@ -39,7 +39,7 @@ class Pooling2d(Windowed):
         self.is_max = is_max
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. The pooled images [N, C, oh, ow], where oh = (H + top + bottom - kernel height) // stride + 1."""
+        """The pooled images [N, C, oh, ow], where oh = (H + top + bottom - kernel height) // stride + 1."""
         operation = pooling.MaxPool2d if self.is_max else pooling.AvgPool2d
         return self._run(operation(self.kernel_size, self.stride, self._padding_of(x)), x)
 

@@ -17,7 +17,7 @@ _PAD_MODES = ("NOTSET", "SAME_UPPER", "SAME_LOWER")
 
 
 def pair(what: str, value: Size | None) -> Pair:
-    """Local. Height and width from an argument `what` that is one number or two.
+    """Height and width from an argument `what` that is one number or two.
 
     Raises:
         UsageError: it is something else.

@@ -41,7 +41,7 @@ class SoftMax(TensorLayer):
     """exp(x) / sum(exp(x)) over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. Probabilities in the shape of `x`, which add up to 1 over the last dimension."""
+        """Probabilities in the shape of `x`, which add up to 1 over the last dimension."""
         return reduction.softmax(x)
 
 
@@ -52,7 +52,7 @@ class Flatten(TensorLayer):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. The elements of `x` as a matrix."""
+        """The elements of `x` as a matrix."""
         return shape.flatten(x, self.axis)
 
 
@@ -60,7 +60,7 @@ class Reshape(TensorLayer):
     """The same elements with the dimensions `shape`, where one may be -1."""
 
     def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Local. The elements of `x` with the dimensions `shape`, which may differ from call to call."""
+        """The elements of `x` with the dimensions `shape`, which may differ from call to call."""
         return x.reshape(shape)
 
 
@@ -71,7 +71,7 @@ class Dropout(TensorLayer):
         self.ratio = check_number("the ratio of Dropout", ratio, "[0, 1)")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Local. A tensor like `x`; outside of training mode, its values are those of `x`."""
+        """A tensor like `x`; outside of training mode, its values are those of `x`."""
         return elementwise.dropout(x, self.ratio)
 
 
@@ -88,7 +88,7 @@ class Cat(TensorLayer):
         self.axis = axis
 
     def forward(self, xs: Sequence[Tensor]) -> Tensor:
-        """Local. The tensors `xs`, one at least, whose other dimensions are equal."""
+        """The tensors `xs`, one at least, whose other dimensions are equal."""
         return shape.cat(xs, self.axis)
 
 

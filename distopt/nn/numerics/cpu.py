@@ -201,6 +201,7 @@ class SavedNorm(NamedTuple):
     mean: Array
     inverse_deviation: Array
     training: bool
+    cut: Array | None  # with ReLU behind it, what tells where that cut off: here y, on a GPU beta
 
 
 def conv2d(
@@ -298,12 +299,17 @@ def batch_norm2d(
     momentum: float,
     eps: float,
     training: bool,
+    relu: bool = False,
+    plus: Array | None = None,
 ) -> tuple[Array, Any]:
     """Normalize each channel (Ioffe and Szegedy, arXiv 1502.03167); parameters and statistics have the shape [C].
 
     In training, the batch's own mean and biased variance are used, and the running statistics are updated in place:
     running = (1 - momentum) * running + momentum * batch, with the unbiased variance, as in PyTorch.
     Otherwise, the running statistics are used and not changed.
+
+    Then `plus`, of the shape of x, is added if given, and ReLU applied if asked. `batch_norm2d_backward` includes the
+    gradient of ReLU except behind a sum, where `relu_backward` comes first, for both terms.
 
     Returns:
         y like x, and saved.
@@ -321,12 +327,18 @@ def batch_norm2d(
         running_var += momentum * (var * (count / (count - 1)) - running_var)
     inverse_deviation = 1 / np.sqrt(var + x.dtype.type(eps))
     _core.normalize(_planes(x), mean, inverse_deviation, gamma, beta, _planes(y))
-    return y, SavedNorm(x, gamma, mean, inverse_deviation, training)
+    if plus is not None:
+        y += plus
+    if relu:
+        y = _mapped(_core.relu, y)
+    return y, SavedNorm(x, gamma, mean, inverse_deviation, training, y if relu and plus is None else None)
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
     """Overwrite dgamma and dbeta [C] with the gradients of gamma and beta; return the gradient of x."""
-    x, gamma, mean, inverse_deviation, training = saved
+    x, gamma, mean, inverse_deviation, training, y = saved
+    if y is not None:
+        dy = relu_backward(dy, y)
     dx = empty(x.shape, x.dtype)
     planes = _planes(dy), _planes(x)
     _core.normalize_backward(*planes, mean, inverse_deviation, gamma, training, dgamma, dbeta, _planes(dx))

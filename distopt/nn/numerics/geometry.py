@@ -73,7 +73,7 @@ def _check_images(images: tuple[int, ...]) -> None:
 
 
 def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float = 0.0) -> Any:
-    """Local. A copy of images `x` in a frame of `fill`, or `x` itself without padding. `empty` allocates the copy."""
+    """A copy of images `x` in a frame of `fill`, or `x` itself without padding. `empty` allocates the copy."""
     if not any(padding):
         return x
     (top, bottom), (left, right) = _sides(padding)
@@ -85,7 +85,7 @@ def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float
 
 
 def without_border(wide: Any, padding: Padding, empty: Callable[..., Any]) -> Any:
-    """Local. A copy of the images inside the frame of `with_border`, or `wide` itself without padding."""
+    """A copy of the images inside the frame of `with_border`, or `wide` itself without padding."""
     if not any(padding):
         return wide
     (top, bottom), (left, right) = _sides(padding)

@@ -31,18 +31,16 @@ avg_pool2d, avg_pool2d_backward = gpu_images.avg_pool2d, gpu_images.avg_pool2d_b
 
 # -- half precision ----------------------------------------------------------------------------------------------------
 def to_half(x: Array) -> Array:
-    """See `cpu.to_half`."""
     return x.astype(np.float16)
 
 
 def from_half(x: Array) -> Array:
-    """See `cpu.from_half`."""
     return x.astype(np.float32)
 
 
 # -- indices -----------------------------------------------------------------------------------------------------------
 def check_index(index: Array, length: int, axis: int) -> Array | None:
-    """See `cpu.check_index`; returns where an index is out of range, which CuPy would take modulo the length."""
+    """As `cpu.check_index`; returns where an index is out of range, which CuPy would take modulo the length."""
     outside, found = cupy.empty(index.shape, np.bool_), device_of(index).out_of_range.ctypes.data
     launch_each(
         "check_index", index.size, checked(index, index.shape, np.int64), index.size, length, axis, outside, found
@@ -52,7 +50,7 @@ def check_index(index: Array, length: int, axis: int) -> Array | None:
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
-    """See `cpu.linear`; bias and ReLU are a pass of their own."""
+    """As `cpu.linear`; bias and ReLU are a pass of their own."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     checked(x, x.shape)
@@ -64,7 +62,6 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.linear_backward`."""
     x, w, y = saved
     checked(dy, (len(x), w.shape[1]))
     checked_or_none(dw, w.shape)
@@ -78,17 +75,14 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
 
 
 def relu(x: Array) -> Array:
-    """See `cpu.relu`."""
     return cupy.maximum(checked(x, x.shape), 0)
 
 
 def sigmoid(x: Array) -> Array:
-    """See `cpu.sigmoid`."""
     return 1 / (1 + cupy.exp(-x))
 
 
 def sigmoid_backward(dy: Array, y: Array) -> Array:
-    """See `cpu.sigmoid_backward`."""
     return dy * y * (1 - y)
 
 
@@ -100,14 +94,13 @@ def _matrix(x: Array) -> tuple[int, int]:
 
 
 def softmax(x: Array) -> Array:
-    """See `cpu.softmax`."""
     _matrix(x)
     y = cupy.exp(x - x.max(axis=1, keepdims=True))
     return y / y.sum(axis=1, keepdims=True)
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
-    """See `cpu.softmax_cross_entropy`; an invalid label makes the loss NaN, see the module."""
+    """As `cpu.softmax_cross_entropy`; an invalid label makes the loss NaN, see the module."""
     rows, columns = _matrix(checked(logits, logits.shape))
     index = target = None
     if labels.ndim == 2:
@@ -123,7 +116,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
-    """See `cpu.softmax_cross_entropy_backward`; the host does not wait for a `scale` on the device."""
+    """As `cpu.softmax_cross_entropy_backward`; the host does not wait for a `scale` on the device."""
     return saved * scale
 
 
@@ -137,8 +130,9 @@ def batch_norm2d(
     momentum: float,
     eps: float,
     training: bool,
+    relu: bool = False,
+    plus: Array | None = None,
 ) -> tuple[Array, Any]:
-    """See `cpu.batch_norm2d`."""
     n, c, h, w = x.shape
     if training and n * h * w == 1:
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
@@ -151,32 +145,32 @@ def batch_norm2d(
         launch_each("channel_moments", c, (n, c), n * h * w, *_plane_sums(x, x), *results)
     else:
         mean, inverse = running_mean.copy(), 1 / cupy.sqrt(running_var + eps)
-    launch_planes("normalize", n * c, h * w, (n, c), h * w, x, mean, inverse, gamma, beta, y)
-    return y, SavedNorm(x, gamma, mean, inverse, training)
+    given = (n, c), h * w, x, mean, inverse, gamma, beta, checked_or_none(plus, x.shape), relu, y
+    launch_planes("normalize", n * c, h * w, *given)
+    return y, SavedNorm(x, gamma, mean, inverse, training, beta if relu and plus is None else None)
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
-    """See `cpu.batch_norm2d_backward`."""
-    x, gamma, mean, inverse, training = saved
+    x, gamma, mean, inverse, training, beta = saved
     n, c, h, w = x.shape
     dx = cupy.empty(checked(dy, x.shape).shape, np.float32)
     sums = checked(dbeta, (c,)), checked(dgamma, (c,))
-    launch_each("channel_sums", c, (n, c), *_plane_sums(dy, x, mean, inverse), *sums)
-    given = (n, c), h * w, dy, x, mean, inverse, gamma, training, dgamma, dbeta, dx
+    launch_each("channel_sums", c, (n, c), *_plane_sums(dy, x, mean, inverse, gamma, beta), *sums)
+    given = (n, c), h * w, dy, x, mean, inverse, gamma, beta, training, dgamma, dbeta, dx
     launch_planes("normalize_backward", n * c, h * w, *given)
     return dx
 
 
-def _plane_sums(a: Array, b: Array, mean: Array | None = None, inverse: Array | None = None) -> Array:
-    """The sums of a and of a * b, which is normalized if a mean is given, over each plane: [2, N, C] in float64."""
+def _plane_sums(a: Array, b: Array, *normal: Array | None) -> Array:
+    """The sums of a and of a * b over each plane, [2, N, C] in float64; see the kernel for mean ... beta."""
     n, c, h, w = a.shape
     sums = cupy.empty((2, n, c), np.float64)
-    launch_lanes("plane_sums", n * c, h * w, n * c, c, h * w, a, b, mean, inverse, *sums)
+    launch_lanes("plane_sums", n * c, h * w, n * c, c, h * w, a, b, *(normal or [None] * 4), *sums)
     return sums
 
 
 def channel_sums(x: Array) -> Array:
-    """See `cpu.channel_sums`; computed in float64 throughout."""
+    """As `cpu.channel_sums`; computed in float64 throughout."""
     if not x.size:
         return cupy.zeros(2 * x.shape[1] + 1)
     mean, var = (take(axis=(0, 2, 3), dtype=cupy.float64) for take in (x.mean, x.var))
@@ -184,11 +178,11 @@ def channel_sums(x: Array) -> Array:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-UPDATES_AT_ONCE = 32  # Updates in update.cu
+UPDATES_AT_ONCE = 96  # Updates in update.cu; the arguments of a kernel have 4,096 bytes
 
 
 def update(rule: str, several: Sequence[Update], *values: float, gate: Array | None = None) -> None:
-    """See `cpu.update`; the gate is read on the device."""
+    """As `cpu.update`; the gate is read on the device."""
     gate, coefficients = checked_or_none(gate, (), np.bool_), _COEFFICIENTS[rule](*values)
     device = cupy.cuda.runtime.getDevice()
     for first in range(0, len(several), UPDATES_AT_ONCE):

@@ -20,11 +20,11 @@ from ...kernels.cuda import check_device, launch_each
 Array: TypeAlias = Any  # cupy.ndarray
 
 _WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper; other GPUs need less
-_MATH_MODE = 3 if os.environ.get("CUPY_TF32") == "1" else 0  # TF32, or the default
+_FLOAT32, _TF32 = 0, 3  # CUBLAS_DEFAULT_MATH, CUBLAS_TF32_TENSOR_OP_MATH
 
 
 def checked(array: Array, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-    """Local. `array`, which must be dense and of this shape and type: kernels get no more than its address."""
+    """`array`, which must be dense and of this shape and type: kernels get no more than its address."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(f"kernels of a GPU take CuPy arrays, not {type(array).__name__}; copy it with Tensor.to_device")
     if array.dtype != dtype or not array.flags.c_contiguous:
@@ -38,18 +38,17 @@ def checked(array: Array, shape: tuple[int, ...], dtype: Any = np.float32) -> Ar
 
 
 def checked_or_none(array: Array | None, shape: tuple[int, ...], dtype: Any = np.float32) -> Array | None:
-    """Local. As `checked`, also of None."""
+    """As `checked`, also of None."""
     return None if array is None else checked(array, shape, dtype)
 
 
 def finish(y: Array, width: int, bias: Array | None, relu: bool) -> None:
-    """Local. Add the bias of each channel to y [.., channels, width], in place, and apply ReLU, where wanted."""
+    """Add the bias of each channel to y [.., channels, width], in place, and apply ReLU, where wanted."""
     if relu or bias is not None:
         launch_each("finish", y.size, y.size, width, 1 if bias is None else bias.size, bias, relu, y)
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
-    """See `cpu.relu_backward`."""
     dx = cupy.empty(dy.shape, np.float32)
     launch_each("relu_backward", dy.size, dy.size, checked(dy, dy.shape), checked(y, dy.shape), dx)
     return dx
@@ -65,7 +64,7 @@ def product(
     b_transposed: bool = False,
     accumulate: bool = False,
 ) -> Array:
-    """Local. a [rows, inner] @ b [inner, columns], of dense matrices of float32, or of several pairs of them.
+    """The product a [rows, inner] @ b [inner, columns], of dense matrices of float32, or of several pairs of them.
 
     Args:
         a: if `a_transposed`, [inner, rows].
@@ -103,7 +102,7 @@ def product(
     # To set the stream takes the workspace away; without one of ours a capture would allocate in the graph. CuPy sets
     # the stream before each call of its own.
     _call("cublasSetWorkspace_v2", _address(workspace), ctypes.c_size_t(workspace.nbytes))
-    _call("cublasSetMathMode", _MATH_MODE)
+    _call("cublasSetMathMode", _TF32 if os.environ.get("CUPY_TF32") == "1" else _FLOAT32)
     one, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(accumulate))
     # cuBLAS counts by columns: a row-major matrix is its transpose to it, and out' = b' a'.
     given = int(b_transposed), int(a_transposed), columns, rows, inner, one

@@ -29,6 +29,10 @@ class _SavedPool(NamedTuple):
     taken: Array
 
 
+class _SavedMean(NamedTuple):
+    x_shape: tuple[int, ...]
+
+
 class _Conv(NamedTuple):
     x: Array
     w: Array
@@ -84,7 +88,7 @@ def conv2d(
     relu: bool = False,
     pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
-    """See `cpu.conv2d`; pooling is a pass of its own."""
+    """As `cpu.conv2d`; pooling is a pass of its own."""
     m, kernel, groups = len(w), w.shape[2:], _groups(x, w)
     size = out_size(x.shape, kernel, stride, padding)
     window = (*x.shape[2:], *kernel, *stride, *padding, *size)
@@ -105,17 +109,17 @@ def conv2d(
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.conv2d_backward`."""
     x, w, window, y, pooling = saved
     if pooling is not None:
-        dy = max_pool2d_backward(dy, pooling)
+        dy = max_pool2d_backward(dy, pooling, y)
     m, c, groups, size = len(w), x.shape[1], _groups(x, w), window[8:]
     checked(dy, (len(x), m, *size))
     checked_or_none(dw, w.shape)
-    if y is not None:
+    if y is not None and pooling is None:
         dy = relu_backward(dy, y)
-    if db is not None:
-        dy.sum(axis=(2, 3), dtype=np.float64).sum(axis=0, dtype=np.float64, out=checked(db, (m,)))
+    if db is not None:  # CuPy gives each result a block: for large images, first one to each plane
+        sums = dy if dy.size < 1 << 22 else dy.sum(axis=(2, 3), dtype=np.float64, keepdims=True)
+        sums.sum(axis=(0, 2, 3), dtype=np.float64, out=checked(db, (m,)))
     dx = cupy.empty(x.shape, np.float32) if need_dx else None
     if is_pointwise := _is_pointwise(window, groups):
         if dx is not None:
@@ -145,7 +149,6 @@ def _fits_images(x: Array, m: int) -> bool:
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """See `cpu.max_pool2d`."""
     shape = pool_out(x.shape, kernel, stride, padding)
     window = (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
     y, taken = cupy.empty(shape, np.float32), cupy.empty(shape, cupy.uint8)
@@ -154,22 +157,25 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     return y, _SavedPool(x.shape, window, taken)
 
 
-def max_pool2d_backward(dy: Array, saved: Any) -> Array:
-    """See `cpu.max_pool2d_backward`."""
+def max_pool2d_backward(dy: Array, saved: Any, relu: Array | None = None) -> Array:
+    """As `cpu.max_pool2d_backward`; also through the ReLU that gave the pooled array `relu`."""
     (n, c, h, w), window, taken = saved
     checked(dy, taken.shape)
     dx = cupy.empty(saved.x_shape, np.float32)
-    launch_planes("max_pool_backward", n * c, h * w, (n, c), window, dy, taken, dx)
+    launch_planes("max_pool_backward", n * c, h * w, (n, c), window, dy, taken, relu, dx)
     return dx
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """See `cpu.avg_pool2d`; a convolution of each channel with equal weights."""
+    """As `cpu.avg_pool2d`; of whole images the mean, else a convolution of each channel with equal weights."""
     pool_out(x.shape, kernel, stride, padding)
+    if (kernel, padding) == (x.shape[2:], (0, 0)):
+        return checked(x, x.shape).mean(axis=(2, 3), keepdims=True), _SavedMean(x.shape)
     weights = cupy.full((x.shape[1], 1, *kernel), 1 / (kernel[0] * kernel[1]), np.float32)
     return conv2d(x, weights, None, stride, padding)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
-    """See `cpu.avg_pool2d_backward`."""
+    if isinstance(saved, _SavedMean):
+        return cupy.broadcast_to(dy, saved.x_shape) * (1 / prod(saved.x_shape[2:]))
     return conv2d_backward(dy, saved, None, None)

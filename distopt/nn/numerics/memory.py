@@ -58,7 +58,7 @@ class Pool:
         self._clock = 0
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """Return an uninitialized C-contiguous array, aligned to 64 bytes unless it is small. Local."""
+        """Return an uninitialized C-contiguous array, aligned to 64 bytes unless it is small."""
         n_bytes, block_bytes = _sizes(shape, dtype)  # type: ignore[arg-type]  # dtypes can be hashed
         if n_bytes < _SMALL:
             return np.empty(shape, dtype)

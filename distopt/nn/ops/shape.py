@@ -40,7 +40,7 @@ _slice = slice  # a function below has this name
 
 
 def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
-    """Local. The axes, counted from the first.
+    """The axes, counted from the first.
 
     Args:
         x: the tensor that they belong to.
@@ -62,7 +62,7 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
 
 
 def several(numbers: int | Sequence[int]) -> Sequence[int]:
-    """Local. The argument as a sequence, if it is a single number."""
+    """The argument as a sequence, if it is a single number."""
     return numbers if np.ndim(numbers) else [numbers]  # type: ignore[list-item, return-value]
 
 

@@ -89,16 +89,16 @@ class Optimizer:
         return ()
 
     def __call__(self, loss: Tensor) -> None:
-        """Local. One training step from `loss`."""
+        """One training step from `loss`."""
         self.call(loss)
         self.step()
 
     def backward_and_update(self, loss: Tensor) -> None:
-        """Local. The same as a call of the optimizer; SINGA's name."""
+        """The same as a call of the optimizer; SINGA's name."""
         self(loss)
 
     def call(self, loss: Tensor) -> None:
-        """Local. Update every parameter behind `loss`, each as soon as its gradient is final. `step` must follow."""
+        """Update every parameter behind `loss`, each as soon as its gradient is final. `step` must follow."""
         pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss)
         if self._accumulation.active:
             self._accumulation.add(pairs)
@@ -111,7 +111,7 @@ class Optimizer:
         self.update_all(pairs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Local. In the body of a `with`, a call of the optimizer only adds the gradients of its loss to earlier ones.
+        """In the body of a `with`, a call of the optimizer only adds the gradients of its loss to earlier ones.
 
         The next call outside adds them to its own and updates. To have the gradient of a mean over n such batches,
         divide each loss by n. `DistOpt.no_sync` has the same effect on every rank; the name is PyTorch's.
@@ -120,12 +120,12 @@ class Optimizer:
 
     @property
     def can_gate(self) -> bool:
-        """Local. Whether `gated` can keep this optimizer from updating. False for a rule that a script defines."""
+        """Whether `gated` can keep this optimizer from updating. False for a rule that a script defines."""
         return False
 
     @contextmanager
     def gated(self, flag: Array) -> Iterator[Callable[[], None]]:
-        """Local. Updates inside change nothing if `flag` is true, without a wait of the host; only if `can_gate`.
+        """Updates inside change nothing if `flag` is true, without a wait of the host; only if `can_gate`.
 
         Args:
             flag: bool [], on the device of the parameters.
@@ -149,7 +149,7 @@ class Optimizer:
         self._clip_grad_norm = None if value is None else check_number("clip_grad_norm", value, "(0, inf]")
 
     def clip_gradients(self, grads: Sequence[Array]) -> None:
-        """Local. Scale all gradients of a step down, so that their common l2 norm is at most `clip_grad_norm`.
+        """Scale all gradients of a step down, so that their common l2 norm is at most `clip_grad_norm`.
 
         The factor is that of `torch.nn.utils.clip_grad_norm_`; `grad_norm` is the norm before. Steps from a loss call
         this before they update; loops that call `update` by hand call it themselves.
@@ -165,7 +165,7 @@ class Optimizer:
                 grad *= factor
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """Local. `apply` to a parameter under its own name.
+        """`apply` to a parameter under its own name.
 
         Raises:
             UsageError: shapes or dtypes differ.
@@ -180,12 +180,12 @@ class Optimizer:
             mode.training = training
 
     def update_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Local. `update` of each parameter by its gradient, as they come; rules may do several at once on a GPU."""
+        """`update` of each parameter by its gradient, as they come; rules may do several at once on a GPU."""
         for param, grad in pairs:
             self.update(param, grad)
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
-        """Local. Update a parameter in place.
+        """Update a parameter in place.
 
         Args:
             param_name: for subclasses that keep states by name. Slots are kept by tensor, so it need not be unique.
@@ -208,7 +208,7 @@ class Optimizer:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Local. By name, the state that decides the next update, except parameters, gradients and slots.
+        """By name, the state that decides the next update, except parameters, gradients and slots.
 
         The values are numbers, booleans and strings. `DistOpt` checks in every step that all ranks have the same. A
         subclass with more constants adds them to this dict.
@@ -221,7 +221,7 @@ class Optimizer:
         }
 
     def step(self) -> None:
-        """Local. Count a finished step, and set the hyperparameters of the next one; do nothing inside `no_sync`."""
+        """Count a finished step, and set the hyperparameters of the next one; do nothing inside `no_sync`."""
         if not self._accumulation.active:
             changes.updated(self, self._updated)
             self._go_to(self._steps + 1)
@@ -231,7 +231,7 @@ class Optimizer:
         self._steps = step
 
     def attach(self, params: Iterable[Tensor]) -> None:
-        """Local. Receive the parameters before the first step; called by `Model`.
+        """Receive the parameters before the first step; called by `Model`.
 
         Raises:
             UsageError: two of them share a name.
@@ -246,7 +246,7 @@ class Optimizer:
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Local. Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
+        """Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
 
         Raises:
             UsageError: a parameter has no unique name, or gradients of `no_sync` wait for an update.
@@ -255,7 +255,7 @@ class Optimizer:
         return {"step_counter": np.array(self._steps), **self._store.states()}
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Continue from the result of `get_states`; parameters are identified by name.
+        """Continue from the result of `get_states`; parameters are identified by name.
 
         Values may be tensors, as `Model.load_states` returns them. Names without a colon, other than "step_counter",
         are left to subclasses. Gradients accumulated in `no_sync` are dropped.
@@ -269,7 +269,7 @@ class Optimizer:
         self._store.load(slots)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Check that `set_states` would accept these states.
+        """Check that `set_states` would accept these states.
 
         Raises:
             StateError: see `set_states`.
@@ -294,7 +294,7 @@ class Optimizer:
         self._go_to(int(number_of(value)))
 
     def as_tensor(self, value: float) -> Tensor:
-        """Local. A number as a float32 tensor of shape (1,), where the parameters are.
+        """A number as a float32 tensor of shape (1,), where the parameters are.
 
         It is a copy, on the CPU a read-only one: to change a hyperparameter, assign to it.
         """
@@ -304,18 +304,18 @@ class Optimizer:
         return Tensor.of(array, self._device, requires_grad=False)
 
     def tensors_of(self, slot: str) -> dict[str | None, Tensor]:
-        """Local. A slot of all parameters, by their names, as tensors that share its memory."""
+        """A slot of all parameters, by their names, as tensors that share its memory."""
         return self._store.tensors(slot)
 
     def device_check(self, *inputs: Tensor) -> None:
-        """Local. Move the `inputs`, and later results of `as_tensor`, to the device of the first of them."""
+        """Move the `inputs`, and later results of `as_tensor`, to the device of the first of them."""
         self._device = inputs[0].device
         for tensor in inputs:
             tensor.to_device(self._device)
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Local. Check that `grad` can be the gradient of `param`.
+    """Check that `grad` can be the gradient of `param`.
 
     Raises:
         UsageError: shapes or dtypes differ.

@@ -34,13 +34,13 @@ class _Rule(Optimizer):
 
     @property
     def can_gate(self) -> bool:
-        """Local. See `Optimizer.can_gate`. The kernel reads the gate, so no other code may update."""
+        """Whether a step can be gated. The kernel reads the gate, so no other code may update."""
         kind, base = type(self), _Rule
         own = kind.apply, kind.update, kind.step, kind._apply
         return own == (base.apply, base.update, base.step, base._apply) and self._clip_grad_norm is None
 
     def update_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Local. See `Optimizer.update_all`; one by one if a subclass has its own `update` or `apply`."""
+        """Update many parameters by few kernels; one by one if a subclass has its own `update` or `apply`."""
         if (type(self).apply, type(self).update) != (_Rule.apply, _Rule.update):
             return super().update_all(pairs)
         self._waiting = []
@@ -114,7 +114,7 @@ class SGD(_Rule):
         return () if never else ("momentum",)
 
     def constants(self) -> dict[str, Any]:
-        """Local. See `Optimizer.constants`."""
+        """The constants of the base class, and `nesterov`."""
         return super().constants() | {"nesterov": self.nesterov}
 
     def _numbers(self) -> list[float]:

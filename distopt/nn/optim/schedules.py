@@ -32,11 +32,11 @@ class DecayScheduler:
         self.init_value = check_number("init_value", init_value, "[0, inf)")
 
     def __call__(self, step: Any) -> Any:
-        """Local. The value at `step`, from 0: a number for a number, a tensor [1] for a tensor of one element."""
+        """The value at `step`, from 0: a number for a number, a tensor [1] for a tensor of one element."""
         return _like(step, self.call(step if isinstance(step, Tensor) else Tensor(data=[step], dtype=float32)))
 
     def call(self, step: Tensor) -> Any:
-        """Local. The value at `step`; see the class."""
+        """The value at `step`; see the class."""
         raise NotImplementedError(f"{type(self).__name__} has no value; define call(self, step)")
 
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import checkpoint
 from ...checkpoint.folder import list_checkpoints, survey
-from ...checkpoint.load import communicator_of
+from ...checkpoint.load import ranks_of
 from ...data import ShardedSampler
 from ...errors import UsageError
 from .generators import TorchGenerator, global_generators
@@ -185,4 +185,4 @@ def _tell_rates(chosen: dict[str, list[float]], optimizers: dict[str, torch.opti
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    return GroupRanks(group) if dist.is_initialized() else communicator_of({})
+    return GroupRanks(group) if dist.is_initialized() else ranks_of({})

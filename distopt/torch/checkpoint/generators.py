@@ -29,7 +29,7 @@ class TorchGenerator(Adapter):
         return State({"": self._generator.get_state().numpy()}, {"device": self._generator.device.type})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the state is of a generator on the same type of device."""
+        """Local. Check that the state is of a generator on the same type of device."""
         own = self.snapshot()
         if state.notes != own.notes or state.arrays.get("", np.empty(0)).shape != own.arrays[""].shape:
             raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")

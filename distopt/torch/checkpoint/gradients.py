@@ -49,7 +49,7 @@ class Gradients(StateDict):
         return {name: _to_save(grad) for name, grad in waiting.items()}
 
     def snapshot(self) -> State:
-        """Local. See `Adapter.snapshot`."""
+        """Local. The state: `state_dict` as a tree of notes, with its tensors as arrays."""
         arrays: dict[str, Any] = {}
         return State(arrays, {"tree": encode(self.state_dict(), "", arrays)})
 

@@ -27,7 +27,7 @@ class GroupRanks:
         self.topology = Topology(rank, size, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), hosts)
 
     def all_gather_bytes(self, payload: bytes, *, label: str = "") -> list[bytes]:
-        """Collective. See `Ranks`; PyTorch's messages have no label."""
+        """Collective. The payload of every rank, in rank order; PyTorch's messages have no label."""
         payloads = [b""] * dist.get_world_size(self._group)
         dist.all_gather_object(payloads, payload, group=self._group)
         return payloads

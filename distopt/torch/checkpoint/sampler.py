@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -13,6 +14,8 @@ from ...checks import check_integer
 from ...data import ShardedSampler
 from ...errors import UsageError
 from ..private import LOADER_RESET, called_by
+
+_log = logging.getLogger("distopt")
 
 
 class ResumableSampler(ShardedSampler):
@@ -99,7 +102,9 @@ class ResumableSampler(ShardedSampler):
         # The loader has just drawn a seed for its workers. The interrupted epoch drew its seed before it was saved.
         if self._at_start is not None and self._first:
             self._at_start()
-        return map(np.ndarray.tolist, super()._begin(iteration))
+        batches = super()._begin(iteration)
+        iteration.n_batches = len(self)
+        return map(np.ndarray.tolist, batches)
 
     def _hand_out(self, place: int) -> None:
         """Count nothing, since loaders fetch ahead."""
@@ -108,7 +113,18 @@ class ResumableSampler(ShardedSampler):
         """Leave the place: a loader that fetches ahead comes to the end before the steps do."""
 
     def _was_peek(self, iteration: Any) -> bool:
-        return not iteration.has_stepped
+        return not iteration.n_steps
+
+    def _dropped(self, iteration: Any) -> None:
+        super()._dropped(iteration)
+        # No error: a loop that ends early counts few steps as well, since its loader has fetched ahead.
+        per_step = round(iteration.n_batches / max(iteration.n_steps, 1))
+        if self.rank == 0 and iteration.has_ended and iteration.n_steps and per_step >= 2 * self.batches_per_step:
+            _log.warning(
+                f"{iteration.n_steps} steps were counted in an epoch of {iteration.n_batches} batches. If an update "
+                "accumulates the gradients of several, make the sampler with ResumableSampler(..., "
+                f"batches_per_step={per_step}); without it, a job that resumes trains on some batches twice"
+            )
 
     def finish_step(self) -> None:
         """Local. Count the samples of one step on all ranks; `Checkpoint.step` calls this."""
@@ -116,7 +132,7 @@ class ResumableSampler(ShardedSampler):
         trained = self.consumed + self.batches_per_step * self.batch_size * self.shards
         self.consumed = min(trained, self.size)  # the last batch may be shorter
         if (iteration := self._current()) is not None:
-            iteration.has_stepped = True
+            iteration.n_steps += 1
 
     step = finish_step  # the name in scripts without a Checkpoint
 

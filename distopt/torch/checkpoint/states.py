@@ -76,7 +76,7 @@ class StateDict(Adapter):
         return State(arrays, {"class": type(self._thing).__name__, "tree": tree})
 
     def check(self, state: State) -> None:
-        """Local. See `Adapter.check`: the object has the same class, and a dictionary with the same keys."""
+        """Local. Check that the object has the same class, and a dictionary with the same keys."""
         if "tree" not in state.notes:
             raise StateError("the states are no state dictionary of PyTorch; they are of another script")
         self._check_tree(state)
@@ -95,13 +95,13 @@ class StateDict(Adapter):
         self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._wholes()))
 
     def widened(self, state: State) -> Arrays:
-        """Local. See `Adapter.widened`; arrays of bits count as the numbers of their type."""
+        """Local. The floating-point numbers in float64; arrays of bits count as the numbers of their type."""
         nodes = tensor_nodes(state.notes["tree"])
         found = {key: widened(array, nodes.get(key, {}).get("dtype", "")) for key, array in state.arrays.items()}
         return {key: numbers for key, numbers in found.items() if numbers is not None}
 
     def narrowed(self, key: str, numbers: np.ndarray[Any, Any], state: State) -> np.ndarray[Any, Any]:
-        """Local. See `Adapter.narrowed`."""
+        """Local. Numbers of float64 as the array `key` has them, rounded once; also as bits of another type."""
         dtype = tensor_nodes(state.notes["tree"]).get(key, {}).get("dtype", "")
         return narrowed(numbers, dtype, state.arrays[key].dtype)
 
@@ -131,7 +131,7 @@ class ModelState(StateDict):
         self._is_plain = False  # whether these are buffers, and others are shared
 
     def snapshot(self) -> State:
-        """Local; collective if DDP is about to change its buckets. See `Adapter.snapshot`; with the buckets' order."""
+        """Local; collective if DDP is about to change its buckets. The state, with the order of the buckets."""
         state = super().snapshot()
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
@@ -141,7 +141,7 @@ class ModelState(StateDict):
         return state
 
     def own(self) -> State:
-        """Local. See `Adapter.own`: the buffers, if the other states are shared parameters."""
+        """Local. The buffers, if the other states are shared parameters."""
         if self._own_names is None:
             arrays = super().snapshot().arrays
             own = arrays.keys() - self.shared(arrays)
@@ -174,7 +174,7 @@ class ModelState(StateDict):
         return State(arrays, {})
 
     def live(self) -> State:
-        """Local. See `Adapter.live`; with the order of buckets that the last snapshot has had."""
+        """Local. The state, with the order of buckets that the last snapshot has had."""
         state = super().snapshot()
         del state.notes["class"]
         return State(state.arrays, {**state.notes, **self._noted})
@@ -237,7 +237,7 @@ class OptimizerState(StateDict):
         return [parameter for group in self._thing.param_groups for parameter in group["params"]]
 
     def snapshot(self) -> State:
-        """Local. See `Adapter.snapshot`; with the share of a `ZeroRedundancyOptimizer`."""
+        """Local. The state; of a `ZeroRedundancyOptimizer`, the share of this rank."""
         if self._zero is not None:
             # Schedules change the learning rates of the outer optimizer, and its `step` copies them to the inner one.
             _copy_options(self._zero.param_groups, self._thing.param_groups)
@@ -251,8 +251,13 @@ class OptimizerState(StateDict):
             _copy_options(self._thing.param_groups, self._zero.param_groups)
 
     def own(self) -> State:
-        """Local. See `Adapter.own`: nothing, if all is shared."""
-        return State({}, {}) if self._all_alike else super().own()
+        """Local. If all is shared, what an object such as `DistOpt` changes before the optimizer's update."""
+        if not self._all_alike:
+            return super().own()
+        arrays: Arrays = {}
+        if hasattr(self._thing, "unshared_state_dict"):
+            encode(self._thing.unshared_state_dict(), "", arrays)
+        return State(arrays, {})
 
     def shared(self, names: Iterable[str]) -> set[str]:
         """Local. All names, if all parameters are the same on all ranks; else none."""

@@ -71,7 +71,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         self._failed: list[tuple[CallbackFuture, BaseException]] = []
 
     def then(self, callback: Callable[[Any], Any]) -> CallbackFuture:
-        """Local. See `torch.futures.Future.then`."""
+        """Local. Call `callback` with this future when it has ended; a future of its result."""
         self._seen = True
         child = CallbackFuture(self._whose, self._help_on, self._first)
 
@@ -88,7 +88,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Local. See `torch.futures.Future.add_done_callback`."""
+        """Local. Call `callback` with this future when it has ended."""
 
         def run(_: object) -> None:
             with _runs_callbacks_of(self._whose):
@@ -97,7 +97,7 @@ class CallbackFuture(torch.futures.Future[Any]):
         super().add_done_callback(run)
 
     def wait(self) -> Any:
-        """See `torch.futures.Future.wait`."""
+        """Carry out the operation, and return its value or raise its error."""
         self._seen = True
         if not self.done():
             self._help_on()

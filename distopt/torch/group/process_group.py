@@ -218,7 +218,7 @@ class DistoptProcessGroup(NamedGroup):
         return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
 
     def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:
-        """Collective. Write `tensors[0][r]` of rank `opts.rootRank` to `outs[0]` of rank r; `tensors` is else empty."""
+        """Collective. Write `tensors[0][r]` of rank `opts.rootRank` to `outs[0]` of rank r; others give none."""
         (out,), each = _list(outs), tensors[0] if tensors else []
         if self.rank() == opts.rootRank:
             check_list(self.size(), "scatter", each, "input", out)

@@ -42,7 +42,7 @@ class WaitedWork(dist.Work):
         return self._error
 
     def synchronize(self) -> None:
-        """See `wait`."""
+        """As `wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

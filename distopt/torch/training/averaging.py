@@ -120,8 +120,11 @@ def engine_of(
     shards: int | None,
     seed: int,
     model: torch.nn.Module | None,
+    via_host: bool = False,
 ) -> Engine:
     """Collective. An engine for parameters of `model`, which only `shards` need; see `Engine` and `ModelShards`.
+
+    With `via_host` it sends by the CPUs' transport, wherever the parameters are.
 
     Raises:
         UsageError: parameters are on several devices; or there are `shards`, and the device is not a CPU.
@@ -132,6 +135,6 @@ def engine_of(
             f"shards={shards}: steps in shards run on CPUs, and the parameters are on {device}; leave shards= out, or "
             "train on the CPU"
         )
-    communicator = communicator_of(group, device)
+    communicator = communicator_of(group, device, via_host=via_host)
     cut = None if shards is None or model is None else ModelShards(shards, seed, communicator.topology, model)
     return Engine(communicator, non_finite, check_every, cut)

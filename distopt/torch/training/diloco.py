@@ -81,6 +81,8 @@ class DiLoCo:
             a member's states, as of an average; learning rates and other options stay its own.
         averages: after so many averages of a fragment, training is `finished`.
         grace: with `min_workers`, seconds that an average waits for late workers, once half of them are ready.
+        via_host: see `distopt.torch.DistOpt`; `min_workers` sends so anyway. In all cases, the last averages are on
+            the device of the parameters, and take as much memory as these: 4 bytes for each float32.
 
     Attributes:
         steps: number of steps of the inner optimizer; of a worker that joins, those of the members.
@@ -109,6 +111,7 @@ class DiLoCo:
         moments: Literal["empty", "copy"] = "empty",
         averages: int | None = None,
         grace: float = 2.0,
+        via_host: bool = False,
     ) -> None:
         """Collective."""
         outer = {id(tensor) for group in outer_optimizer.param_groups for tensor in group["params"]}
@@ -127,17 +130,19 @@ class DiLoCo:
         self._model, self._held = plain, HeldParameters(plain, params)
         self._check_optimizers()
         codec, self.device = codecs.codec_of(codec), device_of(params)
-        self._communicator = communicator = communicator_of(group, self.device)
+        via_host = via_host or place is not None
+        self._communicator = communicator = communicator_of(group, self.device, via_host=via_host)
         others = [*(pair for pair in named if id(pair[1]) not in self._averaged), *plain.named_buffers()]
-        with current_stream(self.device):
-            Engine(communicator).agreement.attach(params)
-            send_first(communicator, others)
+        first, sent_by = Engine(communicator), (codec, bucket_elements)
         self._fragments = [
-            Fragment(
-                part, outer_optimizer, Engine(communicator, non_finite), (codec, bucket_elements), fragment_update_alpha
-            )
+            Fragment(part, outer_optimizer, Engine(communicator, non_finite), sent_by, fragment_update_alpha)
             for part in parts_of(params, fragments)
         ]
+        with current_stream(self.device):
+            first.agreement.attach([average for fragment in self._fragments for average in fragment.params])
+            send_first(communicator, others)
+        for fragment in self._fragments:
+            fragment.move(fragment.averages, keep=False)
         self._workers: Workers | None = None
         self._handles = [inner_optimizer.register_step_post_hook(self._count)]
         if place is not None:
@@ -203,6 +208,7 @@ class DiLoCo:
         return None if self._workers is None else self._workers.number
 
     @property
+    @on_current_stream
     def finished(self) -> bool:
         """Collective in this worker. Whether all `averages` have been applied.
 
@@ -214,6 +220,7 @@ class DiLoCo:
             return self._workers.finished
         return self._goal is not None and (self.steps - self._delay) // self._distance >= self._goal
 
+    @on_current_stream
     def _join(self, *_: object) -> None:
         if self._workers is not None:
             self.steps = self._workers.join(self.steps)
@@ -221,7 +228,7 @@ class DiLoCo:
     def stats(self) -> CommunicationStatistics:
         """Local. The cost of communication since the first step; subtract two of them for the cost between.
 
-        With `min_workers`, `stats().workers` tells of the workers.
+        With `min_workers`, `stats().workers` has what this worker has met of the others.
         """
         first, *others = (fragment.stats() for fragment in self._fragments)
         for other in others:
@@ -285,6 +292,7 @@ class DiLoCo:
             for name, tensor in states.items()
         }
 
+    @on_current_stream
     def _count(self, *_: object) -> None:
         """Collective. After a step of the inner optimizer: send or apply what is due."""
         self._check_optimizers()

@@ -69,6 +69,8 @@ class DistOpt(Averaging, torch.optim.Optimizer):
             states then have the same bits for any number of ranks, see `shards`. At least the number of ranks; on CPUs.
         seed: of the random numbers in shards, such as those of dropout.
         model: the model that is trained, for its names and buffers; `shards` need it for running statistics.
+        via_host: for parameters on GPUs: gradients are encoded there, and what is sent travels through pinned memory of
+            the host by the CPUs' transport. Without it, it travels by NCCL.
 
     Raises:
         UsageError: an option is wrong, or a parameter is not one that codecs reduce.
@@ -92,6 +94,7 @@ class DistOpt(Averaging, torch.optim.Optimizer):
         shards: int | None = None,
         seed: int = 0,
         model: torch.nn.Module | None = None,
+        via_host: bool = False,
     ) -> None:
         """Collective."""
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -114,7 +117,9 @@ class DistOpt(Averaging, torch.optim.Optimizer):
         if shards is not None and model is None:
             raise UsageError(f"shards need the model, for running statistics; pass model=model, shards={shards}")
         check_every = 0 if partition_elements else check_every
-        engine = engine_of(params, group, non_finite, check_every, shards=shards, seed=seed, model=model)
+        engine = engine_of(
+            *(params, group, non_finite, check_every), shards=shards, seed=seed, model=model, via_host=via_host
+        )
         engine.partial.keeps_gradients = True  # in `.grad`
         super().__init__(params, engine, codec, bucket_elements, optimizer)
         self._unused = "zero" if find_unused_parameters else "raise"
@@ -206,6 +211,10 @@ class DistOpt(Averaging, torch.optim.Optimizer):
         """Local. The states of the wrapped optimizer, and `engine`: residuals of this rank, and counts."""
         return {**self.optimizer.state_dict(), **super().state_dict()}
 
+    def unshared_state_dict(self) -> dict[str, Any]:
+        """Local. The part of `state_dict` that changes elsewhere than in the update: `engine`."""
+        return super().state_dict()
+
     @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Local. Resume from the result of `state_dict` on the same rank of a job of the same size.
@@ -264,7 +273,6 @@ class DistOpt(Averaging, torch.optim.Optimizer):
         if self._shards is not None:
             self._shards.close()
 
-    @on_current_stream
     def take(self, param: TrainedParameter, tensor: torch.Tensor) -> None:
         """Collective, in a backward pass, for the hooks of parameters: take a gradient, which is final."""
         if self._collects:
@@ -283,14 +291,17 @@ class DistOpt(Averaging, torch.optim.Optimizer):
                 tensor.grad = tensor.grad.clone()  # may lie in a bucket that `_leave` overwrites
             self._leave(but=param)
         if self._step is None:
-            self._step = self._begun()
+            with current_stream(self.device):
+                self._step = self._begun()
             self._layout, self._skips = self._step.layout, False
         if number != self._pass:
             self._pass = number
             call_after_backward(self._finish)
         assert self._step is not None
         view, grad = views_of(self._step.layout)[id(param)], tensor.grad
-        with self._step:
+        # Only what fills a bucket, or fails, computes by CuPy.
+        computes = grad is None or grad.requires_grad or self._step.fills(param)
+        with current_stream(self.device) if computes else contextlib.nullcontext(), self._step:
             if grad is None:
                 raise UsageError(
                     f"a hook has dropped the gradient of {param.name} before it was averaged; gradients are means when "
@@ -333,6 +344,7 @@ class DistOpt(Averaging, torch.optim.Optimizer):
     def _order(self) -> list[TrainedParameter]:
         return [param for param in super()._order() if param.tensor.requires_grad]
 
+    @on_current_stream
     def _leave(self, but: TrainedParameter) -> None:
         """Collective. An exception has ended the backward pass of the step: drop its gradients; `but` has a new one."""
         step, self._step = self._step, None

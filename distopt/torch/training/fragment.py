@@ -12,6 +12,7 @@ from ...codecs import BadGradient, Codec
 from ...comm import Communicator
 from ...engine.engine import Engine
 from ...errors import StateError
+from ..private import foreach_copy
 from .averaging import Averaging
 from .gpu import on_current_stream
 from .parameters import Rule, TrainedParameter, views_of
@@ -30,11 +31,7 @@ class Fragment(Averaging):
     ) -> None:
         """Local. `sent_by`: a codec, and the elements of a bucket; `update_alpha`: see `DiLoCo`."""
         self._alpha = update_alpha
-        # Each parameter with its last average.
-        self._pairs = [
-            (param.tensor, TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False)))
-            for param in params
-        ]
+        self._pairs = [(param.tensor, _copy_of(param)) for param in params]  # each with its last average
         super().__init__([average for _, average in self._pairs], engine, *sent_by, optimizer=outer)
         self._outer = outer
         self._sent: list[torch.Tensor] = []  # the changes under way, and the states before they were sent
@@ -57,8 +54,8 @@ class Fragment(Averaging):
         step = self._step = self._begun()
         views = views_of(step.layout)
         with step:
-            for average, change in zip(self._params, self._sent, strict=True):
-                views[id(average)].copy_(change)
+            foreach_copy([views[id(average)] for average in self._params], self._sent)
+            for average in self._params:
                 step.final(average)
 
     @on_current_stream
@@ -93,8 +90,7 @@ class Fragment(Averaging):
             self._engine.refuse(verdict)
         with torch.no_grad():
             own = [tensor.clone() for tensor, _ in self._pairs] if self._alpha and verdict is None else []
-            for tensor, average in self._pairs:
-                tensor.copy_(average.tensor)
+            foreach_copy(self.tensors, self.averages)
             if verdict is not None:
                 return
             tensors = [tensor for group in self._outer.param_groups for tensor in group["params"]]
@@ -106,12 +102,16 @@ class Fragment(Averaging):
             self._outer.step()
             for tensor, grad in zip(tensors, grads, strict=True):
                 tensor.grad = grad
-            for tensor, average in self._pairs:
-                average.tensor.copy_(tensor)
+            foreach_copy(self.averages, self.tensors)
             for (tensor, _), before in zip(self._pairs, own, strict=False):
                 tensor.lerp_(before, self._alpha)
 
     # -- members that change, see `distopt.torch.training.members` ---------------------------------------------------
+    @property
+    def params(self) -> list[TrainedParameter]:
+        """Local. The last averages as the engine has them."""
+        return self._params
+
     @property
     def averages(self) -> list[torch.Tensor]:
         """Local. The last averages, in the order of `tensors`."""
@@ -119,7 +119,7 @@ class Fragment(Averaging):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Local. The parameters."""
+        """Local. The parameters, detached."""
         return [tensor.detach() for tensor, _ in self._pairs]
 
     @property
@@ -138,7 +138,7 @@ class Fragment(Averaging):
 
     def note_changes(self) -> None:
         """Local. Note what has changed since the last average, to be sent by `send_through`."""
-        self._sent = [average.tensor.detach() - tensor.detach() for tensor, average in self._pairs]
+        self._sent = [average - tensor for average, tensor in zip(self.averages, self.tensors, strict=True)]
         self._before = super().state_dict()
 
     def withdraw(self) -> None:
@@ -178,20 +178,20 @@ class Fragment(Averaging):
             self._rule = Rule(self._engine.statistics, self._outer)
         super().load_state_dict(states)
         if zero:
-            self._sent = [torch.zeros_like(tensor) for tensor, _ in self._pairs]
+            self._sent = [torch.zeros_like(average) for average in self.averages]
         self._step = None
         self.send_again()
 
     @on_current_stream
     def state_dict(self) -> dict[str, Any]:
-        """Local. See `DiLoCo.state_dict`; while an average is under way, the changes that were sent, too."""
+        """Local. The states of the engine and the averages; while an average is under way, the changes sent, too."""
         engine = self._before if self._sent else super().state_dict()
         averages = {average.name: average.tensor.detach().clone() for average in self._params}
         return {**engine, "averages": averages, "sent": list(self._sent)}
 
     @on_current_stream
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Local. See `DiLoCo.load_state_dict`; the next step sends changes that were under way again."""
+        """Local. Continue from a `state_dict`; the next step sends changes that were under way again."""
         averages = state_dict.get("averages", {})
         if averages.keys() != {average.name for average in self._params}:
             raise StateError("the states are of other parameters; resume with the same model and fragments")
@@ -199,6 +199,10 @@ class Fragment(Averaging):
         for average in self._params:
             average.tensor.detach().copy_(averages[average.name])
         self._sent, self._before = [change.clone() for change in state_dict["sent"]], super().state_dict()
+
+
+def _copy_of(param: TrainedParameter) -> TrainedParameter:
+    return TrainedParameter(param.name, torch.nn.Parameter(param.tensor.detach().clone(), False))
 
 
 def parts_of(params: list[TrainedParameter], count: int) -> list[list[TrainedParameter]]:

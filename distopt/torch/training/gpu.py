@@ -1,4 +1,4 @@
-"""Gradients on GPUs: a communicator over NCCL, and CuPy on PyTorch's stream."""
+"""Gradients on GPUs: communicators, and CuPy on PyTorch's stream."""
 
 from __future__ import annotations
 
@@ -66,18 +66,51 @@ def communicator_on(
     return connected(store, rank, ranks, seconds, "codecs", create)[0]
 
 
+def via_host_of(communicator: Communicator, device: torch.device) -> Communicator:
+    """Local. A communicator of CPUs for arrays on a device: itself on a CPU, and of one rank, which sends nothing.
+
+    Raises:
+        MissingDependencyError: driver or CuPy are missing.
+    """
+    if device.type != "cuda" or communicator.topology.world_size == 1:
+        return communicator
+    from ...comm.via_host import ViaHostCommunicator
+
+    return ViaHostCommunicator(communicator, device.index)
+
+
+@functools.cache
+def _memory_of_torch() -> Callable[[int], Any]:
+    """Local. An allocator for CuPy that takes memory from PyTorch's: neither then holds what the other lacks."""
+    from cupy.cuda import PythonFunctionAllocator, get_current_stream
+
+    free = torch.cuda.caching_allocator_delete
+
+    def allocate(n_bytes: int, device: int) -> int:
+        try:
+            address: int = torch.cuda.caching_allocator_alloc(n_bytes, device, get_current_stream().ptr)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        return address
+
+    malloc: Callable[[int], Any] = PythonFunctionAllocator(allocate, lambda address, _: free(address)).malloc
+    return malloc
+
+
 @contextmanager
 def current_stream(device: torch.device) -> Iterator[None]:
     """Local. In the body of a `with`, CuPy computes on PyTorch's current stream of `device`; without effect on a CPU.
 
-    The device is the current one meanwhile: kernels are launched there, and CuPy takes no stream of another.
+    The device is the current one meanwhile: kernels are launched there, and CuPy takes no stream of another. CuPy's
+    memory is PyTorch's.
     """
     if device.type != "cuda":
         yield
         return
     import cupy
 
-    with torch.cuda.device(device), cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
+    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), stream, cupy.cuda.using_allocator(_memory_of_torch()):
         yield
 
 

@@ -2,7 +2,7 @@
 
 # Without `from __future__ import annotations`, since DDP compares the annotations of a hook with classes.
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,32 @@ from ...engine.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from ...engine.step import GradientCounter
 from ...errors import UsageError
 from ..ddp.plain_model import plain_model
-from ..private import call_after_backward
+from ..private import call_after_backward, foreach_copy
 from .averaging import Averaging, engine_of
 from .gpu import on_current_stream
 from .parameters import TrainedParameter, trained_parameters, views_of
+
+
+class _Taken(NamedTuple):
+    """A bucket of DDP.
+
+    Attributes:
+        bucket: the bucket.
+        future: of its means.
+        params: the parameters in it.
+    """
+
+    bucket: dist.GradBucket
+    future: Future[torch.Tensor]
+    params: list[TrainedParameter]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the gradients of its parameters."""
+        buffer = self.bucket.buffer()
+        begin = buffer.storage_offset()
+        places = [(grad.storage_offset() - begin, grad.numel()) for grad in self.bucket.gradients()]
+        rows = [buffer[start : start + count] for start, count in places]
+        return [param.from_memory(row) for param, row in zip(self.params, rows, strict=True)]
 
 
 class CodecHook(Averaging):
@@ -32,10 +54,10 @@ class CodecHook(Averaging):
     """
 
     def __init__(self, params: list[TrainedParameter], *args: Any) -> None:
-        """Local. See `Averaging`."""
+        """Local. As `Averaging`."""
         super().__init__(params, *args)
         self._param_of = {id(param.tensor): param for param in params}
-        self._taken: list[tuple[dist.GradBucket, Future[torch.Tensor]]] = []
+        self._taken: list[_Taken] = []
 
     def __deepcopy__(self, _: object) -> Any:
         """Local. Itself: a copy of DDP, such as that of AveragedModel, keeps the state of its hook, but no hook."""
@@ -48,27 +70,29 @@ class CodecHook(Averaging):
     def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Collective. What DDP calls with each bucket; the future ends with the last bucket of the backward pass."""
         # Without its device, a future makes no stream wait for the result.
-        future: Future[torch.Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
+        buffer = bucket.buffer()
+        future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if self._shards is not None and self._shards.idles:
-            future.set_result(bucket.buffer())
+            future.set_result(buffer)
             return future
         if bucket.index() == 0:
             self._taken.clear()  # of a backward pass that an exception has ended
             self._step = self._begun()
         step = self._step
         assert step is not None
-        views = views_of(step.layout)
         with step:
-            for param, grad in self._gradients(bucket):
-                views[id(param)].copy_(grad)
+            taken = _Taken(bucket, future, self._params_in(bucket))
+            self._taken.append(taken)
+            views = views_of(step.layout)
+            foreach_copy([views[id(param)] for param in taken.params], taken.gradients())
+            for param in taken.params:
                 step.final(param)
-            self._taken.append((bucket, future))
             if bucket.is_last():
                 self._finish(step)
         return future
 
-    def _gradients(self, bucket: dist.GradBucket) -> list[tuple[TrainedParameter, torch.Tensor]]:
-        """The parameters of a bucket, with views of their gradients in it."""
+    def _params_in(self, bucket: dist.GradBucket) -> list[TrainedParameter]:
+        """The parameters of a bucket."""
         if others := sum(id(tensor) not in self._param_of for tensor in bucket.parameters()):
             raise UsageError(
                 f"DDP trains {others} parameters of another model; make the hook of the model inside of DDP"
@@ -79,7 +103,7 @@ class CodecHook(Averaging):
                 f"the gradient of {params[0].name} is sparse, and codecs send dense ones; make its layer with "
                 "sparse=False, or wrap the optimizer in distopt.torch.DistOpt, which makes gradients dense"
             )
-        return [(param, param.from_memory(grad)) for param, grad in zip(params, bucket.gradients(), strict=True)]
+        return params
 
     def _begun(self) -> GradientCounter:
         for param in self._params:
@@ -93,10 +117,9 @@ class CodecHook(Averaging):
         if verdict is not None:
             # After DDP's own callback, which it queues behind the last bucket: else it takes no further backward pass.
             call_after_backward(lambda: call_after_backward(lambda: self._engine.refuse(verdict)))
-        for bucket, future in taken:
-            for param, grad in self._gradients(bucket):
-                grad.copy_(views[id(param)])
-            future.set_result(bucket.buffer())
+        for each in taken:
+            foreach_copy(each.gradients(), [views[id(param)] for param in each.params])
+            each.future.set_result(each.bucket.buffer())
 
 
 def hook(
@@ -108,6 +131,7 @@ def hook(
     non_finite: NonFinite = "raise",
     shards: int | None = None,
     seed: int = 0,
+    via_host: bool = False,
     **options: Any,
 ) -> tuple[CodecHook, Any]:
     """Collective. A hook by which DDP averages its gradients through a codec.
@@ -124,6 +148,7 @@ def hook(
             ranks from `backward`, or "ignore" it, which only fp32 can.
         shards: see `distopt.torch.DistOpt`; then `model` is DDP itself, and the state has `shards`, too.
         seed: see `distopt.torch.DistOpt`.
+        via_host: see `distopt.torch.DistOpt`.
         options: of the codec if it is given by name.
 
     Returns:
@@ -141,7 +166,9 @@ def hook(
     if shards is not None and ddp is None:
         raise UsageError(f"DDP leaves all shards but the last to the hook; pass DDP itself, hook(ddp, shards={shards})")
     params = trained_parameters(plain.named_parameters())
-    engine = engine_of(params, _group_of(ddp, group), non_finite, shards=shards, seed=seed, model=model)
+    engine = engine_of(
+        params, _group_of(ddp, group), non_finite, shards=shards, seed=seed, model=model, via_host=via_host
+    )
     return CodecHook(params, engine, codec, bucket_elements), CodecHook.take
 
 

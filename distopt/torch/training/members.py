@@ -30,6 +30,7 @@ from ...launch.workers.variables import Place
 from ...recorder.timeline import timeline
 from ...settings import Settings
 from .fragment import Fragment
+from .gpu import via_host_of
 
 _log = logging.getLogger("distopt")
 _AGAIN_SECONDS = 0.1  # before states are copied again, since the members were about to have newer ones
@@ -110,6 +111,7 @@ class Members:
         self._lock = threading.RLock()  # held while states change
         self._settings = Settings.from_env()
         self._communicator: Communicator | None = None
+        self._network: NetCommunicator | None = None  # by which that sends
         self._epoch = 0  # of the communicator
         self._result: _Mean | None = None  # until it counts
         self._old: list[threading.Thread] = []  # close communicators
@@ -283,16 +285,17 @@ class Members:
         if len(members) == 1:
             self._communicator = SingleCommunicator(job.topology)
         else:
-            self._communicator = communicator_over_ucx(job, self._client.host, self._settings, alone=True)
+            self._network = communicator_over_ucx(job, self._client.host, self._settings, alone=True)
+            self._communicator = via_host_of(self._network, self._fragments[0].device)
         self._epoch = order["epoch"]
         if self._client.trial is None:
             raise LaunchError("the trial has been aborted")
         return self._communicator
 
     def _abort(self, reason: str) -> None:
-        """Local, from another thread."""
-        if isinstance(self._communicator, NetCommunicator):
-            self._communicator.abort(reason)
+        """Local. Abort the collectives of the members; called from another thread."""
+        if self._network is not None:
+            self._network.abort(reason)
 
     def _retire(self) -> None:
         """Close the communicator without a wait for others, which may be gone."""
@@ -300,7 +303,7 @@ class Members:
             closing = threading.Thread(target=self._communicator.close, name="distopt closing")
             closing.start()
             self._old = [*(thread for thread in self._old if thread.is_alive()), closing]
-        self._communicator = None
+        self._communicator = self._network = None
 
     # -- joining -----------------------------------------------------------------------------------------------------
     def _begin_to_join(self, *, late: bool) -> None:
@@ -343,7 +346,7 @@ class Members:
             self._client.say("caught")
 
     def _take_states(self, header: Mapping[str, Any], content: bytes) -> None:
-        states = torch.load(io.BytesIO(content), weights_only=True)
+        states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         self.moves += 1
         self.average, self.steps, self._counts = header["average"], header["steps"], header["counts"]
         self._note_members(header["counting"])
@@ -358,7 +361,7 @@ class Members:
     def _apply_to_average(self, result: _Mean) -> None:
         """Take an outer step; the changes of a worker that is late move along."""
         fragment = self._fragment_of(result.average)
-        changes = [tensor - average for tensor, average in zip(fragment.tensors, fragment.averages, strict=True)]
+        changes = [x - average for x, average in zip(fragment.tensors, fragment.averages, strict=True)]
         self._apply(result)
         if self._is_late:
             for tensor, change in zip(fragment.tensors, changes, strict=True):
@@ -400,7 +403,10 @@ class Members:
     def _provide(self) -> tuple[dict[str, Any], memoryview]:
         """Local, from another thread. The states for a newcomer, and what it needs before them."""
         content = io.BytesIO()
+        device = self._fragments[0].device
         with self._lock:
+            if device.type == "cuda":  # by whose streams the training computes what is copied here
+                torch.cuda.synchronize(device)
             options = [
                 {key: value for key, value in group.items() if _is_plain(value)} for group in self._outer.param_groups
             ]

@@ -383,7 +383,7 @@ class Rule:
         return {name: tensor.cpu().numpy().copy() for name, tensor in self._tensors().items()}
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Replace them."""
+        """Replace the states, by the names that `get_states` gives."""
         for name, tensor in self._tensors().items():
             tensor.copy_(torch.from_numpy(states[name]))
 

@@ -157,7 +157,7 @@ class Workers:
             row = row if self._members is not None else np.empty(size, np.uint8)
             self._communicator.broadcast(row, label="moments of a member").wait()
         if len(row):
-            moments = torch.load(io.BytesIO(row.tobytes()), weights_only=True)
+            moments = torch.load(io.BytesIO(row.tobytes()), map_location="cpu", weights_only=True)
             inner.load_state_dict({**inner.state_dict(), "state": moments})
 
     def _receive(self) -> int:

@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch
 
-from ..forked import group_with_gloo
+from .ddp import learn
 from .ranks import Ranks, same_on_all_ranks, with_error
 
 
@@ -30,13 +30,12 @@ def batch_of(ranks: range, step: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def check_sync_batch_norm(r: Ranks) -> None:
     """DDP gives the results of one process that has the batches of all ranks."""
-    gloo = group_with_gloo(r.all)
     cross_entropy, own = torch.nn.functional.cross_entropy, range(r.rank, r.rank + 1)
     weight = len(batch_of(own, 0, torch.float32)[0]) * r.size / len(batch_of(range(r.size), 0, torch.float32)[0])
     for dtype, group, memory in (
         (torch.float64, None, torch.contiguous_format),
         (torch.float32, None, torch.channels_last),
-        (torch.float32, gloo, torch.contiguous_format),
+        (torch.float32, r.gloo, torch.contiguous_format),
     ):
         model, whole = normalized(dtype).to(memory_format=memory), normalized(dtype)
         keys = [*model.state_dict()]
@@ -50,10 +49,7 @@ def check_sync_batch_norm(r: Ranks) -> None:
             first.zero_grad()
             (cross_entropy(ddp(x.to(memory_format=memory)), y) * weight).backward()
             first.step()
-            x, y = batch_of(range(r.size), step, dtype)
-            second.zero_grad()
-            cross_entropy(whole(x), y).backward()
-            second.step()
+            learn(whole, second, batch_of(range(r.size), step, dtype))
         tolerance = 1e-10 if dtype == torch.float64 else 1e-3
         for (name, found), expected in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -61,7 +57,6 @@ def check_sync_batch_norm(r: Ranks) -> None:
         if r.rank == 0:  # evaluation is local; the last normalization has no running statistics
             x, _ = batch_of(own, 9, dtype)
             torch.testing.assert_close(model.eval()(x), whole.eval()(x), rtol=10 * tolerance, atol=10 * tolerance)
-    dist.destroy_process_group(gloo)
 
 
 def check_sync_batch_norm_of_an_empty_batch(r: Ranks) -> None:

@@ -21,8 +21,7 @@ import distopt.torch
 from distopt import codecs
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
 
-from ..forked import group_with_gloo
-from .ddp import network
+from .ddp import drawn, learn, loss_of, network
 from .ranks import Ranks, same, same_on_all_ranks
 
 CODECS = {
@@ -34,19 +33,17 @@ CODECS = {
     "power-sgd": {"error_feedback": True},
 }
 SMALL = 200  # elements of a bucket: the network has several
+NEAR = {"rtol": 1e-4, "atol": 1e-5}  # where sums may have another order
 
 
 def batches(rank: int, count: int, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        yield torch.randn(4, 1, 8, 8, generator=generator), torch.randint(10, (4,), generator=generator)
+        yield drawn(torch.Generator().manual_seed(100 * step + rank))
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int = 5, first: int = 0) -> None:
-    for step, (x, y) in enumerate(batches(rank, count, first)):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for step, data in enumerate(batches(rank, count, first)):
+        learn(model, optimizer, data, set_to_none=step % 2 == 0)
 
 
 def params_of(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -57,41 +54,82 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
+def outer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+
+
 def dist_opt(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
     options = {"bucket_elements": SMALL, **options}
     return distopt.torch.DistOpt(optimizer or sgd(model), model.named_parameters(), **options)
 
 
-def hooked(name: str, group: dist.ProcessGroup, **options: Any) -> tuple[Any, Any]:
-    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.005)
-    state, function = distopt.torch.hook(model, name, group=group, bucket_elements=SMALL, **options)
-    model.register_comm_hook(state, function)
-    return model, state
+def hooked(model: torch.nn.Module, codec: Any, group: dist.ProcessGroup | None = None, **options: Any) -> tuple:
+    """The model in DDP with a hook, and the hook's states."""
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.005)
+    state, function = distopt.torch.hook(ddp, codec, group=group, bucket_elements=SMALL, **options)
+    ddp.register_comm_hook(state, function)
+    return ddp, state
+
+
+def made(front: str, model: torch.nn.Module, codec: Any, **options: Any) -> tuple[torch.nn.Module, Any, Any]:
+    """What to call, what steps, and what has the states, by this front; DiLoCo averages after every `sync_every`."""
+    inner = sgd(model)
+    if front == "hook":
+        ddp, state = hooked(model, codec, **options)
+        return ddp, inner, state
+    if front == "dist_opt":
+        optimizer = dist_opt(model, inner, codec=codec, **options)
+        return model, optimizer, optimizer
+    return model, inner, distopt.torch.DiLoCo(model, inner, outer_of(model), codec=codec, **options)
+
+
+def created(name: str) -> Any:
+    return codecs.create(name, **CODECS[name])
 
 
 def check_codecs_of_hooks(r: Ranks) -> None:
     """The same bits over groups of distopt and of Gloo, as those of DistOpt, and on all ranks; as many bytes."""
-    gloo = group_with_gloo(r.all)
     for name, options in CODECS.items():
-        found, sent = [], []
-        for group in (dist.group.WORLD, gloo):
-            model, state = hooked(name, group, **options)
-            train(model, sgd(model), r.rank)
-            found.append(params_of(model))
-            sent.append(state.stats().total.wire_bytes)
         model = network()
-        optimizer = dist_opt(model, codec=codecs.create(name, **options))
+        optimizer = dist_opt(model, codec=created(name))
         train(model, optimizer, r.rank)
-        found.append(params_of(model))
-        sent.append(optimizer.stats().total.wire_bytes)
-        assert len(set(sent)) == 1, (name, sent)
         assert len(optimizer.stats().buckets) > 1
-        for one, two, three in zip(*found, strict=True):
-            same(one, two, name)
-            same(one, three, name)
-            same_on_all_ranks(one, name)
-        assert not torch.equal(found[0][0], params_of(network())[0]), name
-    dist.destroy_process_group(gloo)
+        for group in (dist.group.WORLD, r.gloo):
+            ddp, state = hooked(network(), name, group, **options)
+            train(ddp, sgd(ddp), r.rank)
+            same(params_of(ddp), params_of(model), name)
+            assert state.stats().total.wire_bytes == optimizer.stats().total.wire_bytes, name
+        same_on_all_ranks(params_of(model), name)
+        assert not torch.equal(params_of(model)[0], params_of(network())[0]), name
+
+
+FRONTS: dict[str, dict[str, Any]] = {
+    "hook": {},
+    "dist_opt": {},
+    "diloco": {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "bucket_elements": SMALL},
+}
+
+
+def trained_via_the_host(name: str, rank: int, *, via_host: bool = True) -> list[torch.Tensor]:
+    """Collective. What training with a codec ends with, by each front: parameters, residuals of the hook, averages."""
+    found = []
+    for front, options in FRONTS.items():
+        model = network()
+        called, optimizer, states = made(front, model, created(name), via_host=via_host, **options)
+        train(called, optimizer, rank)
+        found += params_of(model)
+        if front == "hook":
+            found += states.state_dict()["engine"].values()
+        elif front == "diloco":
+            found += states.average().values()
+            states.close()
+    return found
+
+
+def check_codecs_via_the_host(r: Ranks) -> None:
+    """For parameters on a CPU, the same as without."""
+    for name in CODECS:
+        same(trained_via_the_host(name, r.rank), trained_via_the_host(name, r.rank, via_host=False), name)
 
 
 def check_dist_opt_is_ddp(r: Ranks) -> None:
@@ -101,22 +139,19 @@ def check_dist_opt_is_ddp(r: Ranks) -> None:
         lambda model: torch.optim.AdamW(model.parameters(), 0.01, fused=True),
     ]
     for rule in rules:
-        model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
-        optimizer = rule(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        own = network()
+        model, own = DistributedDataParallel(network(), bucket_cap_mb=0.005), network()
         if r.rank:
             with torch.no_grad():  # replaced by those of rank 0
                 next(own.parameters()).add_(1)
-        ours = dist_opt(own, rule(own), clip_grad_norm=None)
-        our_schedule = torch.optim.lr_scheduler.StepLR(ours, 1, 0.5)
+        theirs, ours = rule(model), dist_opt(own, rule(own), clip_grad_norm=None)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (theirs, ours)]
         for first in range(4):
-            train(model, optimizer, r.rank, 2, first)
+            train(model, theirs, r.rank, 2, first)
             train(own, ours, r.rank, 2, first)
-            schedule.step()
-            our_schedule.step()
-        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
-        assert ours.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+            for schedule in schedules:
+                schedule.step()
+        r.same_as_gloo(params_of(own), params_of(model), **NEAR)
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
 
 
 def check_dist_opt_clips_what_it_steps_by(r: Ranks) -> None:
@@ -126,16 +161,16 @@ def check_dist_opt_clips_what_it_steps_by(r: Ranks) -> None:
         theirs, ours = sgd(model), dist_opt(own, clip_grad_norm=0.05, non_finite="skip")
         for trained, optimizer in ((model, theirs), (own, ours)):
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
-            for (x, y), (u, v) in zip(batches(r.rank, 3), batches(r.rank, 3, 3), strict=True):
+            for pair in zip(batches(r.rank, 3), batches(r.rank, 3, 3), strict=True):
                 optimizer.zero_grad()
-                scaler.scale(torch.nn.functional.cross_entropy(trained(x), y)).backward()
-                scaler.scale(torch.nn.functional.cross_entropy(trained(u), v)).backward()
+                for data in pair:
+                    scaler.scale(loss_of(trained, data)).backward()
                 scaler.unscale_(optimizer)
                 if optimizer is theirs:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 scaler.step(optimizer)
                 scaler.update()
-        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        r.same_as_gloo(params_of(own), params_of(model), **NEAR)
 
 
 def check_dist_opt_averages_what_hooks_have_made(r: Ranks) -> None:
@@ -145,10 +180,8 @@ def check_dist_opt_averages_what_hooks_have_made(r: Ranks) -> None:
     """
 
     def register(model: torch.nn.Module) -> None:
-        for place, param in enumerate(model.parameters()):
-            param.register_post_accumulate_grad_hook(
-                lambda p, place=place: setattr(p, "grad", p.grad * ((place + 1) / 6))
-            )
+        for place, param in enumerate(model.parameters(), 1):
+            param.register_post_accumulate_grad_hook(lambda p, place=place: setattr(p, "grad", p.grad * (place / 6)))
 
     for after in (False, True):
         model, own = network(), network()
@@ -159,27 +192,24 @@ def check_dist_opt_averages_what_hooks_have_made(r: Ranks) -> None:
         if after:
             register(own)
         theirs = sgd(ddp)
-        train(ddp, theirs, r.rank)
-        train(own, ours, r.rank)
-        own.double().float()
-        train(ddp, theirs, r.rank, 3, 5)
-        train(own, ours, r.rank, 3, 5)
-        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        for count, first in ((5, 0), (3, 5)):
+            train(ddp, theirs, r.rank, count, first)
+            train(own, ours, r.rank, count, first)
+            own.double().float()
+        r.same_as_gloo(params_of(own), params_of(model), **NEAR)
 
 
 def check_hooks_average_over_the_group_of_ddp(r: Ranks) -> None:
     """Each rank but the last in a group with the next one only; the hook is not told."""
     pairs = [dist.new_group([first, first + 1][: r.size - first]) for first in range(0, r.size, 2)]
-    group = pairs[r.rank // 2]
-    other, ours = (DistributedDataParallel(network(), process_group=group) for _ in range(2))
+    other, ours = (DistributedDataParallel(network(), process_group=pairs[r.rank // 2]) for _ in range(2))
     ours.register_comm_hook(*distopt.torch.hook(ours))
     for ddp in (other, ours):
         train(ddp, sgd(ddp), r.rank)
-    for one, two in zip(params_of(other), params_of(ours), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(params_of(other), params_of(ours), **NEAR)
     if r.size > 2:
-        with pytest.raises(UsageError, match=r"DDP averages over the ranks \[.*\], and group= has others"):
-            distopt.torch.hook(ours, group=dist.group.WORLD)
+        text = r"DDP averages over the ranks \[.*\], and group= has others"
+        refuses(text, distopt.torch.hook, ours, group=dist.group.WORLD)
 
 
 def check_dist_opt_joins(r: Ranks) -> None:
@@ -188,87 +218,66 @@ def check_dist_opt_joins(r: Ranks) -> None:
     ours, theirs = dist_opt(own), sgd(expected)
     with ours.join():
         train(own, ours, r.rank, 2 + r.rank)
-    data = [list(batches(rank, 2 + rank)) for rank in r.all]
+    every = [list(batches(rank, 2 + rank)) for rank in r.all]
     for step in range(1 + r.size):
-        here = [mine[step] for mine in data if step < len(mine)]
         grads = []
-        for x, y in here:
+        for data in [mine[step] for mine in every if step < len(mine)]:
             theirs.zero_grad()
-            torch.nn.functional.cross_entropy(copy.deepcopy(expected)(x), y)
-            loss = torch.nn.functional.cross_entropy(expected(x), y)
-            grads.append(torch.autograd.grad(loss, list(expected.parameters())))
+            grads.append(torch.autograd.grad(loss_of(expected, data), list(expected.parameters())))
         for param, *parts in zip(expected.parameters(), *grads, strict=True):
             param.grad = torch.stack(parts).mean(0)
         theirs.step()
-    for one, other in zip(params_of(own), params_of(expected), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        same_on_all_ranks(one)
+    torch.testing.assert_close(params_of(own), params_of(expected), **NEAR)
+    same_on_all_ranks(params_of(own))
 
 
 def check_dist_opt_updates_partially(r: Ranks) -> None:
     model = network()
     optimizer = dist_opt(model, partition_elements=SMALL)
     train(model, optimizer, r.rank, 1)
-    ((x, y),) = batches(r.rank, 1, 1)
+    (data,) = batches(r.rank, 1, 1)
     optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model(x), y).backward()
+    loss_of(model, data).backward()
     grads = [param.grad.clone() for param in model.parameters()]
     optimizer.step()
     before = params_of(model)
     optimizer.synchronize()
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        same(param.grad, grad, "after a step, .grad is what it was")
-    for one, mine in zip(params_of(model), before, strict=True):
-        same_on_all_ranks(one)
-        every = [torch.empty_like(mine) for _ in r.all]
-        dist.all_gather(every, mine)
-        torch.testing.assert_close(one, torch.stack(every).mean(0))
+    same([param.grad for param in model.parameters()], grads, "after a step, .grad is what it was")
+    same_on_all_ranks(params_of(model))
+    torch.testing.assert_close(params_of(model), [torch.stack(gathered(r, mine)).mean(0) for mine in before])
     assert any(not torch.equal(one, mine) for one, mine in zip(params_of(model), before, strict=True))
 
 
-def check_dist_opt_of_a_bad_gradient(r: Ranks) -> None:
-    (x, y), (u, v) = batches(r.rank, 2)
-    bad = x * float("nan") if r.rank == r.size - 1 else x
-    for codec in ("fp32", "top-k"):
-        for non_finite in ("raise", "skip"):
-            model = network()
-            optimizer = dist_opt(model, codec=codec if codec == "fp32" else codecs.TopK(0.1), non_finite=non_finite)
-            before = params_of(model)
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(bad), y)
-            if non_finite == "raise":
-                with pytest.raises(GradientError, match=rf"rank {r.size - 1} .*lower the learning rate"):
-                    loss.backward()
-            else:
-                loss.backward()
-                optimizer.step()
-            for one, other in zip(params_of(model), before, strict=True):
-                same(one, other)
-            model.load_state_dict(network().state_dict())
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(u), v).backward()
-            optimizer.step()
-            same_on_all_ranks(params_of(model)[0])
-            assert not torch.equal(params_of(model)[0], before[0])
+def gathered(r: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Collective. Those of all ranks."""
+    every = [torch.empty_like(tensor) for _ in r.all]
+    dist.all_gather(every, tensor)
+    return every
 
 
-def check_hooks_go_on_after_a_bad_gradient(r: Ranks) -> None:
-    """A step that a script leaves out after its GradientError has left no trace."""
-    for name in ("fp32", "top-k"):
-        found = []
-        for is_bad in (False, True):
-            model, _ = hooked(name, dist.group.WORLD, **CODECS[name])
-            optimizer = sgd(model)
-            train(model, optimizer, r.rank, 3)
-            if is_bad:
-                ((x, y),) = batches(r.rank, 1, 9)
-                bad = torch.nn.functional.cross_entropy(model(x * torch.nan if r.rank == r.size - 1 else x), y)
-                with pytest.raises(GradientError, match=rf"step 3: .* rank {r.size - 1} "):
-                    bad.backward()
-            train(model, optimizer, r.rank, 2, 3)
-            found.append(params_of(model))
-        for one, other in zip(*found, strict=True):
-            same(one, other, name)
+def check_bad_gradients(r: Ranks) -> None:
+    """A step that a script leaves out after its GradientError, or that is skipped, has left no trace."""
+    for front, non_finite in (("hook", "raise"), ("dist_opt", "raise"), ("dist_opt", "skip")):
+        for codec in ("fp32", "top-k", codecs.TopK(0.1)):
+            found = []
+            for is_bad in (False, True):
+                model, made_codec = network(), created(codec) if codec in CODECS else codec
+                called, optimizer, _ = made(front, model, made_codec, non_finite=non_finite)
+                train(called, optimizer, r.rank, 3)
+                if is_bad:
+                    ((x, y),) = batches(r.rank, 1, 9)
+                    optimizer.zero_grad()
+                    loss = loss_of(called, (x * torch.nan if r.rank == r.size - 1 else x, y))
+                    if non_finite == "raise":
+                        text = rf"step 3: .* rank {r.size - 1} .*lower the learning rate"
+                        refuses(text, loss.backward, kind=GradientError)
+                    else:
+                        loss.backward()
+                        optimizer.step()
+                train(called, optimizer, r.rank, 2, 3)
+                found.append(params_of(model))
+            same(*found, (front, codec, non_finite))
+            same_on_all_ranks(found[1])
 
 
 def check_dist_opt_of_other_gradients(r: Ranks) -> None:
@@ -293,7 +302,7 @@ def check_dist_opt_of_other_gradients(r: Ranks) -> None:
                 optimizer.zero_grad()
                 trained(x).square().mean().backward()
                 optimizer.step()
-        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+        r.same_as_gloo(params_of(own), params_of(model), **NEAR)
         assert [p.stride() for p in own.parameters()] == [p.stride() for p in model.parameters()]
     model = torch.nn.Linear(5, 1, bias=False)
     optimizer = dist_opt(model, clip=0.5)
@@ -304,25 +313,32 @@ def check_dist_opt_of_other_gradients(r: Ranks) -> None:
 
 def check_dist_opt_after_an_exception(r: Ranks) -> None:
     """A backward pass that raises on one rank: the others get an error that names it, and all go on together."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in the middle of a backward pass")
+
     for set_to_none in (True, False):
         model = network()
         optimizer = dist_opt(model)
         train(model, optimizer, r.rank, 1)
         before, faulty = params_of(model), r.rank == r.size - 1
-        (x, y), (u, v) = batches(r.rank, 2)
-        optimizer.zero_grad(set_to_none)
+        (x, y), good = batches(r.rank, 2)
+        optimizer.zero_grad(set_to_none=set_to_none)
         hidden = model[2](model[1](model[0](x)))
         if faulty:
-            hidden.register_hook(_raise)
-        loss = torch.nn.functional.cross_entropy(model[4](model[3](hidden)), y)
-        with pytest.raises(ValueError if faulty else GradientError, match="" if faulty else f"rank {r.size - 1} "):
-            loss.backward() if not faulty else _twice(loss, optimizer, model, u, v, set_to_none)
-        if not faulty:
-            optimizer.zero_grad(set_to_none)
-            torch.nn.functional.cross_entropy(model(u), v).backward()
+            hidden.register_hook(fail)
+
+        def passes(model=model, optimizer=optimizer, data=(hidden, y), good=good, none=set_to_none) -> None:
+            try:
+                loss_of(model[3:], data).backward()
+            finally:  # the next one, with the error under way
+                optimizer.zero_grad(set_to_none=none)
+                loss_of(model, good).backward()
+
+        refuses("" if faulty else f"rank {r.size - 1} ", passes, kind=ValueError if faulty else GradientError)
         optimizer.step()
+        same_on_all_ranks(params_of(model))
         for one, other in zip(params_of(model), before, strict=True):
-            same_on_all_ranks(one)
             assert bool(one.isfinite().all())
             assert not torch.equal(one, other)
         optimizer.close()
@@ -339,14 +355,14 @@ def check_dist_opt_of_thawed_parameters(r: Ranks) -> None:
     for first in range(3):
         if first == 1:
             own[0].requires_grad_(True)
-        for x, y in batches(r.rank, 2, 2 * first):
-            for model, optimizer in ((own, ours), (expected, theirs)):
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-                if not first and optimizer is theirs:
-                    expected.module[0].zero_grad(set_to_none=True)
-                optimizer.step()
-    r.same_as_gloo(params_of(own), params_of(expected), rtol=1e-4, atol=1e-5)
+        for data in batches(r.rank, 2, 2 * first):
+            learn(own, ours, data)
+            theirs.zero_grad()
+            loss_of(expected, data).backward()
+            if not first:
+                expected.module[0].zero_grad(set_to_none=True)
+            theirs.step()
+    r.same_as_gloo(params_of(own), params_of(expected), **NEAR)
 
 
 class Backbone(torch.nn.Module):
@@ -361,25 +377,19 @@ class Backbone(torch.nn.Module):
         self.register_buffer("table", torch.randn(3, 4, dtype=torch.complex64).t())
         self.register_buffer("empty", torch.empty(0, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x.to(torch.bfloat16)).float())
-
 
 def check_all_begins_as_on_rank_0(r: Ranks) -> None:
     for kind in ("names", "model", "diloco"):
-        model = Backbone(r.rank)
-        inner = torch.optim.SGD(model.head.parameters(), 0.1)
+        model, first = Backbone(r.rank), Backbone(0)
+        inner = sgd(model.head)
         if kind == "diloco":
-            distopt.torch.DiLoCo(model, inner, torch.optim.SGD(model.head.parameters(), 0.7), sync_every=1)
-        elif kind == "names":
-            distopt.torch.DistOpt(inner, model.named_parameters())
+            distopt.torch.DiLoCo(model, inner, sgd(model.head), sync_every=1)
         else:
-            distopt.torch.DistOpt(inner, model=model)
-        first = Backbone(0)
+            found = {"model": model} if kind == "model" else {"named_parameters": model.named_parameters()}
+            distopt.torch.DistOpt(inner, **found)
         for name, tensor in model.state_dict().items():
             if kind != "names" or name not in dict(model.named_buffers()):
-                same_on_all_ranks(torch.view_as_real(tensor) if tensor.is_complex() else tensor, (kind, name))
-                assert torch.equal(tensor, first.state_dict()[name]), (kind, name)
+                same(tensor, first.state_dict()[name], (kind, name))
 
 
 def check_dist_opt_of_unused_parameters(r: Ranks) -> None:
@@ -407,32 +417,28 @@ def check_dist_opt_of_unused_parameters(r: Ranks) -> None:
             for param in one.parameters():
                 param.grad = None if param.grad is None else param.grad / r.size
             theirs.step()
-        for found, expected in zip(own.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-            same_on_all_ranks(found.detach())
+        torch.testing.assert_close(params_of(own), params_of(one), **NEAR)
+        same_on_all_ranks(params_of(own))
 
 
 def check_dist_opt_of_gradients_that_are_not_means(r: Ranks) -> None:
     model = network()
     optimizer = dist_opt(model)
     optimizer.step()  # without gradients
-    (x, y), (u, v) = batches(r.rank, 2)
-    torch.nn.functional.cross_entropy(model(x), y).backward()
+    first, second = batches(r.rank, 2)
+    loss_of(model, first).backward()
     optimizer.step()
     optimizer.step()  # with the same means
     with optimizer.no_sync():
-        torch.nn.functional.cross_entropy(model(u), v).backward()
+        loss_of(model, second).backward()
     before = params_of(model)
-    with pytest.raises(UsageError, match=r"0.weight .* inside of no_sync, .* zero_grad"):
-        optimizer.step()
+    refuses(r"0.weight .* inside of no_sync, .* zero_grad", optimizer.step)
     optimizer.zero_grad()
-    grads = torch.autograd.grad(torch.nn.functional.cross_entropy(model(u), v), list(model.parameters()))
+    grads = torch.autograd.grad(loss_of(model, second), list(model.parameters()))
     for param, grad in zip(model.parameters(), grads, strict=True):
         param.grad = grad
-    with pytest.raises(UsageError, match=r"0.weight comes from no backward pass .* DistOpt.optimizer"):
-        optimizer.step()
-    for param, kept in zip(model.parameters(), before, strict=True):
-        same(param.detach(), kept)
+    refuses(r"0.weight comes from no backward pass .* DistOpt.optimizer", optimizer.step)
+    same(params_of(model), before)
 
 
 def check_dist_opt_in_nested_backward_passes(r: Ranks) -> None:
@@ -442,18 +448,16 @@ def check_dist_opt_in_nested_backward_passes(r: Ranks) -> None:
         theirs = sgd(model)
         both, nested = torch.nn.ModuleList([own, unused]), {"use_reentrant": True}
         ours = dist_opt(both, find_unused_parameters=True)
-        for x, y in batches(r.rank, 3):
-            for trained, optimizer in ((model.module, theirs), (own, ours)):
-                optimizer.zero_grad()
-                if trained is not own:
-                    out = model(x)
-                elif wholly:
-                    out = checkpoint(own, x.requires_grad_(), **nested)
-                else:
-                    out = own[4](checkpoint(own[3], checkpoint(own[:3], x.requires_grad_(), **nested), **nested))
-                torch.nn.functional.cross_entropy(out, y).backward()
-                optimizer.step()
-        r.same_as_gloo(params_of(own), params_of(model), rtol=1e-4, atol=1e-5)
+
+        def recomputed(x: torch.Tensor, own: Any = own, wholly: bool = wholly, nested: Any = nested) -> torch.Tensor:
+            if wholly:
+                return checkpoint(own, x.requires_grad_(), **nested)
+            return own[4](checkpoint(own[3], checkpoint(own[:3], x.requires_grad_(), **nested), **nested))
+
+        for data in batches(r.rank, 3):
+            learn(model, theirs, data)
+            learn(recomputed, ours, data)
+        r.same_as_gloo(params_of(own), params_of(model), **NEAR)
         ours.close()
 
 
@@ -461,91 +465,63 @@ def check_dist_opt_under_compiled_autograd(r: Ranks) -> None:
     """It would leave the gradients of each rank in `.grad`; the step after the error is as if there had been none."""
     disturbed, undisturbed = network(), network()
     ours, theirs = dist_opt(disturbed), dist_opt(undisturbed)
-    for x, y in batches(r.rank, 1):
-        loss = torch.nn.functional.cross_entropy(disturbed(x), y)
-        with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(UsageError, match="leave torch"):
-            torch.compile(loss.backward, backend="eager")()
+    for data in batches(r.rank, 1):
+        loss = loss_of(disturbed, data)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            refuses("leave torch", torch.compile(loss.backward, backend="eager"))
     train(disturbed, ours, r.rank, 2)
     train(undisturbed, theirs, r.rank, 2)
-    for one, other in zip(params_of(disturbed), params_of(undisturbed), strict=True):
-        same(one, other)
-        same_on_all_ranks(one, "a parameter")
+    same(params_of(disturbed), params_of(undisturbed))
+    same_on_all_ranks(params_of(disturbed), "a parameter")
     ours.close()
     theirs.close()
 
 
 def check_dist_opt_with_a_grad_scaler(r: Ranks) -> None:
     """An overflow on one rank makes the scalers of all ranks skip a step, and halves their scales."""
-    for name, options in CODECS.items():
+    for name in CODECS:
         model = network()
-        optimizer = dist_opt(model, codec=codecs.create(name, **options), non_finite="skip")
+        optimizer = dist_opt(model, codec=created(name), non_finite="skip")
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         model[4].weight.register_hook(
             lambda grad, s=scaler: grad * (torch.inf if r.rank and s.get_scale() > 512 else 1)
         )
-        for x, y in batches(r.rank, 3):
+        for data in batches(r.rank, 3):
             optimizer.zero_grad()
-            scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.scale(loss_of(model, data)).backward()
             scaler.step(optimizer)
             scaler.update()
         assert (scaler.get_scale(), optimizer.stats().skipped) == (512.0, 1), name
-        for tensor in model.parameters():
-            same_on_all_ranks(tensor, name)
-
-
-def _raise(_: torch.Tensor) -> None:
-    raise ValueError("in the middle of a backward pass")
-
-
-def _twice(
-    loss: torch.Tensor, optimizer: Any, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, set_to_none: bool
-) -> None:
-    """A backward pass that fails, and the next one; raises the error of the first."""
-    try:
-        loss.backward()
-    except ValueError:
-        optimizer.zero_grad(set_to_none)
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        raise
+        same_on_all_ranks(params_of(model), name)
 
 
 def check_codec_states_resume(r: Ranks) -> None:
     """Saved and loaded in the middle, for objects made anew: the bits of the undisturbed run."""
+    top_k = {"ratio": 0.05, "error_feedback": True}
 
-    def of_dist_opt() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
-        model = network()
-        optimizer = dist_opt(model, codec=codecs.create("top-k", ratio=0.05, error_feedback=True))
-        return model, optimizer, {"model": model, "optimizer": optimizer}
+    def things(front: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        codec, options = codecs.create("power-sgd" if front == "hook" else "top-k", **kinds[front]), {}
+        if front == "diloco":  # the average of step 5 is under way where states are saved
+            options = {"sync_every": 5, "fragment_sync_delay": 1}
+        called, optimizer, states = made(front, network(), codec, **options)
+        return called, optimizer, {"model": called, "optimizer": optimizer, "states": states}
 
-    def of_hook() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
-        model, state = hooked("power-sgd", dist.group.WORLD, error_feedback=True)
-        optimizer = sgd(model)
-        return model, optimizer, {"model": model, "optimizer": optimizer, "hook": state}
-
-    def of_diloco() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
-        model = network()
-        inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        codec = codecs.create("top-k", ratio=0.2, error_feedback=True)
-        options = {"sync_every": 5, "fragment_sync_delay": 1, "codec": codec}  # the average of step 5 is under way
-        local = distopt.torch.DiLoCo(model, inner, outer, **options)
-        return model, inner, {"model": model, "optimizer": inner, "local": local}
-
-    for make in (of_dist_opt, of_hook, of_diloco):
-        model, optimizer, _ = make()
+    kinds = {"dist_opt": top_k, "hook": {"error_feedback": True}, "diloco": top_k | {"ratio": 0.2}}
+    for front in kinds:
+        model, optimizer, _ = things(front)
         train(model, optimizer, r.rank, 10)
         expected = params_of(model)
-        model, optimizer, things = make()
+        model, optimizer, saved = things(front)
         train(model, optimizer, r.rank, 5)
         file = io.BytesIO()
-        torch.save({name: thing.state_dict() for name, thing in things.items()}, file)
+        torch.save({name: thing.state_dict() for name, thing in saved.items()}, file)
         train(model, optimizer, r.rank, 2)
-        model, optimizer, things = make()
+        model, optimizer, loaded = things(front)
         file.seek(0)
         for name, states in torch.load(file).items():
-            things[name].load_state_dict(states)
+            loaded[name].load_state_dict(states)
         train(model, optimizer, r.rank, 5, 5)
-        for one, other in zip(params_of(model), expected, strict=True):
-            same(one, other, make.__name__)
+        same(params_of(model), expected, front)
 
 
 def check_codec_states_in_memory_formats(r: Ranks) -> None:
@@ -556,25 +532,16 @@ def check_codec_states_in_memory_formats(r: Ranks) -> None:
     def after_a_step(front: str, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
         torch.manual_seed(4)
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3), torch.nn.Tanh(), torch.nn.Conv2d(3, 3, 3))
-        trained, optimizer = model.to(memory_format=memory_format), sgd(model)
-        if front == "hook":
-            trained = DistributedDataParallel(model)
-            states, function = distopt.torch.hook(trained, codec)
-            trained.register_comm_hook(states, function)
-        elif front == "local":
-            states = distopt.torch.DiLoCo(model, optimizer, sgd(model), sync_every=1, codec=codec)
-        else:
-            optimizer = states = dist_opt(model, optimizer, codec=codec)
-        trained(images).square().mean().backward()
+        options = {"sync_every": 1} if front == "diloco" else {}
+        called, optimizer, states = made(front, model.to(memory_format=memory_format), codec, **options)
+        called(images).square().mean().backward()
         optimizer.step()
         return states, copy.deepcopy(residuals(states))
 
-    for front in ("optimizer", "hook", "local"):
-        (one, first), (other, second) = (
-            after_a_step(front, each) for each in (torch.contiguous_format, torch.channels_last)
-        )
-        for key, tensor in first.items():
-            torch.testing.assert_close(tensor, second[key], rtol=1e-3, atol=1e-6)
+    for front in FRONTS:
+        one, first = after_a_step(front, torch.contiguous_format)
+        other, second = after_a_step(front, torch.channels_last)
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-6)
         other.load_state_dict(one.state_dict())
         for key, tensor in residuals(other).items():
             same(tensor, first[key], (front, key))
@@ -591,19 +558,12 @@ def check_diloco(r: Ranks) -> None:
     """Against one process that trains a copy of the model for each rank."""
     for fragments, delay, alpha in ((1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5)):
         own = network()
-        inner, outer = sgd(own), torch.optim.SGD(own.parameters(), 0.7, momentum=0.9, nesterov=True)
-        local = distopt.torch.DiLoCo(
-            *(own, inner, outer),
-            sync_every=4,
-            fragments=fragments,
-            fragment_sync_delay=delay,
-            fragment_update_alpha=alpha,
-            bucket_elements=SMALL,
-        )
+        inner, options = sgd(own), {"sync_every": 4, "fragments": fragments, "bucket_elements": SMALL}
+        options |= {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+        local = distopt.torch.DiLoCo(own, inner, outer_of(own), **options)
         train(own, inner, r.rank, 9)
         local.close()
-        for one, other in zip(params_of(own), _diloco(r, fragments, delay, alpha), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(params_of(own), _diloco(r, fragments, delay, alpha), **NEAR)
         assert local.steps == 9
 
 
@@ -644,33 +604,22 @@ def check_diloco_average(r: Ranks) -> None:
         ended = []
         for looks in (False, True):
             model = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(10))
-            inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-            local = distopt.torch.DiLoCo(
-                *(model, inner, outer),
-                sync_every=4,
-                fragments=fragments,
-                fragment_sync_delay=delay,
-                codec=codecs.create(codec, **CODECS[codec]),
-                bucket_elements=SMALL,
-            )
+            inner, options = sgd(model), {"sync_every": 4, "fragments": fragments, "fragment_sync_delay": delay}
+            options |= {"codec": created(codec), "bucket_elements": SMALL}
+            local = distopt.torch.DiLoCo(model, inner, outer_of(model), **options)
             for step in range(9 if delay else 10):  # the last step but one, or two, is a multiple of sync_every
                 train(model, inner, r.rank, 1, step)
                 if looks:
                     _check_average(r, model, local.average(), everywhere=not delay and local.steps % 4 == 0)
             ended.append([tensor.clone() for tensor in model.state_dict().values()])
-        for one, other in zip(*ended, strict=True):
-            same(one, other, "training notices an average")
+        same(*ended, "training notices an average")
         model.load_state_dict(local.average())
-        for tensor in model.state_dict().values():
-            same_on_all_ranks(tensor)
+        same_on_all_ranks(model.state_dict().values())
         train(model, inner, r.rank, 3, step)  # over the next average
         local.close()
-    if r.size == 1:
-        return
-    if r.rank == 0:
-        local.steps += 1
-    with pytest.raises(MismatchError, match=r"0\.0\.weight a"):
-        local.average()
+    if r.size > 1:
+        local.steps += r.rank == 0
+        refuses(r"0\.0\.weight a", local.average, kind=MismatchError)
 
 
 def _check_average(r: Ranks, model: torch.nn.Module, mean: dict[str, torch.Tensor], *, everywhere: bool) -> None:
@@ -679,31 +628,28 @@ def _check_average(r: Ranks, model: torch.nn.Module, mean: dict[str, torch.Tenso
     if not everywhere and r.size > 1:
         assert any(not torch.equal(mean[name], tensor) for name, tensor in model.named_parameters())
     for name, tensor in model.state_dict().items():
-        gathered = [torch.empty_like(tensor) for _ in r.all]
-        dist.all_gather(gathered, tensor)
+        every = gathered(r, tensor)
         if not tensor.is_floating_point():
-            same(mean[name], gathered[0], name)
+            same(mean[name], every[0], name)
             continue
-        same(mean[name], torch.stack(gathered).double().mean(0).to(tensor.dtype), name)
+        same(mean[name], torch.stack(every).double().mean(0).to(tensor.dtype), name)
         if everywhere and name in trained:
             same(mean[name], tensor, name)
 
 
 def check_diloco_skips_bad_changes(r: Ranks) -> None:
     model = network()
-    inner, outer = sgd(model), torch.optim.SGD(model.parameters(), 0.7)
-    local = distopt.torch.DiLoCo(model, inner, outer, sync_every=2, fragment_sync_delay=1, non_finite="skip")
+    inner = sgd(model)
+    local = distopt.torch.DiLoCo(model, inner, sgd(model), sync_every=2, fragment_sync_delay=1, non_finite="skip")
     before = params_of(model)
     train(model, inner, r.rank, 1)
     if r.rank == r.size - 1:
         with torch.no_grad():
             next(model.parameters())[0] = float("nan")
     train(model, inner, r.rank, 1, 1)
-    with pytest.raises(UsageError, match="an average is under way in step 2"):
-        local.load_state_dict(local.state_dict())
+    refuses("an average is under way in step 2", local.load_state_dict, local.state_dict())
     train(model, inner, r.rank, 1, 2)
-    for one, other in zip(params_of(model), before, strict=True):
-        same(one, other)
+    same(params_of(model), before)
     assert (local.stats().steps, local.stats().skipped, local.steps) == (1, 1, 3)
 
 
@@ -719,151 +665,152 @@ def check_replaced_parameters(r: Ranks) -> None:
     for only, find_unused in (("", False), ("2", False), ("2", True)):
         model = network()
         optimizer = distopt.torch.DistOpt(sgd(model), model=model, find_unused_parameters=find_unused)
-        with pytest.raises(UsageError, match=message.format(only or "0")):
-            train(replaced(model, only), optimizer, r.rank, 1)
+        refuses(message.format(only or "0"), train, replaced(model, only), optimizer, r.rank, 1)
         optimizer.close()
         train(model, distopt.torch.DistOpt(sgd(model), model=model), r.rank, 1)
     inner = sgd(model)
     local = distopt.torch.DiLoCo(model, inner, sgd(model), sync_every=2)
     train(replaced(model), inner, r.rank, 1)
-    with pytest.raises(UsageError, match=message.format("0")):
-        train(model, inner, r.rank, 1)
+    refuses(message.format("0"), train, model, inner, r.rank, 1)
     local.close()
 
 
-def check_mistakes_with_codecs(r: Ranks) -> None:
-    model = network()
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+ONES = torch.ones(1, 1, 8, 8)
+
+
+def refuses(
+    text: str, call: Callable[..., object], *args: Any, kind: type[Exception] = UsageError, **named: Any
+) -> None:
+    """The call raises an error of this kind with this text."""
+    with pytest.raises(kind, match=text):
+        call(*args, **named)
+
+
+def backward(model: torch.nn.Module, x: torch.Tensor = ONES, **options: bool) -> None:
+    model(x).sum().backward(**options)
+
+
+def with_hook(model: torch.nn.Module, of: torch.nn.Module | None = None, *codec: str) -> DistributedDataParallel:
+    """DDP with the hook of DDP, or of another model."""
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(*distopt.torch.hook(ddp if of is None else of, *codec))
+    return ddp
+
+
+def check_arguments_that_are_refused(r: Ranks) -> None:
+    make, diloco, hook = distopt.torch.DistOpt, distopt.torch.DiLoCo, distopt.torch.hook
+    model, pair = network(), torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     inner, outer = sgd(model), sgd(model)
-    with pytest.raises(UsageError, match="5 fragments of 6 parameters"):
-        distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragments=5)
-    with pytest.raises(UsageError, match=r"fragment_sync_delay is 4; it must be an integer in 0 \.\.\. 3"):
-        distopt.torch.DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=4)
-    with pytest.raises(UsageError, match="or the optimizer is of another model"):
-        distopt.torch.DiLoCo(network(), inner, outer)
-    for make in (
-        lambda: distopt.torch.DistOpt(inner, model=model, shards=8),
-        lambda: distopt.torch.hook(DistributedDataParallel(network()), shards=8),
-    ):
-        with (
-            mock.patch("distopt.torch.training.averaging.device_of", return_value=torch.device("cuda:1")),
-            pytest.raises(UsageError, match=r"shards=8: steps in shards run on CPUs, .* are on cuda:1"),
-        ):
-            make()
-    with pytest.raises(UsageError, match=r"7 is not a codec"):
-        dist_opt(network(), codec=7)
-    with pytest.raises(UsageError, match=r"parameter weight is of torch\.bfloat16; codecs reduce float32"):
-        dist_opt(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
-    with pytest.raises(UsageError, match=r"clip_grad_norm is -1; it must be a number in \(0, inf\]"):
-        dist_opt(network(), clip_grad_norm=-1)
-    with pytest.raises(UsageError, match="wraps an optimizer"):
-        distopt.torch.DistOpt(network())
-    with pytest.raises(UsageError, match="LBFGS computes several gradients"):
-        distopt.torch.DistOpt(torch.optim.LBFGS(network().parameters()))
-    with pytest.raises(UsageError, match="unknown codec 'topk'"):
-        distopt.torch.hook(network(), "topk")
+    ddp, sharded = DistributedDataParallel(network()), fully_shard(network())
+    refuses("5 fragments of 6 parameters", diloco, model, inner, outer, sync_every=4, fragments=5)
+    delay = {"sync_every": 4, "fragment_sync_delay": 4}
+    refuses(r"fragment_sync_delay is 4; it must be an integer in 0 \.\.\. 3", diloco, model, inner, outer, **delay)
+    refuses("or the optimizer is of another model", diloco, network(), inner, outer)
+    refuses("trains 4 parameters that are not averaged", diloco, model, sgd(model), sgd(model[4]))
+    with mock.patch("distopt.torch.training.averaging.device_of", return_value=torch.device("cuda:1")):
+        text = r"shards=8: steps in shards run on CPUs, .* are on cuda:1"
+        refuses(text, make, inner, model=model, shards=8)
+        refuses(text, hook, ddp, shards=8)
+    refuses(r"7 is not a codec", dist_opt, model, codec=7)
+    refuses(r"parameter weight is of torch\.bfloat16; codecs reduce float32", dist_opt, pair)
+    refuses(r"clip_grad_norm is -1; it must be a number in \(0, inf\]", dist_opt, model, clip_grad_norm=-1)
+    refuses("wraps an optimizer", make, network())
+    refuses("LBFGS computes several gradients", make, torch.optim.LBFGS(model.parameters()))
+    refuses("unknown codec 'topk'", hook, model, "topk")
+    refuses("named_parameters lacks 6 of the optimizer's 6; ", make, sgd(model), network().named_parameters())
+    for averaged in ({"named_parameters": ddp.named_parameters()}, {"model": ddp}):
+        refuses(r"DDP averages the gradients of this model itself; use hook", make, sgd(ddp), **averaged)
+    refuses(r"0.weight is a DTensor; FSDP2 averages", dist_opt, sharded)
+
+
+def check_copies_and_states_that_are_refused(r: Ranks) -> None:
     model = network()
     optimizer = dist_opt(model)
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match="cannot be copied or pickled; save its state_dict"):
-            copied(optimizer)
-    hooked_ddp, _ = hooked("fp32", dist.group.WORLD)
-    averaged = torch.optim.swa_utils.AveragedModel(hooked_ddp)
-    averaged.update_parameters(hooked_ddp)
-    same(params_of(averaged)[0], params_of(hooked_ddp)[0])
-    with pytest.raises(UsageError, match="hook cannot be pickled; save the model inside of DDP"):
-        pickle.dumps(hooked_ddp)
-    with pytest.raises(StateError, match=r"have no engine, only state, param_groups; .* before it is wrapped"):
-        optimizer.load_state_dict(optimizer.optimizer.state_dict())
-    with pytest.raises(UsageError, match=r"instead of backward\(create_graph=True\)"):
-        model(torch.ones(1, 1, 8, 8)).sum().backward(create_graph=True)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    with pytest.raises(UsageError, match="has other parameters than when it was wrapped"):
-        model(torch.ones(1, 1, 8, 8)).sum().backward()
+        refuses("cannot be copied or pickled; save its state_dict", copied, optimizer)
+    ddp, _ = hooked(network(), "fp32")
+    averaged = torch.optim.swa_utils.AveragedModel(ddp)
+    averaged.update_parameters(ddp)
+    same(params_of(averaged), params_of(ddp))
+    refuses("hook cannot be pickled; save the model inside of DDP", pickle.dumps, ddp)
+    text = r"have no engine, only state, param_groups; .* before it is wrapped"
+    refuses(text, optimizer.load_state_dict, optimizer.optimizer.state_dict(), kind=StateError)
     optimizer.close()
-    _check_changes_after_wrapping()
-    with pytest.raises(UsageError, match="named_parameters lacks 6 of the optimizer's 6; "):
-        distopt.torch.DistOpt(sgd(model), network().named_parameters())
-    ddp = DistributedDataParallel(network())
-    ddp.register_comm_hook(*distopt.torch.hook(network()))
-    with pytest.raises(UsageError, match="make the hook of the model inside of DDP"):
-        ddp(torch.ones(1, 1, 8, 8)).sum().backward()
+    local = distopt.torch.DiLoCo(model, sgd(model), sgd(model))
+    refuses("the states are of 0 fragments", local.load_state_dict, {}, kind=StateError)
+    local.close()
+
+
+def check_gradients_that_are_refused(r: Ranks) -> None:
+    model = network()
+    optimizer = dist_opt(model)
+    refuses(r"instead of backward\(create_graph=True\)", backward, model, create_graph=True)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    refuses("has other parameters than when it was wrapped", backward, model)
+    refuses("make the hook of the model inside of DDP", backward, with_hook(network(), network()))
     words = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 3, sparse=True), torch.nn.Linear(3, 2))
-    ddp = DistributedDataParallel(words)
-    ddp.register_comm_hook(*distopt.torch.hook(words))
-    with pytest.raises(UsageError, match=r"the gradient of 0\.weight is sparse, and codecs send dense ones"):
-        ddp(torch.tensor([[r.rank, 4]])).sum().backward()
-    for averaged in ({"named_parameters": ddp.named_parameters()}, {"model": ddp}):
-        with pytest.raises(UsageError, match=r"DDP averages the gradients of this model itself; use hook"):
-            distopt.torch.DistOpt(sgd(ddp), **averaged)
-    sharded = fully_shard(network())
-    with pytest.raises(UsageError, match=r"0.weight is a DTensor; FSDP2 averages"):
-        dist_opt(sharded)
-    with pytest.raises(UsageError, match="trains 4 parameters that are not averaged"):
-        distopt.torch.DiLoCo(model, sgd(model), sgd(model[4]))
+    text = r"the gradient of 0\.weight is sparse, and codecs send dense ones"
+    refuses(text, backward, with_hook(words, words), torch.tensor([[r.rank, 4]]))
+    ddp = with_hook(torch.nn.Conv2d(3, 3, 3), None, "fp16")
+    ddp.to(memory_format=torch.channels_last)
+    text = r"weight of strides \(27, 1, 9, 3\) had another memory format when the hook"
+    refuses(text, backward, ddp, torch.ones(1, 3, 4, 4))
+
+
+def check_changes_under_diloco(r: Ranks) -> None:
+    model = network()
     model[0].requires_grad_(False)
     inner = sgd(model)
     local = distopt.torch.DiLoCo(model, inner, sgd(model))
-    with pytest.raises(StateError, match="the states are of 0 fragments"):
-        local.load_state_dict({})
     model[0].requires_grad_(True)
-    with pytest.raises(UsageError, match="trains 2 parameters that are not averaged"):
-        inner.step()
+    refuses("trains 2 parameters that are not averaged", inner.step)
     local.close()
     inner, outer = sgd(model), sgd(model)
     local = distopt.torch.DiLoCo(model, inner, outer)
     model.double()
-    with pytest.raises(UsageError, match=r"0.weight is torch.float64 on cpu now, and was torch.float32 on cpu when"):
-        inner.step()
+    refuses(r"0.weight is torch.float64 on cpu now, and was torch.float32 on cpu when", inner.step)
     model.float()
     outer.param_groups[0]["params"][2] = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(UsageError, match=r"outer_optimizer has lost parameter 2\.weight"):
-        inner.step()
+    refuses(r"outer_optimizer has lost parameter 2\.weight", inner.step)
     local.close()
-    ddp = DistributedDataParallel(torch.nn.Conv2d(3, 3, 3))
-    ddp.register_comm_hook(*distopt.torch.hook(ddp, "fp16"))
-    ddp.to(memory_format=torch.channels_last)
-    with pytest.raises(UsageError, match=r"weight of strides \(27, 1, 9, 3\) had another memory format when the hook"):
-        ddp(torch.ones(1, 3, 4, 4)).sum().backward()
+
+
+def check_ranks_that_differ(r: Ranks) -> None:
+    last = r.rank == r.size - 1
     # Cubic kernels: the arrays differ in nothing but the meaning of their dimensions.
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Conv2d(3, 3, 3))
-    model.to(memory_format=torch.channels_last if r.rank == r.size - 1 else torch.contiguous_format)
-    for wrapped in (lambda: dist_opt(model), lambda: distopt.torch.DiLoCo(model, sgd(model), sgd(model))):
-        with pytest.raises(MismatchError, match=r"1\.weight .* in memory, which has .* \[0, 2, 3, 1\], .* same memory"):
-            wrapped()
-    model = torch.nn.Linear(3, 2 + (r.rank == r.size - 1))
-    with pytest.raises(MismatchError, match=rf"rank {r.size - 1} "):
-        dist_opt(model)
+    model.to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    text = r"1\.weight .* in memory, which has .* \[0, 2, 3, 1\], .* same memory"
+    refuses(text, dist_opt, model, kind=MismatchError)
+    refuses(text, distopt.torch.DiLoCo, model, sgd(model), sgd(model), kind=MismatchError)
+    refuses(rf"rank {r.size - 1} ", dist_opt, torch.nn.Linear(3, 2 + last), kind=MismatchError)
     model = network()
-    params, first = list(model.parameters()), 2 + (r.rank == r.size - 1)
-    groups = [{"params": params[:first], "weight_decay": 0.1}, {"params": params[first:]}]
+    params = list(model.parameters())
+    groups = [{"params": params[: 2 + last], "weight_decay": 0.1}, {"params": params[2 + last :]}]
     optimizer = dist_opt(model, torch.optim.SGD(groups, 0.1))
-    with pytest.raises(MismatchError, match=r"number of params is 3 there, 2 on rank 0"):
-        model(torch.ones(1, 1, 8, 8)).sum().backward()
+    refuses(r"number of params is 3 there, 2 on rank 0", backward, model, kind=MismatchError)
     optimizer.close()
-    model = network()
     optimizer = dist_opt(model, find_unused_parameters=r.rank == 0)
-    with pytest.raises(MismatchError, match="unused para"):  # between hosts, labels are cut
-        train(model, optimizer, r.rank, 2)
-    optimizer.close()
-    # A parameter that the loss does not reach.
+    # Between hosts, labels are cut.
+    refuses("unused para", train, model, optimizer, r.rank, 2, kind=MismatchError)
+
+
+def check_parameters_that_the_loss_does_not_reach(r: Ranks) -> None:
     pair = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
-    optimizer = dist_opt(pair)
-    with pytest.raises(UsageError, match=r"did not reach .* find_unused_parameters=True"):
-        pair[0](torch.ones(1, 3)).sum().backward()
+    optimizer, ones = dist_opt(pair), torch.ones(1, 3)
+    refuses(r"did not reach .* find_unused_parameters=True", backward, pair[0], ones)
     optimizer.close()
-    optimizer = dist_opt(pair, find_unused_parameters=True)
-    another = dist_opt(pair)
-    with pytest.raises(UsageError, match=r"parameter 0.weight is averaged by another DistOpt, too; call close"):
-        pair[0](torch.ones(1, 3)).sum().backward()
+    optimizer, another = dist_opt(pair, find_unused_parameters=True), dist_opt(pair)
+    refuses(r"parameter 0.weight is averaged by another DistOpt, too; call close", backward, pair[0], ones)
     another.close()
     optimizer.zero_grad()
-    pair[r.rank % 2](torch.ones(1, 3)).sum().backward()
+    backward(pair[r.rank % 2], ones)
     optimizer.step()
-    for parameter in pair.parameters():
-        same_on_all_ranks(parameter)
+    same_on_all_ranks(params_of(pair))
 
 
-def _check_changes_after_wrapping() -> None:
+def check_changes_after_wrapping(r: Ranks) -> None:
     """Changes of a model after its optimizer was wrapped, with which gradients would not be averaged, or twice."""
 
     def replace(model: torch.nn.Module, optimizer: Any) -> Any:
@@ -880,6 +827,10 @@ def _check_changes_after_wrapping() -> None:
     def drop(model: torch.nn.Module, _: Any) -> Any:
         model[4].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
+    def step(model: torch.nn.Module, optimizer: Any) -> None:
+        backward(model)
+        optimizer.step()
+
     for change, words in {
         replace: "has other parameters than when it was wrapped",
         replace_all: "has other parameters than when it was wrapped",
@@ -889,19 +840,8 @@ def _check_changes_after_wrapping() -> None:
     }.items():
         model = network()
         optimizer = dist_opt(model, find_unused_parameters=True)
-        trained = change(model, optimizer) or model
-        loss = trained(torch.ones(1, 1, 8, 8)).sum()
-
-        def step(loss: torch.Tensor = loss, optimizer: Any = optimizer) -> None:
-            loss.backward()
-            optimizer.step()
-
-        with pytest.raises(UsageError, match=words):
-            step()
-        optimizer.close()
+        refuses(words, step, change(model, optimizer) or model, optimizer)
     ddp = DistributedDataParallel(network())
     optimizer = distopt.torch.DistOpt(sgd(ddp))
-    loss = ddp(torch.ones(1, 1, 8, 8)).sum()
-    with pytest.raises(UsageError, match="DDP averages the gradients of this model itself"):
-        loss.backward()
+    refuses("DDP averages the gradients of this model itself", backward, ddp)
     optimizer.close()

@@ -9,19 +9,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from .ranks import DTYPES, FLOATS, LAYOUTS, MOVED, Ranks, ops_of, reduced, same, same_on_all_ranks, values, with_error
+from .ranks import DTYPES, FLOATS, LAYOUTS, MOVED, Ranks, ops_of, reduced, same, values, with_error
 
 
-def check_all_reduce(r: Ranks) -> None:
+def all_reduce(tensor: torch.Tensor, op: object) -> None:
+    """As `dist.all_reduce`, which refuses products of complex tensors."""
+    opts = dist.distributed_c10d.AllreduceOptions()
+    opts.reduceOp = op
+    dist.group.WORLD.allreduce([tensor], opts).wait()
+
+
+def check_reductions(r: Ranks) -> None:
     for dtype, (layout, lay) in itertools.product(DTYPES, r.layouts.items()):
+        parts = [lay(each) for each in r.each(dtype)]
         for name in ops_of(dtype):
             tensor = lay(values(r.rank, dtype))
-            expected = reduced(name, [lay(values(q, dtype)) for q in r.all])
-            group = dist.group.WORLD
-            opts = dist.distributed_c10d.AllreduceOptions()  # dist.all_reduce refuses products of complex tensors
-            opts.reduceOp = getattr(dist.ReduceOp, name)
-            group.allreduce([tensor], opts).wait()
-            same(tensor, expected, (dtype, layout, name))
+            all_reduce(tensor, getattr(dist.ReduceOp, name))
+            same(tensor, reduced(name, parts), (dtype, layout, name))
+        for root in r.all:
+            tensor = lay(values(r.rank, dtype))
+            dist.reduce(tensor, root)
+            same(tensor, reduced("SUM", parts) if r.rank == root else parts[r.rank], (dtype, layout, root))
 
 
 def check_all_reduce_by_its_function(r: Ranks) -> None:
@@ -33,14 +41,15 @@ def check_all_reduce_by_its_function(r: Ranks) -> None:
             assert work.is_completed()
             assert work.is_success()
         same(tensor, r.total(dtype), dtype)
+    parameter = torch.nn.Parameter(values(r.rank, torch.float32))
+    dist.all_reduce(parameter)
+    same(parameter, r.total())
 
 
 def check_premul_sum(r: Ranks) -> None:
     tensor = values(r.rank, torch.float32)
-    opts = dist.distributed_c10d.AllreduceOptions()
-    opts.reduceOp = dist._make_nccl_premul_sum(0.5)
-    dist.group.WORLD.allreduce([tensor], opts).wait()
-    same(tensor, reduced("SUM", [values(q, torch.float32) * 0.5 for q in r.all]))
+    all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    same(tensor, reduced("SUM", [each * 0.5 for each in r.each()]))
     half = dist._make_nccl_premul_sum(torch.tensor([0.5]))
     for dtype in (*FLOATS, torch.complex64):
         whole, out = torch.ones(2 * r.size, dtype=dtype), torch.zeros(2, dtype=dtype)
@@ -53,18 +62,11 @@ def check_premul_sum(r: Ranks) -> None:
     with_error(ValueError, "has no meaning", dist.all_reduce, torch.ones(2, dtype=torch.int32), half)
 
 
-def check_all_reduce_of_a_parameter(r: Ranks) -> None:
-    parameter = torch.nn.Parameter(values(r.rank, torch.float32))
-    dist.all_reduce(parameter)
-    same(parameter.detach(), r.total())
-
-
 def check_conjugate_tensors(r: Ranks) -> None:
     tensor = values(r.rank, torch.complex64).conj()
     outs = [torch.empty_like(values(0, torch.complex64)) for _ in r.all]
     dist.group.WORLD.allgather([outs], [tensor]).wait()
-    for q, out in enumerate(outs):
-        same(out, values(q, torch.complex64).conj().resolve_conj())
+    same(outs, [each.conj().resolve_conj() for each in r.each(torch.complex64)])
 
 
 def check_sparse_all_reduce(r: Ranks) -> None:
@@ -92,42 +94,43 @@ def check_sparse_all_reduce(r: Ranks) -> None:
             same(tensor.to_dense(), sum(parts, torch.zeros(shape, dtype=dtype)), (shape, dtype))
 
 
-def check_reduce(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(DTYPES, r.layouts.values(), r.all):
-        tensor = lay(values(r.rank, dtype))
-        parts = [lay(values(q, dtype)) for q in r.all]
-        dist.reduce(tensor, root)
-        same(tensor, reduced("SUM", parts) if r.rank == root else parts[r.rank], (dtype, root))
+def check_moves(r: Ranks) -> None:
+    for dtype, lay in itertools.product(MOVED, r.layouts.values()):
+        mine, every = lay(values(r.rank, dtype)), [lay(each) for each in r.each(dtype)]
+
+        def blank(dtype: torch.dtype = dtype, lay: Callable = lay) -> list[torch.Tensor]:
+            return [lay(values(9, dtype)) for _ in r.all]
+
+        for root in r.all:
+            is_root, tensor, outs = r.rank == root, lay(values(r.rank, dtype)), blank()
+            dist.broadcast(tensor, root)
+            same(tensor, every[root], ("broadcast", dtype, root))
+            dist.gather(mine, outs if is_root else None, root)
+            same(outs, every if is_root else blank(), ("gather", dtype, root))
+            dist.scatter(tensor, [lay(values(root + 3 * p, dtype)) for p in r.all] if is_root else None, root)
+            same(tensor, lay(values(root + 3 * r.rank, dtype)), ("scatter", dtype, root))
+        for asynchronous in (False, True):
+            outs = blank()
+            work = dist.all_gather(outs, mine, async_op=asynchronous)
+            if work:
+                work.wait()
+            same(outs, every, ("all_gather", dtype))
+        outs = blank()
+        dist.all_to_all(outs, [lay(values(r.rank + 3 * p, dtype)) for p in r.all])
+        same(outs, [lay(each) for each in r.each(dtype, offset=3 * r.rank)], ("all_to_all", dtype))
 
 
-def check_broadcast(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
-        tensor = lay(values(r.rank, dtype))
-        dist.broadcast(tensor, root)
-        same(tensor, lay(values(root, dtype)), (dtype, root))
-
-
-def check_all_gather(r: Ranks) -> None:
-    for dtype, lay, asynchronous in itertools.product(MOVED, r.layouts.values(), (False, True)):
-        tensor = lay(values(r.rank, dtype))
-        outs = [lay(values(9, dtype)) for _ in r.all]
-        work = dist.all_gather(outs, tensor, async_op=asynchronous)
-        if work:
-            work.wait()
-        for q, out in enumerate(outs):
-            same(out, lay(values(q, dtype)), dtype)
-
-
-def check_all_gather_of_different_sizes(r: Ranks) -> None:
-    outs = [torch.zeros(q + 1) for q in r.all]
-    dist.all_gather(outs, values(r.rank, torch.float32, (r.rank + 1,)))
-    for q, out in enumerate(outs):
-        same(out, values(q, torch.float32, (q + 1,)))
+def check_different_sizes(r: Ranks) -> None:
+    outs, parts = [torch.zeros(q + 1) for q in r.all], [values(q, torch.float32, (q + 1,)) for q in r.all]
+    dist.all_gather(outs, parts[r.rank])
+    same(outs, parts)
+    dist.reduce_scatter(outs[r.rank], [values(r.rank, torch.float32, (p + 1,)) for p in r.all])
+    same(outs[r.rank], r.total(shape=(r.rank + 1,)))
 
 
 def check_all_gather_single(r: Ranks) -> None:
     for dtype in MOVED:
-        expected = torch.cat([values(q, dtype) for q in r.all])
+        expected = torch.cat(r.each(dtype))
         for out in (torch.empty_like(expected), LAYOUTS["transposed"](torch.empty_like(expected))):
             dist.all_gather_single(out, LAYOUTS["strided"](values(r.rank, dtype)))
             same(out, expected, dtype)
@@ -143,40 +146,8 @@ def check_reduce_scatter(r: Ranks) -> None:
             dist.reduce_scatter(out, [LAYOUTS["transposed"](part) for part in parts[r.rank]], op)
             same(out, expected, (dtype, name))
             whole, out = torch.cat(parts[r.rank]), torch.empty_like(expected)
-            untouched = whole.clone()
             dist.reduce_scatter_single(out, whole, op)
-            same(out, expected, (dtype, name))
-            same(whole, untouched)
-
-
-def check_reduce_scatter_of_different_sizes(r: Ranks) -> None:
-    out = torch.zeros(r.rank + 1)
-    dist.reduce_scatter(out, [values(r.rank, torch.float32, (p + 1,)) for p in r.all])
-    same(out, r.total(shape=(r.rank + 1,)))
-
-
-def check_gather(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
-        outs = [lay(values(9, dtype)) for _ in r.all] if r.rank == root else None
-        dist.gather(lay(values(r.rank, dtype)), outs, root)
-        for q, out in enumerate(outs or []):
-            same(out, lay(values(q, dtype)), dtype)
-
-
-def check_scatter(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
-        parts = [lay(values(root + 3 * p, dtype)) for p in r.all] if r.rank == root else None
-        out = lay(values(9, dtype))
-        dist.scatter(out, parts, root)
-        same(out, lay(values(root + 3 * r.rank, dtype)), dtype)
-
-
-def check_all_to_all(r: Ranks) -> None:
-    for dtype, lay in itertools.product(MOVED, r.layouts.values()):
-        outs = [lay(values(9, dtype)) for _ in r.all]
-        dist.all_to_all(outs, [lay(values(r.rank + 3 * p, dtype)) for p in r.all])
-        for q, out in enumerate(outs):
-            same(out, lay(values(q + 3 * r.rank, dtype)), dtype)
+            same([out, whole], [expected, torch.cat(parts[r.rank])], (dtype, name))
 
 
 def check_all_to_all_single(r: Ranks) -> None:
@@ -192,80 +163,76 @@ def check_all_to_all_single(r: Ranks) -> None:
         whole = torch.cat([values(r.rank + 3 * p, dtype) for p in r.all])
         out = torch.empty_like(whole)
         dist.all_to_all_single(out, whole)
-        same(out, torch.cat([values(q + 3 * r.rank, dtype) for q in r.all]), dtype)
+        same(out, torch.cat(r.each(dtype, offset=3 * r.rank)), dtype)
 
 
 def check_sizes(r: Ranks) -> None:
     """From no element to some MiB; few of these counts divide by the number of ranks or chunks."""
-    world = dist.group.WORLD
-    counts = 0, 1, 2, 3, 7, 1023, 16_385, 300_007, 1_500_001
+    last, counts = r.size - 1, (0, 1, 2, 3, 7, 1023, 16_385, 300_007, 1_500_001)
     for count, dtype in itertools.product(counts, (torch.float32, torch.int64)):
-        every = [values(q, dtype, (count,)) for q in r.all]
-        mine, total = every[r.rank], reduced("SUM", every)
-        out = mine.clone()
-        dist.all_reduce(out)
-        same(out, total, ("all_reduce", count, dtype))
-        out = mine.clone()
-        dist.broadcast(out, r.size - 1)
-        same(out, every[-1], ("broadcast", count, dtype))
-        out = mine.clone()
-        dist.reduce(out, r.size - 1)
-        same(out, total if r.rank == r.size - 1 else mine, ("reduce", count, dtype))
-        out = mine.new_empty(count * r.size)
-        dist.all_gather_single(out, mine, group=world)
-        same(out, torch.cat(every), ("all_gather_single", count, dtype))
-        back = mine.new_empty(count)
-        dist.reduce_scatter_single(back, out, group=world)
-        same(back, mine * r.size, ("reduce_scatter_single", count, dtype))
-        turned = torch.empty_like(out)
-        dist.all_to_all_single(turned, out)
-        same(turned, mine.repeat(r.size), ("all_to_all_single", count, dtype))
+        every = r.each(dtype, (count,))
+        mine, whole, total = every[r.rank], torch.cat(every), reduced("SUM", every)
+        for call, out, args, expected in (
+            (dist.all_reduce, mine.clone(), (), total),
+            (dist.broadcast, mine.clone(), (last,), every[-1]),
+            (dist.reduce, mine.clone(), (last,), total if r.rank == last else mine),
+            (dist.all_gather_single, torch.empty_like(whole), (mine,), whole),
+            (dist.reduce_scatter_single, torch.empty_like(mine), (whole,), mine * r.size),
+            (dist.all_to_all_single, torch.empty_like(whole), (whole,), mine.repeat(r.size)),
+        ):
+            call(out, *args)
+            same(out, expected, (call.__name__, count, dtype))
 
 
-def collectives_of(count: int, r: Ranks, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    """A call of every collective, with `count` elements a rank."""
-
-    def parts() -> list[torch.Tensor]:
-        return [torch.ones(count) for _ in r.all]
-
-    one, whole = torch.ones(count), torch.ones(count * r.size)
-    at_root = parts() if r.rank == 0 else None
-    numbers, sparse = torch.ones(count, dtype=torch.uint16), torch.ones(count).to_sparse()
+def calls_of(
+    r: Ranks, one: torch.Tensor, parts: list[torch.Tensor], whole: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> dict[str, Callable[[], object]]:
+    """A call of every collective: with a tensor, as many as there are ranks, and one of their size."""
+    at_root = parts if r.rank == 0 else None
     return {
         "all_reduce": lambda: dist.all_reduce(one, group=group),
-        "all_reduce, fold": lambda: dist.all_reduce(numbers, group=group),
-        "all_reduce, sparse": lambda: dist.all_reduce(sparse, group=group),
         "all_reduce, async": lambda: dist.all_reduce(one, group=group, async_op=True).wait(),
         "reduce": lambda: dist.reduce(one, 0, group=group),
         "broadcast": lambda: dist.broadcast(one, 0, group=group),
         "broadcast from the last": lambda: dist.broadcast(one, r.size - 1, group=group),
-        "all_gather": lambda: dist.all_gather(parts(), one, group=group),
+        "all_gather": lambda: dist.all_gather(parts, one, group=group),
         "all_gather_single": lambda: dist.all_gather_single(whole, one, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter(one, parts(), group=group),
+        "all_gather_single, async": lambda: dist.all_gather_single(whole, one, group=group, async_op=True).wait(),
+        "reduce_scatter": lambda: dist.reduce_scatter(one, parts, group=group),
         "reduce_scatter_single": lambda: dist.reduce_scatter_single(one, whole, group=group),
         "gather": lambda: dist.gather(one, at_root, 0, group=group),
         "scatter": lambda: dist.scatter(one, at_root, 0, group=group),
-        "all_to_all_single": lambda: dist.all_to_all_single(whole, whole.clone(), group=group),
+        "all_to_all": lambda: dist.all_to_all([torch.empty_like(part) for part in parts], parts, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+    }
+
+
+def calls_of_ones(count: int, r: Ranks, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
+    """The same with `count` elements a rank, and sums by other ways."""
+    numbers, sparse = torch.ones(count, dtype=torch.uint16), torch.ones(count).to_sparse()
+    return {
+        **calls_of(r, torch.ones(count), [torch.ones(count) for _ in r.all], torch.ones(count * r.size), group),
+        "all_reduce, fold": lambda: dist.all_reduce(numbers, group=group),
+        "all_reduce, sparse": lambda: dist.all_reduce(sparse, group=group),
     }
 
 
 def check_empty_on_one_rank(r: Ranks) -> None:
     """All ranks raise the error of different counts, instead of pairing this operation with a later one."""
-    for at, name in enumerate(collectives_of(0, r, dist.group.WORLD)):
-        group = dist.new_group(list(r.all))
+    for at, name in enumerate(calls_of_ones(0, r, dist.group.WORLD)):
+        group = r.group()
         count = (4, 40_000, 3_000_000)[at % 3]
-        mine = collectives_of(0 if r.rank == at % r.size else count, r, group)[name]
+        mine = calls_of_ones(0 if r.rank == at % r.size else count, r, group)[name]
         # A broadcast has ended on a host that has received all.
         calls = [mine, partial(dist.barrier, group=group)] if name.startswith("broadcast") else [mine]
         with pytest.raises(dist.DistBackendError, match=r"all ranks must call|same size|same shape"):
             pytest.fail(f"{name} ended with {[call() for call in calls]}")
-        dist.destroy_process_group(group)
 
 
 def check_empty_on_all_ranks(r: Ranks) -> None:
     """An operation on nothing is an operation: a rank that does not call it gets an error."""
-    group = dist.new_group(list(r.all))
-    for name, collective in collectives_of(0, r, group).items():
+    group = r.group()
+    for name, collective in calls_of_ones(0, r, group).items():
         collective()
         tensor = values(r.rank, torch.float32)
         dist.all_reduce(tensor, group=group)
@@ -273,22 +240,6 @@ def check_empty_on_all_ranks(r: Ranks) -> None:
     if r.rank != r.size - 1:
         dist.all_reduce(torch.ones(0), async_op=True, group=group)
     with_error(dist.DistBackendError, "all ranks must call", dist.all_reduce, torch.ones(4), dist.ReduceOp.SUM, group)
-    dist.destroy_process_group(group)
-
-
-def check_large_sums_of_fractions(r: Ranks) -> None:
-    """The same bits on all ranks. Two ranks have only one order of summing, so their bits are known."""
-    for dtype in FLOATS:
-        every = [torch.randn(700_001, generator=torch.Generator().manual_seed(q)).to(dtype) for q in r.all]
-        out = every[r.rank].clone()
-        dist.all_reduce(out)
-        same_on_all_ranks(out, dtype)
-        if r.size == 2:
-            same(out, reduced("SUM", every), dtype)
-        else:
-            exact = torch.stack(every).double().sum(0)
-            step = torch.finfo(dtype).eps * (torch.stack(every).abs().double().sum(0) + 1e-3)
-            assert bool(((out.double() - exact).abs() <= r.size * step).all()), dtype
 
 
 def check_coalesced(r: Ranks) -> None:
@@ -297,64 +248,48 @@ def check_coalesced(r: Ranks) -> None:
     for i, tensor in enumerate(tensors):
         same(tensor, r.total(shape=tuple(tensor.shape), offset=i))
     for asynchronous in (False, True):
-        outs = [torch.zeros(r.size * 7), torch.zeros(r.size * 3, dtype=torch.float64)]
-        with dist._coalescing_manager(async_ops=asynchronous) as manager:
+        outs = [torch.zeros(r.size * 7), torch.zeros(r.size * 3, dtype=torch.float64), torch.zeros(3)]
+        with dist._coalescing_manager(async_ops=asynchronous) as gathers:
             dist.all_gather_single(outs[0], values(r.rank, torch.float32, (7,)))
             dist.all_gather_single(outs[1], values(r.rank, torch.float64, (3,)))
+        with dist._coalescing_manager(async_ops=asynchronous) as scatters:
+            dist.reduce_scatter_single(outs[2], values(r.rank, torch.float32, (3 * r.size,)))
         if asynchronous:
-            manager.wait()
-        same(outs[0], torch.cat([values(q, torch.float32, (7,)) for q in r.all]))
-        same(outs[1], torch.cat([values(q, torch.float64, (3,)) for q in r.all]))
-        out = torch.zeros(3)
-        with dist._coalescing_manager(async_ops=asynchronous) as manager:
-            dist.reduce_scatter_single(out, values(r.rank, torch.float32, (3 * r.size,)))
-        if asynchronous:
-            manager.wait()
-        expected = r.total(shape=(3 * r.size,))
-        same(out, expected.view(r.size, 3)[r.rank])
-
-
-def coalesced_options() -> object:
-    opts = dist.distributed_c10d.AllreduceCoalescedOptions()
-    opts.reduceOp = dist.ReduceOp.SUM
-    return opts
+            gathers.wait()
+            scatters.wait()
+        part = r.total(shape=(3 * r.size,)).view(r.size, 3)[r.rank]
+        same(outs, [torch.cat(r.each(shape=(7,))), torch.cat(r.each(torch.float64, (3,))), part])
 
 
 def check_objects(r: Ranks) -> None:
-    def data(q: int) -> dict[str, object]:
-        return {"rank": q, "text": "x" * (10 * q), "tensor": [q] * q}
-
-    gathered = [None] * r.size
-    dist.all_gather_object(gathered, data(r.rank))
-    assert gathered == [data(q) for q in r.all]
-    objects = [data(1) if r.rank == 1 else None, 5 if r.rank == 1 else None]
+    every = [{"rank": q, "text": "x" * (10 * q), "tensor": [q] * q} for q in r.all]
+    mine, gathered, one = every[r.rank], [None] * r.size, [None]
+    dist.all_gather_object(gathered, mine)
+    assert gathered == every
+    objects = [mine, 5] if r.rank == 1 else [None, None]
     dist.broadcast_object_list(objects, 1)
-    assert objects == [data(1), 5]
-    out = [None]
-    dist.scatter_object_list(out, [data(q) for q in r.all] if r.rank == 0 else None, 0)
-    assert out == [data(r.rank)]
+    assert objects == [every[1], 5]
+    dist.scatter_object_list(one, every if r.rank == 0 else None, 0)
+    assert one == [mine]
     gathered = [None] * r.size if r.rank == 1 else None
-    dist.gather_object(data(r.rank), gathered, 1)
-    assert gathered == ([data(q) for q in r.all] if r.rank == 1 else None)
+    dist.gather_object(mine, gathered, 1)
+    assert gathered == (every if r.rank == 1 else None)
 
 
 def check_functional(r: Ranks) -> None:
-    mine = values(r.rank, torch.float32, (2 * r.size, 3))
-    every = [values(q, torch.float32, (2 * r.size, 3)) for q in r.all]
-    world = dist.group.WORLD
-    total = reduced("SUM", every)
-    same(functional.all_reduce(mine, "sum", world).wait(), total)
-    same(functional.all_gather_tensor(mine, 0, world).wait(), torch.cat(every))
-    same(functional.reduce_scatter_tensor(mine, "sum", 0, world).wait(), total.view(r.size, 2, 3)[r.rank])
-    same(functional.broadcast(mine, 1, world).wait(), every[1])
-    same(
-        functional.all_to_all_single(mine, None, None, world).wait(),
-        torch.cat([part.view(r.size, 2, 3)[r.rank] for part in every]),
-    )
-    first, second = functional.all_reduce_coalesced([mine, mine[0]], "max", world)
-    same(first.wait(), reduced("MAX", every))
-    same(second.wait(), reduced("MAX", [part[0] for part in every]))
-    (out,) = functional.all_gather_into_tensor_coalesced([mine], world)
-    same(out.wait(), torch.cat(every))
-    (out,) = functional.reduce_scatter_tensor_coalesced([mine], "sum", [0], world)
-    same(out.wait(), total.view(r.size, 2, 3)[r.rank])
+    every, world = r.each(shape=(2 * r.size, 3)), dist.group.WORLD
+    mine, whole, total = every[r.rank], torch.cat(every), reduced("SUM", every)
+    part, parts = total.view(r.size, 2, 3)[r.rank], [each.view(r.size, 2, 3)[r.rank] for each in every]
+    of_lists = [*functional.all_reduce_coalesced([mine, mine[0]], "max", world)]
+    of_lists += functional.all_gather_into_tensor_coalesced([mine], world)
+    of_lists += functional.reduce_scatter_tensor_coalesced([mine], "sum", [0], world)
+    maxima = [reduced("MAX", every), reduced("MAX", [each[0] for each in every])]
+    for found, expected in (
+        (functional.all_reduce(mine, "sum", world), total),
+        (functional.all_gather_tensor(mine, 0, world), whole),
+        (functional.reduce_scatter_tensor(mine, "sum", 0, world), part),
+        (functional.broadcast(mine, 1, world), every[1]),
+        (functional.all_to_all_single(mine, None, None, world), torch.cat(parts)),
+        *zip(of_lists, [*maxima, whole, part], strict=True),
+    ):
+        same(found.wait(), expected)

@@ -1,12 +1,13 @@
 """DistributedDataParallel over distopt and over Gloo."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..forked import group_with_gloo
 from .ranks import Ranks, reduced, same, same_on_all_ranks, values
 
 
@@ -17,53 +18,20 @@ def network() -> torch.nn.Module:
     )
 
 
-def trained(rank: int, group: dist.ProcessGroup, **options: object) -> list[torch.Tensor]:
-    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.005, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(6):
-        x, y = torch.randn(4, 1, 8, 8, generator=generator), torch.randint(10, (4,), generator=generator)
-        if step == 3:
-            with model.no_sync():
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+def loss_of(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(data[0]), data[1])
 
 
-def check_ddp(r: Ranks) -> None:
-    gloo = group_with_gloo(r.all)
-    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
-        ours = trained(r.rank, dist.group.WORLD, **options)
-        theirs = trained(r.rank, gloo, **options)
-        r.same_as_gloo(ours, theirs, options)
-        for tensor in ours[:6]:
-            same_on_all_ranks(tensor, "a parameter")
-    dist.destroy_process_group(gloo)
+def learn(model: torch.nn.Module, optimizer: Any, data: tuple[torch.Tensor, torch.Tensor], **options: bool) -> None:
+    """A step with a batch and its labels, and with the options of `zero_grad`."""
+    optimizer.zero_grad(**options)
+    loss_of(model, data).backward()
+    optimizer.step()
 
 
-def joined(rank: int, group: dist.ProcessGroup, *, of_all: bool) -> list[torch.Tensor]:
-    model = DistributedDataParallel(network(), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    with model.join(divide_by_initial_world_size=of_all):
-        for _ in range(2 + rank):
-            optimizer.zero_grad()
-            model(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
-            optimizer.step()
-    return [tensor.detach().clone() for tensor in model.parameters()]
-
-
-def check_ddp_joins(r: Ranks) -> None:
-    """Ranks with different numbers of batches; sums are divided by all ranks, or by those that still have data."""
-    gloo = group_with_gloo(r.all)
-    for of_all in (True, False):
-        ours = joined(r.rank, dist.group.WORLD, of_all=of_all)
-        r.same_as_gloo(ours, joined(r.rank, gloo, of_all=of_all), of_all)
-        for tensor in ours:
-            same_on_all_ranks(tensor, "a parameter")
-    dist.destroy_process_group(gloo)
+def drawn(generator: torch.Generator, count: int = 4, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images, and labels of ten classes."""
+    return torch.randn(count, 1, size, size, generator=generator), torch.randint(10, (count,), generator=generator)
 
 
 def reference_cnn() -> torch.nn.Module:
@@ -76,48 +44,57 @@ def reference_cnn() -> torch.nn.Module:
     )
 
 
-def trained_cnn(
+def trained(
     rank: int,
     group: dist.ProcessGroup,
-    steps: int,
-    batch: int,
     *,
-    inside: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
-    around: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
-    **options: object,
+    net: Callable[[], torch.nn.Module] = network,
+    batches: Iterable[tuple[int, int]] = ((4, 8),) * 6,
+    join: dict[str, bool] | None = None,
+    inside: Callable[[Any], torch.nn.Module] = lambda model: model,
+    around: Callable[[Any], torch.nn.Module] = lambda ddp: ddp,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """The parameters after some steps of DDP, with functions that change the model inside DDP and around it."""
-    layers = reference_cnn()
-    model = around(DistributedDataParallel(inside(layers), process_group=group, **options))
-    optimizer = torch.optim.SGD(layers.parameters(), 0.02, momentum=0.9)
+    """Parameters and buffers after steps of DDP with batches of so many images of this size.
+
+    Functions change the model `inside` DDP and `around` it. `join` has the options of DDP's context of this name.
+    """
+    layers = net()
+    ddp = DistributedDataParallel(inside(layers), process_group=group, **{"bucket_cap_mb": 0.005, **options})
+    model, optimizer = around(ddp), torch.optim.SGD(layers.parameters(), 0.02, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        x, y = torch.randn(batch, 1, 28, 28, generator=generator), torch.randint(10, (batch,), generator=generator)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in layers.parameters()]
+    with contextlib.nullcontext() if join is None else ddp.join(**join):
+        for step, sizes in enumerate(batches):
+            data = drawn(generator, *sizes)
+            if step == 3 and model is ddp and join is None:
+                with ddp.no_sync():
+                    loss_of(model, data).backward()
+            learn(model, optimizer, data, set_to_none=step % 2 == 0)
+    return [tensor.detach().clone() for tensor in (*layers.parameters(), *layers.buffers())]
 
 
-def check_reference_cnn(r: Ranks) -> None:
-    """DDP with all defaults."""
-    gloo = group_with_gloo(r.all)
-    ours, theirs = (trained_cnn(r.rank, group, steps=5, batch=8) for group in (dist.group.WORLD, gloo))
-    assert sum(parameter.numel() for parameter in ours) == 431_080
-    for one in ours:
-        same_on_all_ranks(one, "a parameter")
-    r.same_as_gloo(ours, theirs)
-    dist.destroy_process_group(gloo)
+def check_ddp(r: Ranks) -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        ours = trained(r.rank, dist.group.WORLD, **options)
+        r.same_as_gloo(ours, trained(r.rank, r.gloo, **options), options)
+        same_on_all_ranks(ours[:6], "a parameter")
+
+
+def check_ddp_joins(r: Ranks) -> None:
+    """Ranks with different numbers of batches; sums are divided by all ranks, or by those that still have data."""
+    for of_all in (True, False):
+        options = {"batches": [(4, 8)] * (2 + r.rank), "join": {"divide_by_initial_world_size": of_all}}
+        ours, theirs = (trained(r.rank, group, **options)[:6] for group in (dist.group.WORLD, r.gloo))
+        r.same_as_gloo(ours, theirs, of_all)
+        same_on_all_ranks(ours, "a parameter")
 
 
 def check_compiled_ddp(r: Ranks) -> None:
     """By the default compiler, the model and DDP around it."""
-    gloo = group_with_gloo(r.all)
     for place in ("inside", "around"):
-        compiled = {place: torch.compile, "bucket_cap_mb": 1}
-        ours, theirs = (trained_cnn(r.rank, group, 20, 2, **compiled) for group in (dist.group.WORLD, gloo))
+        options = {place: torch.compile, "net": reference_cnn, "batches": [(2, 28)] * 20, "bucket_cap_mb": 1}
+        ours, theirs = (trained(r.rank, group, **options) for group in (dist.group.WORLD, r.gloo))
         r.same_as_gloo(ours, theirs, place)
-    dist.destroy_process_group(gloo)
 
 
 def check_compiled_collectives(r: Ranks) -> None:
@@ -130,4 +107,4 @@ def check_compiled_collectives(r: Ranks) -> None:
         return doubled + 1
 
     own = values(r.rank, torch.float32)
-    same(step(own), reduced("SUM", [values(q, torch.float32) * 2 for q in r.all]) * r.size + 1)
+    same(step(own), reduced("SUM", [each * 2 for each in r.each()]) * r.size + 1)

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..forked import group_with_gloo
-from .collectives import check_all_reduce_by_its_function, coalesced_options
+from .collectives import check_all_reduce_by_its_function
 from .ranks import Ranks, same, with_error
 
 
@@ -38,7 +37,8 @@ def check_quantized_tensors(r: Ranks) -> None:
 
 def check_timeouts_without_end(r: Ranks) -> None:
     """Ten thousand years, which exceed what Python's waits take, and the longest, which PyTorch makes negative."""
-    group, long = dist.new_group(list(r.all), timeout=timedelta(days=3_650_000)), timedelta(days=3_650_000)
+    long = timedelta(days=3_650_000)
+    group = r.group(timeout=long)
     total = torch.full((3,), float(r.rank))
     dist.all_reduce(total, group=group, async_op=True).wait(long)
     same(total, torch.full((3,), float(sum(r.all))))
@@ -49,27 +49,25 @@ def check_timeouts_without_end(r: Ranks) -> None:
         sent.wait(long)
         same(received, total + (r.rank - 1) % r.size)
     dist.monitored_barrier(group, long)
-    dist.destroy_process_group(group)
     with_error(ValueError, "positive one of less than 292 years", dist.new_group, list(r.all), timeout=timedelta.max)
 
 
 def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
     """Lists of the same total size. The sizes differ after the part of the label that messages show."""
     last = r.rank == r.size - 1
-    group, sizes = dist.new_group(list(r.all)), [1_000_000, 1_000_002 + last, 1_000_003 - last, *[9] * (r.size - 3)]
+    group, sizes = r.group(), [1_000_000, 1_000_002 + last, 1_000_003 - last, *[9] * (r.size - 3)]
     parts = [torch.ones(size) for size in sizes[-r.size :]]
     with_error(dist.DistBackendError, "all ranks must", dist.reduce_scatter, parts[r.rank].clone(), parts, group=group)
-    dist.destroy_process_group(group)
 
 
 def check_coalesced_lists_that_differ(r: Ranks) -> None:
     """Lists of different lengths: all ranks raise an error, though the next tensor has the same size."""
-    with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], coalesced_options())
-    group = dist.new_group(list(r.all))
+    options = dist.distributed_c10d.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], options)
+    group = r.group()
     ours = [torch.ones(4) for _ in range(1 + (r.rank == 0))]
-    with pytest.raises(dist.DistBackendError, match=r"1 of 1\)"):
-        group.allreduce_coalesced(ours, coalesced_options()).wait()
-    dist.destroy_process_group(group)
+    with_error(dist.DistBackendError, r"1 of 1\)", lambda: group.allreduce_coalesced(ours, options).wait())
 
 
 def check_a_rank_that_does_not_join(r: Ranks) -> None:
@@ -84,7 +82,7 @@ def check_a_rank_that_does_not_join(r: Ranks) -> None:
 def check_nan(r: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DIST_NAN_CHECK", "1")
-        group = dist.new_group(list(r.all))
+        group = r.group()
     good, bad = torch.ones(r.size), torch.tensor([1.0] * (r.size - 1) + [float("nan")])
     outs, text = [bad.clone() for _ in r.all], f"NaN found in input tensor of rank {r.rank}"
     with_error(RuntimeError, text, dist.all_reduce, bad, dist.ReduceOp.SUM, group)
@@ -92,31 +90,23 @@ def check_nan(r: Ranks) -> None:
     with_error(RuntimeError, text, dist.reduce_scatter_single, torch.ones(1), bad, dist.ReduceOp.SUM, group)
     with_error(RuntimeError, text, dist.send, bad, (r.rank + 1) % r.size, group)
     dist.all_gather(outs, good, group)  # NaN may lie where results will
-    for out in outs:
-        same(out, good)
+    same(outs, [good] * r.size)
     dist.all_to_all_single(torch.full((r.size,), float("nan")), good, group=group)
-    dist.destroy_process_group(group)
     dist.all_reduce(bad)
 
 
-def check_monitored_barrier_by_its_function(r: Ranks) -> None:
+def check_monitored_barrier(r: Ranks) -> None:
     for timeout in (None, timedelta(seconds=60), 60.0):
         dist.monitored_barrier(timeout=timeout)
-    gloo = group_with_gloo(r.all)
-    dist.monitored_barrier(gloo)
-    dist.destroy_process_group(gloo)
+    dist.monitored_barrier(r.gloo)
     time.sleep(2.5 if r.rank == 1 else 0)
-    with pytest.raises(dist.DistBackendError, match=r"Rank 1 failed to pass monitoredBarrier .* rank 1 \(host"):
-        dist.monitored_barrier(timeout=timedelta(seconds=1))
+    text = r"Rank 1 failed to pass monitoredBarrier .* rank 1 \(host"
+    with_error(dist.DistBackendError, text, dist.monitored_barrier, timeout=timedelta(seconds=1))
     dist.barrier()
-
-
-def check_monitored_barrier(r: Ranks) -> None:
-    world = dist.group.WORLD
+    world, text = dist.group.WORLD, r"Ranks? 1.* failed to pass monitoredBarrier"
     world.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)
     if r.rank == 0:
-        with_error(dist.DistBackendError, r"Ranks? 1.* failed to pass monitoredBarrier", world.monitored_barrier,
-                   timedelta(seconds=0.2), True)  # fmt: skip
+        with_error(dist.DistBackendError, text, world.monitored_barrier, timedelta(seconds=0.2), True)
     else:
         world._barriers += 1
     world.monitored_barrier(timedelta(seconds=60))

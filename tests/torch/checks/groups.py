@@ -1,11 +1,9 @@
 """Groups: names, splits, abilities, devices."""
 
-import gc
 import itertools
 import os
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 
 from ..forked import group_with_gloo
 from .ddp import trained
-from .ranks import VERSION, Ranks, reduced, same, values, with_error
+from .ranks import VERSION, Ranks, open_files, reduced, same, values, with_error
 
 
 def check_groups(r: Ranks) -> None:
@@ -28,8 +26,7 @@ def check_groups(r: Ranks) -> None:
         dist.broadcast(tensor, ranks[-1], group=group)
         outs = [torch.empty(3) for _ in ranks] if r.rank == ranks[-1] else None
         dist.gather(values(r.rank, torch.float32, (3,)), outs, ranks[-1], group=group)
-        for q, out in zip(ranks, outs or [], strict=False):
-            same(out, values(q, torch.float32, (3,)))
+        same(outs or [], [values(q, torch.float32, (3,)) for q in ranks] if outs else [])
         dist.destroy_process_group(group)
 
 
@@ -43,46 +40,35 @@ def check_many_groups(r: Ranks) -> None:
         dist.all_reduce(tensor, group=group, async_op=True).wait()
         dist.destroy_process_group(group)
 
-    def used() -> int:
-        gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     cycle()
     dist.barrier()
-    before, threads = used(), threading.active_count()
+    before, threads = open_files(), threading.active_count()
     for _ in range(int(os.environ.get("GROUPS", "15"))):
         cycle()
     dist.barrier()
-    assert used() <= before + 2, f"{before} descriptors, then {used()}"
+    assert open_files() <= before + 2, f"{before} descriptors, then {open_files()}"
     assert threading.active_count() <= threads, threading.enumerate()
 
 
 def check_many_live_groups(r: Ranks) -> None:
     """400 of them, as sharded models make, use no more than 800 of the 1,024 files that a process may have open."""
-    files = Path("/proc/self/fd")
-    world, before = dist.group.WORLD, len(list(files.iterdir()))
-    groups = [dist.new_group(list(r.all)) for _ in range(20)]
-    dist.barrier(world)
-    used = len(list(files.iterdir())) - before
-    assert used <= 40 + 2, f"20 groups use {used} descriptors"
+    before = open_files()
+    groups = [r.group() for _ in range(20)]
+    dist.barrier()
+    assert open_files() <= before + 40 + 2, f"20 groups use {open_files() - before} descriptors"
     for group in groups:
         tensor = values(r.rank, torch.float32, (3,))
         dist.all_reduce(tensor, group=group)
-        same(tensor, reduced("SUM", [values(q, torch.float32, (3,)) for q in r.all]))
-        dist.destroy_process_group(group)
+        same(tensor, r.total(shape=(3,)))
 
 
-def check_names(r: Ranks) -> None:
-    group = dist.new_group(list(r.all), group_desc="of tests")
+def check_names_and_abilities(r: Ranks) -> None:
+    """The answers to PyTorch's questions, by the group and, from 2.14 on, by its backend for C++."""
+    group = r.group(group_desc="of tests")
     assert dist.get_backend(group) == "distopt"
     assert group.group_desc == "of tests"
     assert group.name() == "distopt", group.name()
     assert functional._resolve_group_name(group) == group.group_name
-    dist.destroy_process_group(group)
-
-
-def check_abilities(r: Ranks) -> None:
-    """The answers to PyTorch's questions, by the group and, from 2.14 on, by its backend for C++."""
     group = dist.group.WORLD
     asked = [group]
     if VERSION >= (2, 14):
@@ -115,8 +101,7 @@ def check_calls_of_cpp(r: Ranks) -> None:
         same(tensor, r.total())
     torch.ops.c10d.gather_([outs] if r.rank == 0 else [], [mine], group, 0, False, 20_000)
     if r.rank == 0:
-        for q, out in enumerate(outs):
-            same(out, values(q, torch.float32))
+        same(outs, r.each())
 
 
 def check_split_group(r: Ranks) -> None:
@@ -147,8 +132,7 @@ def check_debug_detail(r: Ranks) -> None:
         ours = trained(r.rank, group)
     finally:
         dist.set_debug_level(level)
-    for one, other in zip(ours, trained(r.rank, dist.group.WORLD), strict=True):
-        same(one, other)
+    same(ours, trained(r.rank, dist.group.WORLD))
     dist.destroy_process_group(group)
 
 

@@ -18,13 +18,11 @@ def check_sums_in_many_chunks(r: Ranks) -> None:
     """More chunks than may be on the network at the same time."""
     if len(r.counts) == 1:
         return
-    every = [values(q, torch.float32, (300_007,)) for q in r.all]
     with mock.patch.multiple(ucx, _FAR_CHUNK_BYTES=1 << 12, _NEAR_CHUNK_BYTES=1 << 12):
-        group = dist.new_group()
-    out = every[r.rank].clone()
+        group = r.group()
+    out = values(r.rank, torch.float32, (300_007,))
     dist.all_reduce(out, group=group)
-    same(out, reduced("SUM", every))
-    dist.destroy_process_group(group)
+    same(out, r.total(shape=(300_007,)))
 
 
 def check_three_hosts(r: Ranks) -> None:
@@ -36,9 +34,9 @@ def check_three_hosts(r: Ranks) -> None:
         mock.patch.object(store_job, "host_identity", return_value=f"host {r.rank}"),
         mock.patch.multiple(ucx, _FAR_CHUNK_BYTES=1 << 12, _NEAR_CHUNK_BYTES=1 << 12),
     ):
-        group = dist.new_group()
+        group = r.group()
     for count in (1, 2, 1_000, 20_011, 300_007):
-        every = [values(q, torch.float32, (count,)) for q in r.all]
+        every = r.each(shape=(count,))
         for kind in ("SUM", "MAX"):
             out = every[r.rank].clone()
             dist.all_reduce(out, getattr(dist.ReduceOp, kind), group=group)
@@ -51,7 +49,6 @@ def check_three_hosts(r: Ranks) -> None:
         same(part, every[r.rank] * 6, count)
         dist.broadcast(part, 1, group=group)
         same(part, every[1] * 6, count)
-    dist.destroy_process_group(group)
 
 
 def check_bytes_between_hosts(r: Ranks) -> None:

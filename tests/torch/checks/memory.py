@@ -20,15 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import distopt.torch
 from distopt.torch.ddp.shared_buckets import SharedBuckets
 
-from ..forked import group_with_gloo
-from .ddp import reference_cnn
-from .ranks import TIMEOUT_SECONDS, Ranks, same, same_on_all_ranks, values, with_error
+from .collectives import all_reduce, calls_of
+from .ddp import drawn, learn, reference_cnn
+from .ranks import TIMEOUT_SECONDS, Ranks, open_files, same, same_on_all_ranks, values, with_error
 
 
 def check_tensors_can_be_resized(r: Ranks) -> None:
     """Tensors can be resized after every collective and message: FSDP and DDP's hooks free and refill storages."""
     after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
-    root = r.rank == 0
 
     def exchange(tensor: torch.Tensor, other: torch.Tensor, source: int | None) -> None:
         sent = dist.isend(tensor, after)
@@ -40,37 +39,21 @@ def check_tensors_can_be_resized(r: Ranks) -> None:
         for work in works:
             work.wait()
 
-    def product(tensor: torch.Tensor) -> None:
-        opts = dist.distributed_c10d.AllreduceOptions()
-        opts.reduceOp = dist.ReduceOp.PRODUCT
-        dist.group.WORLD.allreduce([tensor], opts).wait()
+    def made(dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Callable[[], object]]]:
+        """Tensors, and calls that use some of them."""
+        x, other, parts = values(r.rank, dtype), values(r.rank, dtype), r.each(dtype)
+        whole = values(r.rank, dtype, (r.size * 2, 5, 3))
+        calls = calls_of(r, x, parts, whole) | {"product": lambda: all_reduce(x, dist.ReduceOp.PRODUCT)}
+        calls |= {"message": lambda: exchange(x, other, before), "batch_isend_irecv": lambda: coalesced(x, other)}
+        if r.size == 2 and len(r.counts) == 1:
+            calls["message from anyone"] = lambda: exchange(x, other, None)
+        return [x, other, *parts, whole], calls
 
-    calls: dict[str, Callable[..., object]] = {
-        "all_reduce": lambda x, *_: dist.all_reduce(x),
-        "all_reduce, async": lambda x, *_: dist.all_reduce(x, async_op=True).wait(),
-        "product": lambda x, *_: product(x),
-        "reduce": lambda x, *_: dist.reduce(x, 0),
-        "broadcast": lambda x, *_: dist.broadcast(x, 0),
-        "all_gather": lambda x, _, parts, __: dist.all_gather(parts, x),
-        "all_gather_single": lambda x, _, __, whole: dist.all_gather_single(whole, x),
-        "all_gather_single, async": lambda x, _, __, whole: dist.all_gather_single(whole, x, async_op=True).wait(),
-        "gather": lambda x, _, parts, __: dist.gather(x, parts if root else None, 0),
-        "scatter": lambda x, _, parts, __: dist.scatter(x, parts if root else None, 0),
-        "reduce_scatter": lambda x, _, parts, __: dist.reduce_scatter(x, parts),
-        "reduce_scatter_single": lambda x, _, __, whole: dist.reduce_scatter_single(x, whole),
-        "all_to_all": lambda _, __, parts, ___: dist.all_to_all([torch.empty_like(x) for x in parts], parts),
-        "all_to_all_single": lambda _, __, ___, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "message": lambda x, other, *_: exchange(x, other, before),
-        "batch_isend_irecv": lambda x, other, *_: coalesced(x, other),
-    }
-    if r.size == 2 and len(r.counts) == 1:
-        calls["message from anyone"] = lambda x, other, *_: exchange(x, other, None)
     dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
-    for dtype, (name, call) in itertools.product(dtypes, calls.items()):
-        x, other = values(r.rank, dtype), values(r.rank, dtype)
-        parts, whole = [values(q, dtype) for q in r.all], values(r.rank, dtype, (r.size * 2, 5, 3))
-        call(x, other, parts, whole)
-        for tensor in (x, other, *parts, whole):
+    for dtype, name in itertools.product(dtypes, made(torch.float32)[1]):
+        tensors, calls = made(dtype)
+        calls[name]()
+        for tensor in tensors:
             kept = tensor.clone()
             tensor.resize_(1000)
             same(tensor[: kept.numel()], kept.view(-1), (dtype, name))
@@ -112,12 +95,12 @@ def steps_of_ddp(
     **options: object,
 ) -> list[torch.Tensor]:
     """Train as users do; the parameters and the last gradients of a rank."""
-    kept, arrays = [], []
+    arrays = []
     models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(rank)
     for step in range(22):
-        x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
+        x, y = drawn(generator, 2, 28)
         for model, optimizer in zip(models, optimizers, strict=True):
             if step == 20:
                 with model.no_sync():
@@ -130,37 +113,27 @@ def steps_of_ddp(
             # PyTorch does not know these views, which must stay readable when the bucket moves.
             arrays.append(np.from_dlpack(next(model.parameters()).grad))
     assert all(math.isfinite(array.sum()) for array in arrays)
-    for model in models:
-        kept += [
-            tensor.detach().clone() for one in model.parameters() for tensor in (one, one.grad) if tensor is not None
-        ]
-    return kept
+    every = [each for model in models for param in model.parameters() for each in (param, param.grad)]
+    return [tensor.detach().clone() for tensor in every if tensor is not None]
 
 
 def check_buckets_in_wire_memory(r: Ranks) -> None:
-    gloo, other = group_with_gloo(r.all), dist.new_group(list(r.all))
+    other, view = r.group(), {"gradient_as_bucket_view": True}
     for options in (
         {"clips": True},
-        {"clears": False, "gradient_as_bucket_view": True},
+        {"clears": False, **view},
         {"static_graph": True},
-        {
-            "net": partial(Checkpointed, reentrant=False),
-            "find_unused_parameters": True,
-            "gradient_as_bucket_view": True,
-        },
-        {"net": partial(Checkpointed, reentrant=True), "gradient_as_bucket_view": True},
+        {"net": partial(Checkpointed, reentrant=False), "find_unused_parameters": True, **view},
+        {"net": partial(Checkpointed, reentrant=True), **view},
         {"net": partial(Checkpointed, reentrant=True), "static_graph": True},
     ):
         ours = steps_of_ddp(r.rank, [dist.group.WORLD, other], **options)
-        theirs = steps_of_ddp(r.rank, [gloo], **options)
-        for one in ours:
-            same_on_all_ranks(one, options)
+        theirs = steps_of_ddp(r.rank, [r.gloo], **options)
+        same_on_all_ranks(ours, options)
         r.same_as_gloo(ours, theirs * 2, options, rtol=1e-3, atol=1e-4)
     if min(r.counts) > 1:
         assert (wire := other._channels.first.shared_buckets) is not None
         assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
-    dist.destroy_process_group(gloo)
-    dist.destroy_process_group(other)
 
 
 def sum_in_backward(buffer: torch.Tensor) -> None:
@@ -181,27 +154,21 @@ def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
     """Memory that an array, another process or a file shares stays in place, on rank 0 alone or on all ranks."""
     count, folder = 20_000, TemporaryDirectory()
 
-    def mapped() -> tuple[torch.Tensor, torch.Tensor]:
-        array = np.memmap(Path(folder.name, "buffer"), np.float32, "w+", shape=count)
-        return torch.from_numpy(array), torch.from_numpy(array)
-
     def shared() -> tuple[torch.Tensor, torch.Tensor]:
         buffer = torch.zeros(count).share_memory_()
         other = torch.UntypedStorage._new_shared_fd_cpu(*buffer.untyped_storage()._share_fd_cpu_())
         return buffer, torch.tensor([]).set_(other)
 
-    def of_array() -> tuple[torch.Tensor, torch.Tensor]:
-        array = np.zeros(count, np.float32)
+    def of_array(array: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(array), torch.from_numpy(array)
 
-    def of_file() -> tuple[torch.Tensor, torch.Tensor]:
-        path = str(Path(folder.name, "file"))
-        buffer = torch.from_file(path, shared=True, size=count)
-        return buffer, torch.from_file(path, shared=True, size=count)
-
-    for (kind, make), alone in itertools.product(
-        {"memmap": mapped, "share_memory_": shared, "array": of_array, "file": of_file}.items(), (True, False)
-    ):
+    makes = {
+        "share_memory_": shared,
+        "array": lambda: of_array(np.zeros(count, np.float32)),
+        "memmap": lambda: of_array(np.memmap(Path(folder.name, "buffer"), np.float32, "w+", shape=count)),
+        "file": lambda: [torch.from_file(f"{folder.name}/file", shared=True, size=count) for _ in range(2)],
+    }
+    for (kind, make), alone in itertools.product(makes.items(), (True, False)):
         agree_anew()
         exports = r.rank == 0 or not alone
         buffer, seen = make() if exports else (torch.zeros(count),) * 2
@@ -209,8 +176,7 @@ def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
             buffer.fill_(r.rank + step)
             sum_in_backward(buffer)
             expected = torch.full((count,), float(sum(q + step for q in r.all)))
-            same(buffer, expected, (kind, alone, step))
-            same(seen, expected, (kind, alone, step))
+            same((buffer, seen), (expected, expected), (kind, alone, step))
     # At any step: also between the ranks' agreement and the move. Another array keeps what it reads, too.
     for at, alone in itertools.product((0, 5, 7, 8, 9, 12, 15, 16, 17, 20), (True, False)):
         agree_anew()
@@ -241,21 +207,17 @@ def check_arrays_of_gradients_stay_valid(r: Ranks) -> None:
 
 def check_data_loader_workers(r: Ranks) -> None:
     """Forked workers share the memory of the buckets with their rank; spawned workers import this package."""
-    groups = dist.new_group(list(r.all)), group_with_gloo(r.all)
+    groups = r.group(), r.gloo
     models = [DistributedDataParallel(reference_cnn(), process_group=group) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(r.rank)
-    images, labels = torch.randn(40, 1, 28, 28, generator=generator), torch.randint(10, (40,), generator=generator)
+    images, labels = drawn(generator, 40, 28)
     for method in ("spawn" if r.rank == 0 else "fork", "fork"):  # to spawn takes seconds
         for x, y in DataLoader(TensorDataset(images, labels), 2, num_workers=1, multiprocessing_context=method):
             for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                learn(model, optimizer, (x, y))
     assert (moved_storages(groups[0]) > 0) == (min(r.counts) > 1)
     r.same_as_gloo(*(model.parameters() for model in models), rtol=1e-3, atol=1e-4)
-    for group in groups:
-        dist.destroy_process_group(group)
 
 
 def check_memory_outlives_the_group(r: Ranks) -> None:
@@ -271,8 +233,7 @@ def check_memory_outlives_the_group(r: Ranks) -> None:
         if r.rank % 2:
             del model
             gc.collect()
-        for grad, kept in zip(grads, before, strict=True):
-            same(grad, kept)
+        same(grads, before)
         grads[0].fill_(r.rank)
         same(grads[0], torch.full_like(before[0], r.rank))
 
@@ -284,9 +245,8 @@ def check_discarded_models(r: Ranks) -> None:
             model(torch.ones(2, 300)).sum().backward()
 
     def used() -> tuple[int, int]:
-        gc.collect()
         maps = Path("/proc/self/maps").read_text().splitlines()
-        return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
+        return open_files(), sum("memfd" in line for line in maps)
 
     agree_anew()
     for _ in range(3):

@@ -1,6 +1,7 @@
 """Messages between two ranks."""
 
 import itertools
+import socket
 import threading
 from datetime import timedelta
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..forked import on_emulated_host
-from .ranks import MOVED, Ranks, same, values
+from .ranks import MOVED, Ranks, same, values, with_error
 
 
 def check_messages(r: Ranks) -> None:
@@ -16,21 +17,38 @@ def check_messages(r: Ranks) -> None:
     for dtype, lay in itertools.product(MOVED, r.layouts.values()):
         out = lay(values(9, dtype))
         sent = dist.isend(lay(values(r.rank, dtype)), after, tag=7)
-        work = dist.irecv(out, before, tag=7)
-        work.wait()
+        dist.irecv(out, before, tag=7).wait()
         sent.wait()
         same(out, lay(values(before, dtype)), dtype)
-    large = [torch.zeros(3_000_001), torch.zeros(5)]
-    ops = [
-        dist.P2POp(dist.isend, torch.full((5,), 5.0 + r.rank), after, tag=1),
-        dist.P2POp(dist.isend, torch.full((3_000_001,), 1.5 + r.rank), after, tag=2),
-        dist.P2POp(dist.irecv, large[0], before, tag=2),
-        dist.P2POp(dist.irecv, large[1], before, tag=1),
-    ]
+    sizes = (3_000_001, 5)  # the large one is sent last
+    large = [torch.zeros(size) for size in sizes]
+    ops = [dist.P2POp(dist.isend, torch.full((size,), 1.5 + r.rank), after, tag=size) for size in sizes[::-1]]
+    ops += [dist.P2POp(dist.irecv, tensor, before, tag=len(tensor)) for tensor in large]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    same(large[0], torch.full((3_000_001,), 1.5 + before))
-    same(large[1], torch.full((5,), 5.0 + before))
+    same(large, [torch.full((size,), 1.5 + before) for size in sizes])
+
+
+def check_messages_that_differ(r: Ranks) -> None:
+    """Every wait raises the error that names both ends, and nothing is written."""
+    group, store, last = r.group(timeout=timedelta(seconds=8)), dist.group.WORLD.get_group_store(), r.size - 1
+    # Counts and types of both ends, whose messages Gloo would take, or end the process.
+    apart = [(torch.ones(sent), torch.zeros(received)) for sent, received in ((4, 2), (512, 256), (256, 512))]
+    apart.append((torch.ones(4), torch.zeros(4, dtype=torch.int32)))
+    hosts = [None] * r.size
+    dist.all_gather_object(hosts, socket.gethostname())
+    if r.rank == 0:
+        sent = [dist.isend(tensor, last, group, tag) for tag, (tensor, _) in enumerate(apart)]
+        store.wait(["said"], timedelta(seconds=60))
+        del sent
+    elif r.rank == last:
+        works = [dist.irecv(tensor, 0, group, tag) for tag, (_, tensor) in enumerate(apart)]
+        text = rf"rank 0 \(host {hosts[0]}.* sent 4 float32 with tag 0, where rank {last} \(host {hosts[last]}"
+        for work in works:
+            for wait in (work.get_future().wait, work.wait):
+                with_error(RuntimeError, text, wait)
+        assert not any(tensor.any() for _, tensor in apart)
+        store.set("said", "")
 
 
 def check_empty_messages(r: Ranks) -> None:

@@ -1,12 +1,21 @@
 """A rank of the checks: its data, what one process computes of it, and comparisons."""
 
+import gc
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from distopt.errors import DistoptError
 
+from ..forked import group_with_gloo
+
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 TIMEOUT_SECONDS = 120.0
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -70,7 +79,12 @@ def ops_of(dtype: torch.dtype) -> list[str]:
     return ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 
 
-def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+def same(found: Tensors, expected: Tensors, what: object = "") -> None:
+    """The bits, types and shapes of a tensor, or of each of several."""
+    if not isinstance(found, torch.Tensor):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other, what)
+        return
     assert found.dtype == expected.dtype, what
     assert found.shape == expected.shape, what
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[found.element_size()]
@@ -78,11 +92,12 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None
     assert torch.equal(one, other), f"{what}: {found} instead of {expected}"
 
 
-def same_on_all_ranks(tensor: torch.Tensor, what: object = "") -> None:
+def same_on_all_ranks(found: Tensors, what: object = "") -> None:
     """Collective."""
-    first = tensor.detach().clone()
-    dist.broadcast(first, 0)
-    same(tensor, first, f"{what} differs between ranks")
+    for tensor in [found] if isinstance(found, torch.Tensor) else found:
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        same(tensor, first, f"{what} differs between ranks")
 
 
 class Ranks:
@@ -92,22 +107,49 @@ class Ranks:
         self.rank, self.size = rank, sum(counts)
         self.counts = counts
         self.all = range(self.size)
+        self._groups: list[dist.ProcessGroup] = []
         # How tensors lie is the same matter on one host and on several, where a call takes longer.
         self.layouts = {name: LAYOUTS[name] for name in (LAYOUTS if len(counts) == 1 else ("transposed", "empty"))}
+
+    @cached_property
+    def gloo(self) -> dist.ProcessGroup:
+        """Collective at its first use. The ranks' group of Gloo's."""
+        return group_with_gloo(self.all)
+
+    def group(self, **options: object) -> dist.ProcessGroup:
+        """Collective. Another group of all ranks, for one check."""
+        self._groups.append(dist.new_group(list(self.all), **options))
+        return self._groups[-1]
+
+    def destroy_groups(self) -> None:
+        """Collective. Those of `group`."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def each(
+        self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 5, 3), *, offset: int = 0
+    ) -> list[torch.Tensor]:
+        """`values(rank + offset, ...)` of all ranks."""
+        return [values(q + offset, dtype, shape) for q in self.all]
 
     def total(
         self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 5, 3), *, offset: int = 0
     ) -> torch.Tensor:
         """The sum of `values(rank + offset, ...)` over all ranks."""
-        return reduced("SUM", [values(q + offset, dtype, shape) for q in self.all])
+        return reduced("SUM", self.each(dtype, shape, offset=offset))
 
-    def same_as_gloo(self, ours: object, theirs: object, what: object = "", **tolerances: float) -> None:
+    def same_as_gloo(self, ours: Tensors, theirs: Tensors, what: object = "", **tolerances: float) -> None:
         """Compare tensors one by one. With more than two ranks Gloo sums in another order, so the bits differ."""
-        for one, other in zip(ours, theirs, strict=True):
-            if self.size == 2:
-                same(one, other, what)
-            else:
-                torch.testing.assert_close(one, other, **tolerances)
+        if self.size == 2:
+            same(ours, theirs, what)
+        else:
+            torch.testing.assert_close([*ours], [*theirs], **tolerances)
+
+
+def open_files() -> int:
+    """Descriptors of this process, without those of garbage."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def with_error(kind: type[BaseException], text: str, function: object, *args: object, **named: object) -> None:

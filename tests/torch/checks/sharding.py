@@ -1,12 +1,12 @@
 """FSDP, DTensor and torch.distributed.checkpoint over distopt."""
 
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
-from ..forked import group_with_gloo
-from .ddp import network
+from .ddp import drawn, network
 from .ranks import Ranks, same, values
 
 
@@ -14,7 +14,7 @@ def check_fsdp(r: Ranks) -> None:
     from torch.distributed.fsdp import fully_shard
 
     results = []
-    for group in (dist.new_group(list(r.all)), group_with_gloo(r.all)):
+    for group in (r.group(), r.gloo):
         mesh = dist.DeviceMesh.from_group(group, "cpu")
         model = network()
         for layer in model:
@@ -23,14 +23,13 @@ def check_fsdp(r: Ranks) -> None:
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         generator = torch.Generator().manual_seed(r.rank)
         for _ in range(4):
-            x, y = torch.randn(4, 1, 8, 8, generator=generator), torch.randint(10, (4,), generator=generator)
+            x, y = drawn(generator)
             torch.nn.functional.cross_entropy(model(x), y).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         results.append([parameter.full_tensor().detach() for parameter in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def check_fsdp_of_16_bits(r: Ranks) -> None:
@@ -38,21 +37,17 @@ def check_fsdp_of_16_bits(r: Ranks) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
     bits16 = MixedPrecision(param_dtype=torch.bfloat16)
-    gloo = group_with_gloo(r.all)
     for options in (
         {"mixed_precision": bits16},
         {"mixed_precision": bits16, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16), "use_orig_params": True},
     ):
         results = []
-        for group in (dist.group.WORLD, gloo):
+        for group in (dist.group.WORLD, r.gloo):
             torch.manual_seed(3)
-            layers = torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10)
-            layers = [FullyShardedDataParallel(layer, group, device_id=torch.device("cpu"), **options)
-                      if isinstance(layer, torch.nn.Linear) else layer for layer in layers]  # fmt: skip
-            model = FullyShardedDataParallel(
-                torch.nn.Sequential(*layers), group, device_id=torch.device("cpu"), **options
-            )
+            wrap = partial(FullyShardedDataParallel, process_group=group, device_id=torch.device("cpu"), **options)
+            layers = wrap(torch.nn.Linear(30, 200)), torch.nn.ReLU(), wrap(torch.nn.Linear(200, 10))
+            model = wrap(torch.nn.Sequential(*layers))
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             generator = torch.Generator().manual_seed(r.rank)
             for _ in range(4):
@@ -62,9 +57,7 @@ def check_fsdp_of_16_bits(r: Ranks) -> None:
                 optimizer.zero_grad()
             with FullyShardedDataParallel.summon_full_params(model):
                 results.append([parameter.detach().clone() for parameter in model.parameters()])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
-    dist.destroy_process_group(gloo)
+        torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
 
 
 def check_dtensor(r: Ranks) -> None:

@@ -39,8 +39,7 @@ def check_inference_mode(r: Ranks) -> None:
         future.wait()
     same(sparse.to_dense(), torch.eye(3) * r.size)
     same(dense, torch.full((3,), r.size / 2))
-    for tensor in (*outs, received):
-        same(tensor, torch.ones(3))
+    same([*outs, received], [torch.ones(3)] * (r.size + 1))
 
 
 def check_another_default_device(r: Ranks) -> None:
@@ -99,7 +98,7 @@ def check_ranks_differ_in_what_shares_memory(r: Ranks) -> None:
 def check_operations_in_flight(r: Ranks) -> None:
     """As in a backward pass: some buckets are reduced while others are computed, and waits come in any order."""
     sizes = [3, 262_144, 70_001, 1, 0, 524_289, 4096]
-    other = dist.new_group(list(r.all))
+    other = r.group()
     for turn in range(4):
         tensors = [values(r.rank + i, torch.float32, (size,)) for i, size in enumerate(sizes)]
         works, ends = [], []
@@ -109,14 +108,12 @@ def check_operations_in_flight(r: Ranks) -> None:
             torch.randn(60, 60) @ torch.randn(60, 60)
         gathered = torch.empty(5 * r.size)
         dist.all_gather_single(gathered, values(r.rank, torch.float32, (5,)))
-        same(gathered, torch.cat([values(q, torch.float32, (5,)) for q in r.all]))
+        same(gathered, torch.cat(r.each(shape=(5,))))
         for work in works if turn % 2 else works[::-1]:
             work.wait()
-        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-            same(tensor, r.total(shape=(size,), offset=i), (turn, i))
+        same(tensors, [r.total(shape=(size,), offset=i) for i, size in enumerate(sizes)], turn)
         torch.futures.wait_all([work.get_future() for work in works])
         assert [i for i in ends if i % 3 != 2] == [0, 1, 3, 4, 6], ends
-    dist.destroy_process_group(other)
 
 
 def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
@@ -128,14 +125,13 @@ def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < deadline
             torch.randn(50, 50) @ torch.randn(50, 50)
-        for tensor in tensors:
-            same(tensor, torch.full((200_000,), float(r.size)))
+        same(tensors, [torch.full((200_000,), float(r.size))] * 3)
         dist.barrier()
 
 
 def check_orders_of_waiting(r: Ranks) -> None:
     """Ranks may wait for the operations of several groups in different orders, or for none while another rank does."""
-    groups = [dist.group.WORLD, dist.new_group(list(r.all))]
+    groups = [dist.group.WORLD, r.group()]
     for size in (5, 300_000):
         for turn in range(6):
             tensors = [values(r.rank + turn + i, torch.float32, (size,)) for i in range(4)]
@@ -150,15 +146,12 @@ def check_orders_of_waiting(r: Ranks) -> None:
                     work.wait()
             if turn % 3 != r.rank % 3:
                 dist.all_reduce(tensors[2], group=groups[turn % 2])
-            for i, tensor in enumerate(tensors[:3]):
-                parts = [values(q + turn + i, torch.float32, (size,)) for q in r.all]
-                same(tensor, reduced("SUM", parts), (size, turn))
-    dist.destroy_process_group(groups[1])
+            same(tensors[:3], [r.total(shape=(size,), offset=turn + i) for i in range(3)], (size, turn))
 
 
 def check_threads(r: Ranks) -> None:
     """Groups are independent of each other, whatever the order in which threads use them."""
-    groups = [dist.new_group(list(r.all)) for _ in range(4)]
+    groups = [r.group() for _ in range(4)]
 
     def work(i: int) -> None:
         for step in range(30):
@@ -170,17 +163,10 @@ def check_threads(r: Ranks) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)[:: -1 if r.rank % 2 else 1]))
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
-def check_threads_in_one_group(r: Ranks) -> None:
-    """Calls of several threads at the same time run one by one; here all calls are alike, so any order fits."""
     tensors = [torch.ones(1000) for _ in range(40)]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:  # in one group, one by one; all calls are alike, so any order fits
         list(pool.map(dist.all_reduce, tensors))
-    for tensor in tensors:
-        same(tensor, torch.full((1000,), float(r.size)))
+    same(tensors, [torch.full((1000,), float(r.size))] * 40)
 
 
 def check_profiler(r: Ranks) -> None:
@@ -208,15 +194,10 @@ def check_profiler(r: Ranks) -> None:
 def check_abandoned_backward_pass(r: Ranks) -> None:
     """Work that it started does not reach the gradients of the next pass."""
 
-    class Break(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    def break_off(_: torch.Tensor) -> None:
+        raise ArithmeticError("half-way")
 
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("half-way")
-
+    torch.manual_seed(3)
     layers = [torch.nn.Linear(150, 150, bias=False) for _ in range(4)]
     for trial in range(3):
         model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
@@ -224,30 +205,17 @@ def check_abandoned_backward_pass(r: Ranks) -> None:
             x = torch.full((1, 150), float(r.rank + step + trial))
             model.zero_grad()
             model(x).sum().backward()
-            local = []
-            for q in r.all:
-                grads = torch.autograd.grad(
-                    torch.nn.Sequential(*layers)(torch.full((1, 150), float(q + step + trial))).sum(),
-                    list(model.parameters()),
-                )
-                local.append(grads)
-            for parameter, *grads in zip(model.parameters(), *local, strict=True):
-                torch.testing.assert_close(parameter.grad, sum(grads) / r.size)
-        broken = torch.nn.Sequential(*layers[:2], Breaking(Break), *layers[2:])
-        model = DistributedDataParallel(broken, bucket_cap_mb=0.05)
+            mean = torch.cat([torch.full((1, 150), float(q + step + trial)) for q in r.all])
+            grads = torch.autograd.grad(torch.nn.Sequential(*layers)(mean).sum() / r.size, [*model.parameters()])
+            # Sums have another order; those of another pass differ by 0.5 and more.
+            found = [parameter.grad for parameter in model.parameters()]
+            torch.testing.assert_close(found, [*grads], rtol=1e-5, atol=1e-4)
+        breaking = layers[1].register_forward_hook(lambda *given: given[2].register_hook(break_off) and None)
         for _ in range(1 + trial % 2):
+            model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.05)
             with pytest.raises(ArithmeticError, match="half-way"):
                 model(torch.ones(1, 150)).sum().backward()
-            model = DistributedDataParallel(broken, bucket_cap_mb=0.05)
-
-
-class Breaking(torch.nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function.apply(x)
+        breaking.remove()
 
 
 def check_backward_without_a_thread(r: Ranks) -> None:
@@ -261,14 +229,13 @@ def check_backward_without_a_thread(r: Ranks) -> None:
             threads.append(threading.get_ident())
         carry_out(work)
 
-    group = dist.new_group(list(r.all))
+    group = r.group()
     model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.005)
     with mock.patch.object(PendingWork, "carry_out", recorded):
         for _ in range(5):
             model(torch.ones(2, 1, 8, 8)).sum().backward()
     assert set(threads) == {threading.get_ident()}
     assert len(threads) >= 5
-    dist.destroy_process_group(group)
 
 
 def check_works_that_compiled_code_waits_for(r: Ranks) -> None:
@@ -281,8 +248,7 @@ def check_works_that_compiled_code_waits_for(r: Ranks) -> None:
             same(wait(tensor), r.total(shape=shape), f"the sum of {shape}")
             parts = [torch.zeros(shape) for _ in r.all]
             dist.all_gather(parts, values(r.rank, torch.float32, shape), async_op=True)
-            for q, part in enumerate(parts):
-                same(wait(part), values(q, torch.float32, shape), f"part {q} of {shape}")
+            same(map(wait, parts), r.each(shape=shape), f"parts of {shape}")
             before, received = (r.rank - 1) % r.size, torch.zeros(shape)
             dist.irecv(received, before)
             dist.isend(values(r.rank, torch.float32, shape), (r.rank + 1) % r.size)
@@ -293,7 +259,7 @@ def check_collectives_in_signal_handlers(r: Ranks) -> None:
     """A handler that waits for a collective of the group whose collective it has interrupted would never return."""
     if len(r.counts) > 1 or r.size == 1:  # between hosts, a handler runs after the wait
         return
-    group, store = dist.new_group(list(r.all), timeout=timedelta(seconds=30)), dist.group.WORLD.get_group_store()
+    group, store = r.group(timeout=timedelta(seconds=30)), dist.group.WORLD.get_group_store()
     first, second = (torch.full((300,), float(place + r.rank)) for place in (0, 1))
     works = []
 
@@ -313,6 +279,4 @@ def check_collectives_in_signal_handlers(r: Ranks) -> None:
         store.wait(["signal handled"], timedelta(seconds=30))
         for own in (first, second):
             dist.all_reduce(own, group=group)
-    for place, own in enumerate((first, second)):
-        same(own, torch.full((300,), float(sum(place + q for q in r.all))))
-    dist.destroy_process_group(group)
+    same([first, second], [torch.full((300,), float(sum(place + q for q in r.all))) for place in (0, 1)])

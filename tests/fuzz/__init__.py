@@ -1,1 +1,0 @@
-"""Random programs against slow oracles; what fails shrinks to a short script. `python -m tests.fuzz --help`."""
