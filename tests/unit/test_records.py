@@ -1,10 +1,10 @@
 """Own states of lost ranks, put together from what ranks have written after a forward pass and at the end of a step."""
 
 import json
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from distopt.checkpoint.plan import assembled, wanted_of
 from distopt.checkpoint.records import MOST_BYTES, Arrivals, Records
 from distopt.checkpoint.state_files import Held, Label, States, StateSlot, valid_word
 from distopt.launch.heal.state_slots import N_RECORDS, StateSlots
-from tests.unit.threads import in_threads
 
 SIZE = 3
 
@@ -116,10 +115,24 @@ def states(step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def test_ranks_write_one_file_of_live_states_together(files):
-    label, gifts = Label(1, 7, 0, 2), Gifts(files)
-    in_threads(*(partial(Gifts(files).write, label, states(7), {"model": {"a": 1}}, place) for place in (0, 10)))
-    assert [held.label for held in gifts.held(0)] == [label]
-    np.testing.assert_equal(gifts.read(label), (states(7), {"model": {"a": 1}}))
+    """The lock of a file is a process's: threads would hold it together."""
+    context = multiprocessing.get_context("fork")
+    for step in range(20):
+        label, begin = Label(1, step, 0, 2), context.Barrier(2)
+
+        def give(place: int, label: Label = label, begin: Any = begin) -> None:
+            begin.wait()
+            Gifts(files).write(label, states(label.step), {"model": {"a": 1}}, place)
+
+        ranks = [context.Process(target=give, args=(place,)) for place in (0, 10)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        gifts = Gifts(files)
+        assert label in [held.label for held in gifts.held(0)]
+        np.testing.assert_equal(gifts.read(label), (states(step), {"model": {"a": 1}}))
 
 
 def test_a_rank_at_another_step_and_one_that_has_resumed_spare_the_file(files):
