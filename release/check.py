@@ -4,7 +4,7 @@ The wheels for all machines; the archive of the sources, which is built, install
 needs a compiler; the site; the newest section of CHANGELOG.md as NOTES.md; and SHA256SUMS. The version in
 pyproject.toml must be that of this section, of CITATION.cff, and of a tag of the commit if it has one. In README.md and
 SECURITY.md, CLONE_URL is the place of the repository's address; `--clone-url`, or `make release CLONE_URL=...`, fills
-it in.
+it in. The README of wheels and sources, which the package index shows, then links to the repository's files by address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from .wheels import MACHINES, PYTHONS, ROOT, make, run, tool
@@ -38,6 +39,26 @@ def fill_address(pages: Sequence[Path], url: str) -> list[str]:
         for page in pages:
             page.write_text(page.read_text().replace(PLACEHOLDER, url))
     return [page.name for page in pages if PLACEHOLDER in page.read_text()]
+
+
+def absolute_links(text: str, url: str, version: str) -> str:
+    """A page of which links and pictures name files of the repository by address, at the tag of the version."""
+    address = url.removesuffix("/").removesuffix(".git")
+    text = re.sub(r"!\[(.*?)\]\((?!https?:|#)", rf"![\1]({address}/raw/v{version}/", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({address}/blob/v{version}/", text)
+
+
+@contextmanager
+def readme_for_index(url: str, version: str) -> Iterator[None]:
+    """In the body of a `with`, README.md has absolute links, if there is an address."""
+    page = ROOT / "README.md"
+    text = page.read_text()
+    try:
+        if url:
+            page.write_text(absolute_links(text, url, version))
+        yield
+    finally:
+        page.write_text(text)
 
 
 def newest_section(changelog: str) -> tuple[str, str]:
@@ -108,8 +129,9 @@ if __name__ == "__main__":
     version = check_versions()
     unfilled = fill_address(WITH_ADDRESS, options.clone_url)
     shutil.rmtree(DIST, ignore_errors=True)
-    make(DIST, options.pythons, MACHINES)
-    check_sources()
+    with readme_for_index(options.clone_url, version):
+        make(DIST, options.pythons, MACHINES)
+        check_sources()
     add_pages(version)
     if unfilled:
         print(f"not to be uploaded yet: {' and '.join(unfilled)} have {PLACEHOLDER}; pass --clone-url URL")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distopt.errors import _PACKAGES, pip_install
-from release.check import disagreement, fill_address, newest_section
+from release.check import absolute_links, disagreement, fill_address, newest_section
 
 ROOT = Path(__file__).parents[2]
 # On the package index, distopt is another project, and distopt-train is not there. A folder or a wheel follows a slash.
@@ -120,3 +120,13 @@ def test_the_address_of_the_repository_is_filled_in(tmp_path):
     assert fill_address(pages, "") == ["README.md", "SECURITY.md"]
     assert fill_address(pages, "https://host.example/distopt") == []
     assert all(page.read_text() == "git clone https://host.example/distopt && cd distopt\n" for page in pages)
+
+
+def test_the_package_index_gets_links_by_address():
+    page = "![A](docs/a.svg) [b](docs/b.md#c), [d](https://d.example/e), [f](#g), [h](LICENSE)"
+    files = "https://host.example/distopt/{}/v1.2.0"
+    expected = page.replace("(docs/a", f"({files.format('raw')}/docs/a")
+    for name in ("docs/b", "LICENSE"):
+        expected = expected.replace(f"({name}", f"({files.format('blob')}/{name}")
+    for url in ("https://host.example/distopt", "https://host.example/distopt.git", "https://host.example/distopt/"):
+        assert absolute_links(page, url, "1.2.0") == expected
