@@ -50,14 +50,17 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(_: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
-    """Run all `probes` and print each row at once; return 0 if all rows that are needed are in order."""
-    style = Style.of(sys.stdout)
+    """Run all `probes` and print their rows; return 0 if all rows that are needed are in order.
+
+    A terminal shows each row at once. Elsewhere, as under srun, rows of several ranks would mix.
+    """
+    style, at_once = Style.of(sys.stdout), sys.stdout.isatty()
     blocked = []
     for probe in probes:
         finding = examine(probe)
         if probe.needed and finding.state != "ok":
             blocked.append(probe.name)
-        print(style.row(probe.name, finding), flush=True)
+        print(style.row(probe.name, finding), flush=at_once)
     if blocked:
         print(f"\nTraining on the CPUs of this machine does not work: see {', '.join(blocked)}.")
     else:
