@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..autoload import AS_GLOO
 from ..errors import LaunchError, UsageError
@@ -189,49 +189,15 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     """
     from ..launch.agents.options import RunOptions
 
-    (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
-    if args.node_rank is not None and args.node_rank >= nodes:
-        raise UsageError(f"--node-rank {args.node_rank} of --nnodes {nodes}: nodes are numbered from 0")
-    if (least, fewest) != (nodes, ranks) and not args.heal:
-        raise UsageError("a range of nodes or ranks needs --heal: all ranks start again, with states from memory")
-    if args.workers and not args.heal:
-        raise UsageError("--workers needs --heal: workers that are lost start again, and the others go on without them")
-    if least < nodes and (args.node_rank is not None or args.rdzv_backend == "static" or args.master_addr):
-        raise UsageError("nodes of a range get new numbers when one is lost; leave --node-rank out, and --master-addr")
-    if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
-        raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
-    if args.standalone and nodes > 1:
-        raise UsageError(f"--standalone is for one node, --nnodes is {nodes}; leave one of them out")
-    if args.alone and not args.heal:
-        raise UsageError("--alone is for jobs that heal; add --heal, or leave it out")
-    host, port, static = "127.0.0.1", args.master_port or 0, False
-    more: list[tuple[str, int]] = []
-    if nodes > 1:
-        if args.rdzv_endpoint and args.master_addr:
-            raise UsageError("--rdzv-endpoint and --master-addr both say where the nodes meet; give one of them")
-        static = args.rdzv_backend == "static" or (args.rdzv_backend is None and bool(args.master_addr))
-        if static and args.node_rank is None:
-            raise UsageError("a static rendezvous needs --node-rank on every node; or give --rdzv-endpoint alone")
-        if args.rdzv_endpoint:
-            (host, port), *more = _endpoints(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
-            if more and (static or not args.heal):
-                raise UsageError("several hosts in --rdzv-endpoint need --heal, and no static rendezvous; give one")
-        elif args.master_addr:
-            _check_host(f"--master-addr {args.master_addr}", args.master_addr, "give a host, its port by --master-port")
-            host, port = args.master_addr, args.master_port or _MASTER_PORT
-        else:
-            raise UsageError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
+    _check_combinations(args)
     if args.watch and Settings.from_env().flight_records == 0:
         raise UsageError("--watch reads flight records; unset DISTOPT_FLIGHT_RECORDS=0 or TORCH_FR_BUFFER_SIZE=0")
-    if args.no_python:
-        if args.module or args.heal:
-            raise UsageError(f"--no-python: {'-m' if args.module else '--heal'} is for Python; leave one of them out")
-        if shutil.which(args.script) is None:
-            raise UsageError(f"there is no program {args.script}")
-    else:
+    if not args.no_python:
         _check_script(args.script, module=args.module)
-    if args.workers and (args.redirects or args.tee or args.local_ranks_filter is not None):
-        raise UsageError("--redirects, --tee and --local-ranks-filter are for one job; with --workers give --log-dir")
+    elif shutil.which(args.script) is None:
+        raise UsageError(f"there is no program {args.script}")
+    (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
+    place = _meeting_place(args) if nodes > 1 else _MeetingPlace("127.0.0.1", args.master_port or 0)
     python = () if args.no_python else (sys.executable, *(["-m"] if args.module else []))
     return RunOptions(
         program=(*python, args.script, *args.arguments),
@@ -240,10 +206,10 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         spare_ranks=ranks - fewest,
         spare_nodes=nodes - least,
         node_rank=args.node_rank,
-        host=host,
-        port=port,
-        more_places=tuple(more),
-        static=static,
+        host=place.host,
+        port=place.port,
+        more_places=place.more,
+        static=place.static,
         run_id=args.rdzv_id,
         restarts=args.max_restarts,
         heal=args.heal,
@@ -259,6 +225,60 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         watch=args.watch,
         workers=args.workers,
     )
+
+
+def _check_combinations(args: argparse.Namespace) -> None:
+    """Raises UsageError: options contradict each other."""
+    (least, nodes), (fewest, ranks) = args.nnodes, args.nproc_per_node
+    if args.node_rank is not None and args.node_rank >= nodes:
+        raise UsageError(f"--node-rank {args.node_rank} of --nnodes {nodes}: nodes are numbered from 0")
+    if (least, fewest) != (nodes, ranks) and not args.heal:
+        raise UsageError("a range of nodes or ranks needs --heal: all ranks start again, with states from memory")
+    if args.workers and not args.heal:
+        raise UsageError("--workers needs --heal: workers that are lost start again, and the others go on without them")
+    if least < nodes and (args.node_rank is not None or args.rdzv_backend == "static" or args.master_addr):
+        raise UsageError("nodes of a range get new numbers when one is lost; leave --node-rank out, and --master-addr")
+    if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
+        raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
+    if args.standalone and nodes > 1:
+        raise UsageError(f"--standalone is for one node, --nnodes is {nodes}; leave one of them out")
+    if args.alone and not args.heal:
+        raise UsageError("--alone is for jobs that heal; add --heal, or leave it out")
+    if args.no_python and (args.module or args.heal):
+        raise UsageError(f"--no-python: {'-m' if args.module else '--heal'} is for Python; leave one of them out")
+    if args.workers and (args.redirects or args.tee or args.local_ranks_filter is not None):
+        raise UsageError("--redirects, --tee and --local-ranks-filter are for one job; with --workers give --log-dir")
+
+
+class _MeetingPlace(NamedTuple):
+    """Where the agents of the nodes meet; see `RunOptions`."""
+
+    host: str
+    port: int
+    more: tuple[tuple[str, int], ...] = ()
+    static: bool = False
+
+
+def _meeting_place(args: argparse.Namespace) -> _MeetingPlace:
+    """That of several nodes.
+
+    Raises:
+        UsageError: it is missing, is given twice, or does not suit the other options.
+    """
+    if args.rdzv_endpoint and args.master_addr:
+        raise UsageError("--rdzv-endpoint and --master-addr both say where the nodes meet; give one of them")
+    static = args.rdzv_backend == "static" or (args.rdzv_backend is None and bool(args.master_addr))
+    if static and args.node_rank is None:
+        raise UsageError("a static rendezvous needs --node-rank on every node; or give --rdzv-endpoint alone")
+    if args.rdzv_endpoint:
+        (host, port), *more = _endpoints(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
+        if more and (static or not args.heal):
+            raise UsageError("several hosts in --rdzv-endpoint need --heal, and no static rendezvous; give one")
+        return _MeetingPlace(host, port, tuple(more), static)
+    if args.master_addr:
+        _check_host(f"--master-addr {args.master_addr}", args.master_addr, "give a host, its port by --master-port")
+        return _MeetingPlace(args.master_addr, args.master_port or _MASTER_PORT, static=static)
+    raise UsageError(f"--nnodes {args.nnodes[1]} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
 
 
 def _endpoints(text: str, default: int) -> list[tuple[str, int]]:
