@@ -213,7 +213,7 @@ class DistOpt:
         """
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
-            return gpu_or_cpu(index, tell=driver_version() > 0)
+            return gpu_or_cpu(index, log=driver_version() > 0)
         if Settings.from_env().device == "cuda":
             raise UsageError(
                 f"DISTOPT_DEVICE=cuda, but the {self.communicator.name} communicator moves data of the CPU; set "

@@ -88,14 +88,14 @@ class Patience {
   // `lacking` names in messages what is missing.
   explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
 
-  // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
+  // To be called while a rank is missing, after `seconds` of a Stopwatch. `describe` gives the Waiting; `warn`
   // is called with a text, once, and `fail` with ErrorFields at the end.
-  template <typename Tell, typename Warn, typename Fail>
-  void check(double waited, Tell tell, Warn warn, Fail fail) {
+  template <typename Describe, typename Warn, typename Fail>
+  void check(double waited, Describe describe, Warn warn, Fail fail) {
     if (waited >= limits_.timeout_seconds)
-      fail(stalled(tell()));
+      fail(stalled(describe()));
     else if (waited >= limits_.warning_seconds && !std::exchange(warned_, true))
-      warn("for " + seconds_text(waited) + " now " + tell().text);
+      warn("for " + seconds_text(waited) + " now " + describe().text);
   }
   ErrorFields stalled(const Waiting& waiting) const {
     return {ErrorKind::stalled,

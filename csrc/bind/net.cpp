@@ -158,13 +158,13 @@ void fail(NetCommunicator& communicator, const std::string& kind, std::string fa
 // The wait as text, and the ranks that have not arrived.
 using Late = std::pair<std::string, std::vector<ProcessFields>>;
 
-// `tell` gives the wait in words, and the processes that have not arrived.
+// `describe` gives the wait in words, and the processes that have not arrived.
 void check_patience(NetCommunicator& communicator, Patience& patience, double waited,
-                    nb::typed<nb::callable, Late()> tell, Warn warn) {
+                    nb::typed<nb::callable, Late()> describe, Warn warn) {
   patience.check(
       waited,
       [&]() -> Waiting {
-        const auto [text, late] = nb::cast<Late>(tell());
+        const auto [text, late] = nb::cast<Late>(describe());
         return {text, processes_of(late)};
       },
       [&](const std::string& text) { warn(text); },
@@ -251,8 +251,9 @@ void bind_net(nb::module_& m) {
       .def("pause", &NetCommunicator::pause, nb::call_guard<WithoutGil>(), nb::arg("quiet_seconds"),
            "Sleep between two turns of a wait in which nothing has moved for that long.")
       .def_prop_ro("quiet_seconds", &NetCommunicator::quiet_seconds, "For how long nothing has moved.")
-      .def("check_patience", &check_patience, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
-           "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
+      .def("check_patience", &check_patience, nb::arg("patience"), nb::arg("waited"), nb::arg("describe"),
+           nb::arg("warn"),
+           "Warn or raise an error, if it is time to. `describe` gives the wait in words, and the processes awaited.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")
       .def("close", &NetCommunicator::close, nb::call_guard<WithoutGil>())

@@ -28,7 +28,7 @@ class Board {
   // Ranks of this host that have not started collective `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"
-  std::string tell(int rank) const { return peers_.name(rank) + ": " + last_collective(peers_, rank); }
+  std::string describe(int rank) const { return peers_.name(rank) + ": " + last_collective(peers_, rank); }
 
   // Says that this rank takes no part any more.
   void close();

@@ -43,7 +43,7 @@ ErrorFields NcclCommunicator::nccl_error(const std::string& what, Result result)
 Waiting NcclCommunicator::waiting_in(const NcclCollective& collective) const {
   std::string story = board_->peers().me().name() + " waits in " + collective.text + " for ";
   const std::vector<int> absent = board_->absent(collective.sequence);
-  for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
+  for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->describe(absent[i]);
   if (absent.empty())
     story += board_->peers().size() < world_size_
                  ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
@@ -72,7 +72,7 @@ ErrorFields NcclCommunicator::left(int rank, const std::string& text) const {
   const bool closed = board_->peers().presence(rank) == Peers::Presence::closed;
   return {closed ? ErrorKind::closed : ErrorKind::peer_lost,
           board_->peers().me().name() + " waits in " + text + ", but a peer " +
-              (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(rank),
+              (closed ? "has closed its communicator" : "has ended") + ": " + board_->describe(rank),
           "see that rank's output for the cause, then restart the job",
           {board_->peers().process(rank)}};
 }

@@ -119,7 +119,7 @@ def load_newest(
         states = _checked(adapters, _of_rank(adapters, label.world_size, shared, owns, topology, common))
         for key, state in states.items():
             adapters[key].put(state)
-        _tell_changes("memory", label.world_size, topology)
+        _log_changes("memory", label.world_size, topology)
         return Resumed(None, label.step, label.epoch, label.world_size, tuple(refused))
     if begun or not names:
         return None
@@ -163,7 +163,7 @@ def _newest_usable(
         if not reason and manifest is not None:
             for key, state in states.items():
                 adapters[key].put(state)
-            _tell_changes(str(root / name), manifest.world_size, topology)
+            _log_changes(str(root / name), manifest.world_size, topology)
             return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused)), ""
         if beside and any(exchanged(communicator, missing)):
             continue
@@ -268,7 +268,7 @@ def _checked(adapters: Mapping[str, Adapter], states: dict[str, State]) -> dict[
     return states
 
 
-def _tell_changes(place: str, before: int, topology: Topology) -> None:
+def _log_changes(place: str, before: int, topology: Topology) -> None:
     now = topology.world_size
     if before == now or topology.rank:
         return

@@ -102,7 +102,7 @@ class Memory:
         self._safe: StateSlot | None = None  # with large own states that have been sent, on all nodes
         self._adapters: Mapping[str, Adapter] = {}
         self._resumed_every = 0  # the interval of copies, if the job has resumed from one
-        self._first_step, self._has_told = 0, False  # first step of this process; whether the agent knows of it
+        self._first_step, self._has_reported = 0, False  # first step of this process; whether the agent knows of it
         self._step = 0
         self._writes_records = True
         self._noted: dict[str, int] = {}
@@ -274,8 +274,8 @@ class Memory:
         """Local, on all ranks. Count a finished step; return whether states are to be kept after it."""
         if not self._first_step:
             self._first_step = step
-        elif not self._has_told:
-            self._tell_step()
+        elif not self._has_reported:
+            self._report_step()
         self._done[0] = step
         self._steps += 1
         self._left -= 1
@@ -312,8 +312,8 @@ class Memory:
         if post == TO_SEND:
             self._under_way = slot
             supervisor.send("kept")
-        if not self._has_told and self._first_step:
-            self._tell_step()
+        if not self._has_reported and self._first_step:
+            self._report_step()
         self._n_copies += 1
         self._left = self._every
         self._seconds += time.perf_counter() - begin
@@ -323,9 +323,9 @@ class Memory:
             hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
             supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])
 
-    def _tell_step(self) -> None:
-        """Tell that a step is done and kept: from now on, nodes that have come may end the ranks."""
-        self._has_told = True
+    def _report_step(self) -> None:
+        """Report that a step is done and kept: from now on, nodes that have come may end the ranks."""
+        self._has_reported = True
         if self._rank == 0:
             supervisor.send("stepped", step=self._first_step, every=self._resumed_every)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 _log = logging.getLogger("distopt")
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def tell_once(text: str) -> None:
+def log_once(text: str) -> None:
     """Log `text` as a warning, unless this process has done so before."""
-    if text not in _told:
-        _told.add(text)
+    if text not in _logged:
+        _logged.add(text)
         _log.warning("%s", text)

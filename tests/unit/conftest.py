@@ -13,5 +13,5 @@ def no_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """No notice has been given yet; and no variable names a device."""
-    monkeypatch.setattr("distopt.nn.notices._told", set())
+    monkeypatch.setattr("distopt.nn.notices._logged", set())
     monkeypatch.delenv("DISTOPT_DEVICE", raising=False)

@@ -304,7 +304,7 @@ class _Agent:
             self._start(order)
 
     def _say_ready(self) -> None:
-        """Tell the owner that ranks would start warm, or that there is nothing to wait for."""
+        """Report to the owner that ranks would start warm, or that there is nothing to wait for."""
         if self._prepares and (self._warm is None or not self._warm.is_worth_waiting_for()):
             self._prepares = False
             if self._owner is not None:

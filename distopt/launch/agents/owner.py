@@ -49,7 +49,7 @@ class Phase(Enum):
     GATHERING = auto()  # nodes come; no rank has been started under this owner
     RUNNING = auto()
     ENDING = auto()  # a rank has failed, or all are to start again: the agents end their ranks and report that
-    FINISHED = auto()  # the agents have been told to leave
+    FINISHED = auto()  # the agents have the order to leave
 
 
 class Owner(Gate):

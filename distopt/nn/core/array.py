@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ...errors import UsageError
-from ..notices import tell_once
+from ..notices import log_once
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
@@ -39,7 +39,7 @@ def narrowed(data: Any) -> DTypeLike:
     if dtype.itemsize > 8:
         raise UsageError(f"a tensor holds numbers of up to 64 bits, not {dtype}; convert the array by astype")
     if dtype.char == "d" and hasattr(data, "dtype"):  # a Python float needs no notice
-        tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
+        log_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
     if dtype == np.int64 and np.size(data) and not -(2**31) <= np.min(data) <= np.max(data) < 2**31:
         return dtype
     return _NARROW.get(dtype, dtype)

@@ -6,7 +6,7 @@ from ...checks import check_integer
 from ...errors import MissingDependencyError, UsageError
 from ...kernels.discovery import find_cupy
 from ...settings import Settings
-from ..notices import tell_once
+from ..notices import log_once
 from .device import Device, get_default_device, gpu
 
 
@@ -18,7 +18,7 @@ def gpu_is_usable() -> bool:
     return Settings.from_env().device != "cpu" and find_cupy()[0] is not None
 
 
-def gpu_or_cpu(device_id: int, *, tell: bool = True) -> Device:
+def gpu_or_cpu(device_id: int, *, log: bool = True) -> Device:
     """GPU number `device_id` of those visible to this process, which becomes the current one.
 
     If no GPU can be used, this is the CPU, and the log says once what is missing. `DISTOPT_DEVICE=cpu` selects the CPU
@@ -26,7 +26,7 @@ def gpu_or_cpu(device_id: int, *, tell: bool = True) -> Device:
 
     Args:
         device_id: from 0.
-        tell: whether to log that.
+        log: whether to log that.
 
     Raises:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
@@ -47,6 +47,6 @@ def gpu_or_cpu(device_id: int, *, tell: bool = True) -> Device:
             missing = f"GPU {device_id} cannot be used ({error}); {cure}"
     if wish == "cuda":
         raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
-    if tell:
-        tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
+    if log:
+        log_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
     return get_default_device()

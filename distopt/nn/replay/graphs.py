@@ -26,7 +26,7 @@ from typing import Any
 from ..core.mode import mode
 from ..core.tensor import Tensor
 from ..devices.device import Device
-from ..notices import tell_once
+from ..notices import log_once
 from .step import CapturedStep, CaptureError, OptimizerCall, early_text, text_of
 
 REHEARSALS = 2  # steps before the first capture, in which momentum, buckets, plans and compiled kernels are created
@@ -114,13 +114,13 @@ class StepGraphs:
         try:
             kind = self._kind_of(inputs, options)
         except CaptureError as error:
-            self._tell(error)
+            self._log_reason(error)
             return train(*inputs, **options)
         if kind.step is not None and not kind.step.fits():
             kind.step = None
             if kind.captures == CAPTURES:
                 kind.reason = f"parameters or buckets were moved after each of {CAPTURES} captures"
-                self._tell(kind.reason)
+                self._log_reason(kind.reason)
         if kind.step is not None:
             self.replays += 1
             return kind.step.replay(optimizer, inputs, options)
@@ -167,7 +167,7 @@ class StepGraphs:
         elif calls[0].place is None:
             kind.reason = early_text(calls[0])
         if kind.reason:
-            self._tell(kind.reason)
+            self._log_reason(kind.reason)
         return results
 
     def _capture(
@@ -197,7 +197,7 @@ class StepGraphs:
             results = step.finish(results)
         except CaptureError as error:
             kind.reason = str(error)
-            self._tell(kind.reason)
+            self._log_reason(kind.reason)
             return results
         kind.step, kind.captures = step, kind.captures + 1
         _log.info("training step %s", step)
@@ -212,8 +212,8 @@ class StepGraphs:
             self.observe = None
 
     @staticmethod
-    def _tell(reason: object) -> None:
-        tell_once(f"use_graph=True: training steps run without a graph: {reason}")
+    def _log_reason(reason: object) -> None:
+        log_once(f"use_graph=True: training steps run without a graph: {reason}")
 
 
 def _calls_text(calls: int) -> str:

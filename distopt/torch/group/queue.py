@@ -79,7 +79,7 @@ class PendingWork(WaitedWork):
         self.in_backward = in_backward
         self.index = -1  # among the operations of its backward pass
         self.ended = False
-        self.told = False  # the callbacks of its future have run
+        self.callbacks_ran = False  # the callbacks of its future have run
 
     # -- for the queue -----------------------------------------------------------------------------------------------
     def begin(self) -> bool:
@@ -124,18 +124,18 @@ class PendingWork(WaitedWork):
                 ended = now if flight is None else flight.end_time(self._operation, now)
                 timeline.add("wire", self._began, ended, name, bucket=name)
 
-    def tell(self) -> None:
+    def run_callbacks(self) -> None:
         """Run the callbacks of the future in this thread."""
         with self._lock:
-            self.told = self._future is None
+            self.callbacks_ran = self._future is None
         if self._future is not None:
             self._future.complete(self._tensors, self._error)
-            self.told = True
+            self.callbacks_ran = True
 
     def _complete(self) -> None:
         """Carry out the operation and run its callbacks, before a thread waits for the future."""
         self._queue.complete(self)
-        self._queue.tell_within_callback(self)
+        self._queue.run_callbacks_up_to(self)
 
     @property
     def has_callbacks(self) -> bool:
@@ -181,9 +181,9 @@ class PendingWork(WaitedWork):
             future = self._future
             if future is None:
                 future = self._future = CallbackFuture(CallbackOwner(self._queue.name, self._number), self._complete)
-                if self.told:
+                if self.callbacks_ran:
                     future.complete(self._tensors, self._error)
-        if not (self.told or (by_ddp and self.in_backward)):
+        if not (self.callbacks_ran or (by_ddp and self.in_backward)):
             self._queue.attend(at_once=True)
         if by_ddp:
             # DDP waits in C++, where only the error of a callback counts.
@@ -210,8 +210,8 @@ class OperationQueue:
         self._queue: deque[PendingWork] = deque()
         self._begun = 0  # number of operations at the front of the queue that have started
         self._busy = 0  # the thread that uses the communicator
-        self._untold: deque[PendingWork] = deque()  # operations that have ended, with callbacks to run
-        self._teller = 0  # the thread that runs callbacks
+        self._ended: deque[PendingWork] = deque()  # operations that have ended, with callbacks to run
+        self._callback_thread = 0  # the thread that runs callbacks
         self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # a weak reference: the last backward pass
         self._thread: threading.Thread | None = None
         self._look = threading.Event()
@@ -269,30 +269,30 @@ class OperationQueue:
                 self._busy = threading.get_ident()
             self._carry_out_first()
 
-    def until_told(self, work: PendingWork) -> None:
+    def until_callbacks_ran(self, work: PendingWork) -> None:
         """Wait until the callbacks of `work`, which has ended, have run."""
-        self._wait(lambda: work.told)
+        self._wait(lambda: work.callbacks_ran)
 
-    def tell_within_callback(self, work: PendingWork) -> None:
+    def run_callbacks_up_to(self, work: PendingWork) -> None:
         """Local. If this thread waits for `work` in a callback, run all later callbacks up to those of `work`.
 
         Raises:
             RuntimeError: they are of the same operation, or of one whose callback waits for this one.
         """
-        if self._teller == threading.get_ident():  # no lock: no other thread writes this number
-            while not work.told:
-                if not self._untold:
+        if self._callback_thread == threading.get_ident():  # no lock: no other thread writes this number
+            while not work.callbacks_ran:
+                if not self._ended:
                     raise RuntimeError(
                         "a callback waits for another callback that runs after it; return the future instead of "
                         "waiting for it, or wait where no callback runs"
                     )
-                self._untold.popleft().tell()
+                self._ended.popleft().run_callbacks()
 
     def drain(self, deadline: float) -> int:
         """Local. Have the queue's thread carry out all operations; how many are left at the deadline."""
-        if self._queue or self._teller:
+        if self._queue or self._callback_thread:
             self.attend(at_once=True)
-            is_idle = lambda: not (self._queue or self._untold or self._teller)  # noqa: E731
+            is_idle = lambda: not (self._queue or self._ended or self._callback_thread)  # noqa: E731
             self._wait(is_idle, max(0.0, deadline - time.monotonic()))
         return len(self._queue)
 
@@ -387,27 +387,27 @@ class OperationQueue:
         with self._lock:
             work = self._queue.popleft()
             work.ended = True
-            self._untold.append(work)
+            self._ended.append(work)
             self._begun = max(self._begun - 1, 0)
             if not self._queue:
                 _with_operations.discard(self)
             self._busy = 0
             self._condition.notify_all()
-        self._tell()
+        self._run_callbacks()
 
-    def _tell(self) -> None:
+    def _run_callbacks(self) -> None:
         """Run the callbacks of operations that have ended, in order, unless another thread does."""
         while True:
             with self._lock:
-                if self._teller or not self._untold:
+                if self._callback_thread or not self._ended:
                     return
-                self._teller = threading.get_ident()
-                work = self._untold.popleft()
+                self._callback_thread = threading.get_ident()
+                work = self._ended.popleft()
             try:
-                work.tell()
+                work.run_callbacks()
             finally:
                 with self._lock:
-                    self._teller = 0
+                    self._callback_thread = 0
                     self._condition.notify_all()
 
     def _let_others_go_on(self) -> None:
@@ -447,7 +447,7 @@ class _AtTheEnd:
             work.wait()
         for work in works:
             if work.has_callbacks:
-                self._queue.until_told(work)
+                self._queue.until_callbacks_ran(work)
                 work.raise_unseen()  # DDP would raise another error instead
 
     def __del__(self) -> None:
