@@ -39,7 +39,7 @@ from .state_files import Held, Label, States, StateSlot, copies
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .adapters import Adapter, Ranks
+    from .adapters import Adapter, Ranks, Snapshot
 
 _COST = 0.008  # the share of training time that copies may take
 _RECORD_COST = 0.01  # and records, without which copies count
@@ -291,17 +291,12 @@ class Memory:
                 self._pace(step, epoch)
             self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
         begin = time.perf_counter()
-        states = snapshot_of(adapters)
-        sharing = {key.partition("/")[0] for key in states.shared}
-        for key in [f"{name}/{key}" for name in sharing for key in adapters[name].own().arrays]:
-            if key in states.shared:  # live states lack it
-                states.own[key] = states.shared.pop(key)
+        states, sharing = _apart(adapters)
         self._live.note(sharing, sum(array.nbytes for array in states.shared.values()))
         share = share_of(self._place, self._n_ranks, states.shared)
         self._own_bytes = sum(array.nbytes for array in states.own.values())
         post = TO_SEND if self._sends and self._may_send() else STAYS
-        pinned = [self._safe, self._under_way] if self._is_large else [max(self._copies, key=lambda slot: slot.label)]
-        slot = min((slot for slot in self._copies if slot not in pinned), key=lambda slot: slot.label)
+        slot = self._free_slot()
         writer = self._rank, self._n_ranks
         notes = {name: note for name, note in states.notes.items() if name in sharing and self._place == 0}
         slot.write(
@@ -319,9 +314,12 @@ class Memory:
         self._seconds += time.perf_counter() - begin
         if self._n_copies == 1 and self._place == 0:
             self._gifts.forget(label)
-            mpi4py: Any = sys.modules.get("mpi4py")
-            hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
-            supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])
+            _report_modules()
+
+    def _free_slot(self) -> StateSlot:
+        """The oldest copy that is not needed: all but the newest, or large own states that are or will be sent."""
+        pinned = [self._safe, self._under_way] if self._is_large else [max(self._copies, key=lambda slot: slot.label)]
+        return min((slot for slot in self._copies if slot not in pinned), key=lambda slot: slot.label)
 
     def _report_step(self) -> None:
         """Report that a step is done and kept: from now on, nodes that have come may end the ranks."""
@@ -355,3 +353,20 @@ class Memory:
     def close(self) -> None:
         """Training has ended: give no live states from now on."""
         self._live.end()
+
+
+def _apart(adapters: Mapping[str, Adapter]) -> tuple[Snapshot, set[str]]:
+    """The states, where live states lack no shared array; and the names of objects with shared arrays."""
+    states = snapshot_of(adapters)
+    sharing = {key.partition("/")[0] for key in states.shared}
+    for key in [f"{name}/{key}" for name in sharing for key in adapters[name].own().arrays]:
+        if key in states.shared:
+            states.own[key] = states.shared.pop(key)
+    return states, sharing
+
+
+def _report_modules() -> None:
+    """Name to the agent the modules that ranks which start again may import before they start."""
+    mpi4py: Any = sys.modules.get("mpi4py")
+    hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
+    supervisor.send("modules", names=[name for name in installed_modules() if name != hidden])
