@@ -9,7 +9,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc distopt/kernels/cuda benchmarks/networks -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := pyproject.toml CMakeLists.txt $(filter %.h %.cpp,$(NATIVE))
 
-.PHONY: mnist mpi docs docs-links docs-fit recording test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-libraries ends wheels wheels-quick wheels-test wheels-arm wheels-bare release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi docs docs-links docs-fit recording test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack kernels model litmus faults lost-nodes one-hash mutants fuzz torch torch-quick torch-newest torch-newest-installed torch-libraries ends wheels wheels-quick wheels-test wheels-arm wheels-bare release slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -124,9 +124,10 @@ torch: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in 2 3; do CHECKS=compiled_ddp,compiled_collectives,dist_opt_under_compiled_autograd,builtin_hooks $(BIN)/python -m tests.torch.checks $$n || exit 1; done
 torch-quick: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in $(RANKS); do $(BIN)/python -W ignore $(SUITE) --backends distopt --ranks $$n || exit 1; done
-torch-newest:
+torch-newest-installed:
 	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
+torch-newest: torch-newest-installed
 	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TORCH_PART) tests/torch
 	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
 # Scripts that just end, several at a time, so that all cores are busy: an hour on two cores.
