@@ -42,8 +42,12 @@ def test_functions_of_tensors(case):
     np.testing.assert_allclose(got.to_numpy(), expected.array, rtol=1e-6 if case in TWO else 2e-6)
 
 
+OF_THE_CPU = "softmax_cross_entropy", "batch_norm"  # have labels and statistics there
+GRADIENTS = {name: case for name, case in on_cpu.GRADIENTS.items() if not name.startswith(OF_THE_CPU)}
+
+
 @pytest.mark.usefixtures("training")
-@pytest.mark.parametrize("table", [on_cpu.CASES, on_cpu.FIXED], ids=["with gradients", "without"])
+@pytest.mark.parametrize("table", [GRADIENTS, on_cpu.FIXED], ids=["with gradients", "without"])
 def test_results_and_gradients_of_autograd(table):
     for name, case in table.items():
         results = []
@@ -52,7 +56,7 @@ def test_results_and_gradients_of_autograd(table):
             y = case.function(*inputs)
             assert type(y.array) is type(inputs[0].array)
             results.append([y.to_numpy()])
-            if table is on_cpu.CASES:
+            if table is GRADIENTS:
                 dy = Tensor(data=np.cos(np.arange(y.size())).reshape(y.shape), device=where, dtype=np.float32)
                 gradients = dict(autograd.backward(y, dy))
                 results[-1] += [gradients[p].to_numpy() for p in inputs]

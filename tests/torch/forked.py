@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import torch
@@ -120,6 +122,27 @@ def place_of(text: str) -> Iterator[Place]:
             yield place
         finally:
             place.end()
+
+
+def in_group(text: str, body: Callable[[], Any], backend: str = "distopt") -> list[Any]:
+    """What `body` returns on each rank of a default group; or the error's trace."""
+    with place_of(text) as place:
+        answers = CONTEXT.Queue()
+        ranks = place.start(_answer, place.size, place.method(), backend, body, answers)
+        found = dict(answers.get(timeout=500) for _ in ranks)
+        for process in ranks:
+            process.join(60)
+    return [found[rank] for rank in range(place.size)]
+
+
+def _answer(rank: int, size: int, method: str, backend: str, body: Callable[[], Any], answers: Any) -> None:
+    try:
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
+        answers.put((rank, body()))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
 
 
 def join(rank: int, size: int, method: str, seconds: float, generation: str = "") -> None:
