@@ -58,20 +58,6 @@ def test_updates_of_many_parameters_have_the_bits_of_single_ones():
         assert (one[0].tobytes(), one[2][0].tobytes()) == (got[0].tobytes(), got[2][0].tobytes())
 
 
-@pytest.mark.parametrize("shape", [(1,), (1003,), (3, 5, 7)])
-def test_element_wise_parts_have_the_bits_of_the_cpu(dtype, shape):
-    x, dy = array(shape, dtype), array(shape, dtype, 1)
-    y = cpu.relu(x)
-    np.testing.assert_array_equal(hosted.relu(x), y)
-    np.testing.assert_array_equal(hosted.relu_backward(dy, y), cpu.relu_backward(dy, y))
-    pooled = array((2, 3, 8, 9), dtype), (3, 2), (2, 1), (1, 1)
-    (y, saved), (got, on_device) = cpu.max_pool2d(*pooled), hosted.max_pool2d(*pooled)
-    np.testing.assert_array_equal(got, y)
-    slope = array(y.shape, dtype, 2)
-    found = hosted.max_pool2d_backward(slope, on_device)
-    np.testing.assert_array_equal(found, cpu.max_pool2d_backward(slope, saved))
-
-
 def test_tf32_is_a_switch(monkeypatch):
     modes, call = [], gpu_base._call
     monkeypatch.setattr(
