@@ -70,10 +70,10 @@ def test_groups_that_ask_for_gloo_are_distopts(launch: list[str], debug: str) ->
             assert line.endswith(" [0.0, 3.0, 6.0, 9.0, 12.0] [[1.5, 1.5]]"), line
 
 
-def test_without_the_variable_gloo_is_gloo() -> None:
-    # Not one after the other: ranks of Gloo cannot meet again in the store.
-    for scenario, variables in {"groups": {}, "by_default": {"DISTOPT_AS_GLOO": "0"}}.items():
-        found = run(*TORCHRUN, SCRIPT, scenario, **variables)
+def test_without_the_variable_gloo_is_gloo(port: int) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    by_default = run(sys.executable, SCRIPT, "by_default", DISTOPT_AS_GLOO="0", **alone)
+    for found in (run(*TORCHRUN, SCRIPT, "groups"), by_default):
         assert GLOO in found.stdout
         assert OURS not in found.stdout
 

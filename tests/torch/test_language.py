@@ -96,8 +96,8 @@ def test_all_ranks_serve_the_same_text(options: tuple[str, ...]) -> None:
     options = ("--prompt", "And God said", "--tokens", "40", *options)
     text = text_of(1, "distopt", *options)
     assert text_of(2, "distopt", *options) == text
-    assert text_of(2, "gloo", *options) == text
     if "--temperature" in options:
+        assert text_of(2, "gloo", *options) == text
         assert len(set(text)) > 15, text
         assert text_of(1, "gloo", *options, "--seed", "4") != text
 
