@@ -9,11 +9,7 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from distopt import autograd, device  # noqa: E402
-from distopt.nn.core.tensor import Tensor  # noqa: E402
 from distopt.nn.numerics import gpu, gpu_images  # noqa: E402
-from distopt.nn.ops.convolution import Conv2d  # noqa: E402
-from distopt.nn.ops.pooling import AvgPool2d, MaxPool2d  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
@@ -83,32 +79,6 @@ def test_arrays_may_begin_anywhere():
     expected = cupy.empty_like(given[1])
     gpu.conv2d_backward(given[3], saved, expected, None, need_dx=False)
     np.testing.assert_array_equal(dw.get(), expected.get())
-
-
-WINDOWS = {
-    "conv": (Conv2d, [(2, 1), (0, 1, 2, 1), True], (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "grouped": (Conv2d, [(1, 2), (1, 0), True], (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
-    "grouped pooled": (Conv2d, [(1, 1), (0, 0), True, ((2, 2), (2, 2), (0, 0))], (2, 4, 5, 6), (6, 2, 2, 3), (6,)),
-    "depthwise": (Conv2d, [(2, 1), (1, 0, 0, 2), True], (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
-    "max pool": (MaxPool2d, [(2, 3), (2, 1), (0, 1, 1, 0)], (2, 2, 5, 4)),
-    "avg pool": (AvgPool2d, [(2, 3), (2, 1), (0, 1, 1, 0)], (2, 2, 5, 4)),
-}
-
-
-@pytest.mark.usefixtures("training")
-@pytest.mark.parametrize("name", WINDOWS)
-def test_groups_and_uneven_padding_are_as_on_the_cpu(name):
-    operation, options, *shapes = WINDOWS[name]
-    results = []
-    for where in (device.get_default_device(), device.create_cuda_gpu()):
-        data = [array(shape, "float32", i) for i, shape in enumerate(shapes)]
-        inputs = [Tensor(data=values, device=where, stores_grad=True) for values in data]
-        y = operation(*options)(*inputs)
-        dy = Tensor(data=array(y.shape, "float32", 9), device=where)
-        gradients_of = dict(autograd.backward(y, dy))
-        results.append([t.to_numpy() for t in (y, *(gradients_of[t] for t in inputs))])
-    for mine, other in zip(*results, strict=True):
-        near(other, mine)
 
 
 def test_nan_is_passed_on():

@@ -58,20 +58,6 @@ def test_updates_of_many_parameters_have_the_bits_of_single_ones():
         assert (one[0].tobytes(), one[2][0].tobytes()) == (got[0].tobytes(), got[2][0].tobytes())
 
 
-@pytest.mark.parametrize("shape", [(1,), (1003,), (3, 5, 7)])
-def test_element_wise_parts_have_the_bits_of_the_cpu(dtype, shape):
-    x, dy = array(shape, dtype), array(shape, dtype, 1)
-    y = cpu.relu(x)
-    np.testing.assert_array_equal(hosted.relu(x), y)
-    np.testing.assert_array_equal(hosted.relu_backward(dy, y), cpu.relu_backward(dy, y))
-    pooled = array((2, 3, 8, 9), dtype), (3, 2), (2, 1), (1, 1)
-    (y, saved), (got, on_device) = cpu.max_pool2d(*pooled), hosted.max_pool2d(*pooled)
-    np.testing.assert_array_equal(got, y)
-    slope = array(y.shape, dtype, 2)
-    found = hosted.max_pool2d_backward(slope, on_device)
-    np.testing.assert_array_equal(found, cpu.max_pool2d_backward(slope, saved))
-
-
 def test_tf32_is_a_switch(monkeypatch):
     modes, call = [], gpu_base._call
     monkeypatch.setattr(
@@ -122,28 +108,19 @@ def test_kernels_of_an_array_of_the_device():
 # -- products ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("pairs", [(), (3,)])
+@pytest.mark.parametrize("pairs", [((), ()), ((3,), (3,)), ((), (3,)), ((3,), ())])
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (33, 2, 65), (4, 3, 0), (0, 3, 4), (4, 0, 3)])
 def test_products(sizes, pairs, transposed, accumulate, dtype):
+    """Of two matrices, of several pairs, and of one with several."""
     rows, columns, inner = sizes
-    a, b, before = (array((*pairs, *shape), dtype) for shape in ((rows, inner), (inner, columns), (rows, columns)))
+    a, b = array((*pairs[0], rows, inner), dtype), array((*pairs[1], inner, columns), dtype)
+    before = array((*max(pairs), rows, columns), dtype)
     given = [to_device(np.ascontiguousarray(x.mT if t else x)) for x, t in zip((a, b), transposed, strict=True)]
     out = to_device(before) if accumulate else cupy.full(before.shape, np.nan, dtype)
     flags = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
     assert gpu_base.product(*given, out, accumulate=accumulate, **flags) is out
     np.testing.assert_allclose(out.get(), a @ b + (before if accumulate else 0), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(gpu_base.product(*given, **flags).get(), gpu_base.product(*given, **flags).get())
-
-
-@pytest.mark.parametrize("shared", [0, 1])
-@pytest.mark.parametrize("transposed", [(False, False), (True, True)])
-def test_products_of_one_matrix_with_several(shared, transposed, dtype):
-    given = [array((3, 4, 5), dtype), array((3, 5, 6), dtype, 1)]
-    given[shared] = given[shared][1]
-    expected = given[0] @ given[1]
-    on_device = [to_device(np.ascontiguousarray(x.mT if t else x)) for x, t in zip(given, transposed, strict=True)]
-    flags = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
-    np.testing.assert_allclose(gpu_base.product(*on_device, **flags).get(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_shapes_that_do_not_fit():

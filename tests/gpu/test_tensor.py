@@ -1,4 +1,4 @@
-"""Tensors on a GPU: the functions of the `tensor` face give what they give on the CPU."""
+"""Tensors on a GPU: the functions of `tensor` and of `autograd` give what they give on the CPU."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,9 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from distopt import device, singa_wrap, tensor  # noqa: E402
+from distopt import autograd, device, singa_wrap, tensor  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
+from tests.unit import test_functions as on_cpu  # noqa: E402
 from tests.unit.test_tensor_functions import ONE, TWO, values  # noqa: E402
 
 GPU = device.create_cuda_gpu()
@@ -39,6 +40,29 @@ def test_functions_of_tensors(case):
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype or case == "ceil of int32"
     np.testing.assert_allclose(got.to_numpy(), expected.array, rtol=1e-6 if case in TWO else 2e-6)
+
+
+OF_THE_CPU = "softmax_cross_entropy", "batch_norm"  # have labels and statistics there
+GRADIENTS = {name: case for name, case in on_cpu.GRADIENTS.items() if not name.startswith(OF_THE_CPU)}
+
+
+@pytest.mark.usefixtures("training")
+@pytest.mark.parametrize("table", [GRADIENTS, on_cpu.FIXED], ids=["with gradients", "without"])
+def test_results_and_gradients_of_autograd(table):
+    for name, case in table.items():
+        results = []
+        for where in (None, GPU):
+            inputs = [Tensor(data=x, device=where, dtype=np.float32, stores_grad=True) for x in case.inputs]
+            y = case.function(*inputs)
+            assert type(y.array) is type(inputs[0].array)
+            results.append([y.to_numpy()])
+            if table is GRADIENTS:
+                dy = Tensor(data=np.cos(np.arange(y.size())).reshape(y.shape), device=where, dtype=np.float32)
+                gradients = dict(autograd.backward(y, dy))
+                results[-1] += [gradients[p].to_numpy() for p in inputs]
+        for expected, got in zip(*results, strict=True):
+            assert got.dtype == expected.dtype, name
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_comparisons_parts_and_in_place_functions():

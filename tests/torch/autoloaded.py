@@ -1,6 +1,5 @@
 """Scripts that import neither `distopt` nor `distopt.torch`; each says what it has found."""
 
-import hashlib
 import sys
 
 import torch
@@ -68,16 +67,6 @@ def spawned(rank: int, method: str) -> None:
     dist.destroy_process_group()
 
 
-def bits() -> None:
-    """Sums over three ranks, whose last bits depend on the order, in a group by each name."""
-    for name in ("distopt", "gloo"):
-        dist.init_process_group(name)
-        total = torch.randn(10_000, generator=torch.Generator().manual_seed(dist.get_rank()))
-        dist.all_reduce(total)
-        say("bits", name, dist.group.WORLD, hashlib.sha256(total.numpy().tobytes()).hexdigest())
-        dist.destroy_process_group()
-
-
 def alone() -> None:
     """A group of one rank by the name "distopt"."""
     try:
@@ -92,6 +81,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         torch.multiprocessing.spawn(spawned, (sys.argv[2],), nprocs=2)
     else:
-        scenarios = {each.__name__: each for each in (imported, groups, mixed, by_default, bits, alone)}
+        scenarios = {each.__name__: each for each in (imported, groups, mixed, by_default, alone)}
         for name in sys.argv[1:]:
             scenarios[name]()

@@ -9,13 +9,15 @@ import multiprocessing
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import torch
@@ -51,6 +53,7 @@ class Place:
         self.size = sum(counts)
         self._hosts = [host for host, count in zip(net.hosts, counts, strict=True) for _ in range(count)] if net else []
         self._prefix = prefix
+        self._processes: list[BaseProcess] = []
 
     def method(self) -> str:
         """Where ranks can meet, as `init_process_group` takes it; another one each time."""
@@ -62,13 +65,23 @@ class Place:
         ranks = [CONTEXT.Process(target=self._run, args=(self.host_of(q), main, q, *args)) for q in range(self.size)]
         for process in ranks:
             process.start()
+        self._processes += ranks
         return ranks
+
+    def end(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        """End what has not ended by a signal."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signum)
+        for process in self._processes:
+            process.join()
 
     def keep_store(self, method: str) -> None:
         """Serve a TCP store in a process that outlives ranks, as torchrun's agent does; for `join`."""
         if self.net:
             ready = CONTEXT.Event()
-            CONTEXT.Process(target=_serve, args=(self.net.hosts[0], method, ready), daemon=True).start()
+            self._processes.append(CONTEXT.Process(target=_serve, args=(self.net.hosts[0], method, ready), daemon=True))
+            self._processes[-1].start()
             assert ready.wait(200), "no store"
 
     def host_of(self, rank: int) -> Host | None:
@@ -102,13 +115,34 @@ def _serve(host: Host, method: str, ready: Event) -> None:
 @contextmanager
 def place_of(text: str) -> Iterator[Place]:
     """The place of as many ranks as `text` says; the hosts are removed at the end."""
-    counts = counts_of(text)
-    with TemporaryDirectory() as folder:
-        if len(counts) == 1:
-            yield Place(counts, None, f"{folder}/")
-            return
-        with two_hosts(f"-torch{text.replace('+', '')}") as net:
-            yield Place(counts, net, f"{folder}/")
+    hosts = two_hosts(f"-torch{text.replace('+', '')}") if "+" in text else nullcontext()
+    with TemporaryDirectory() as folder, hosts as net:
+        place = Place(counts_of(text), net, f"{folder}/")
+        try:
+            yield place
+        finally:
+            place.end()
+
+
+def in_group(text: str, body: Callable[[], Any], backend: str = "distopt") -> list[Any]:
+    """What `body` returns on each rank of a default group; or the error's trace."""
+    with place_of(text) as place:
+        answers = CONTEXT.Queue()
+        ranks = place.start(_answer, place.size, place.method(), backend, body, answers)
+        found = dict(answers.get(timeout=500) for _ in ranks)
+        for process in ranks:
+            process.join(60)
+    return [found[rank] for rank in range(place.size)]
+
+
+def _answer(rank: int, size: int, method: str, backend: str, body: Callable[[], Any], answers: Any) -> None:
+    try:
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
+        answers.put((rank, body()))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
 
 
 def join(rank: int, size: int, method: str, seconds: float, generation: str = "") -> None:

@@ -70,23 +70,10 @@ def test_groups_that_ask_for_gloo_are_distopts(launch: list[str], debug: str) ->
             assert line.endswith(" [0.0, 3.0, 6.0, 9.0, 12.0] [[1.5, 1.5]]"), line
 
 
-@pytest.mark.slow(kept=1)
-def test_in_gloos_place_are_the_bits_of_distopt() -> None:
-    three = [*TORCHRUN[:-1], "3", SCRIPT, "bits"]
-    ours, gloos = (run(*three, DISTOPT_AS_GLOO=value).stdout for value in ("1", "0"))
-    found = re.findall(r"bits (\S+) (.*) (\w+)", ours)
-    for name in ("distopt", "gloo"):
-        groups = sorted(group for each, group, _ in found if each == name)
-        assert groups == [f"<{OURS}: rank {rank} of 3 over shm>" for rank in range(3)], found
-    assert len({digest for *_, digest in found}) == 1
-    found = re.findall("bits gloo .*", gloos)
-    assert len(found) == 3
-    assert OURS not in str(found)
-
-
-def test_without_the_variable_gloo_is_gloo() -> None:
-    for scenario in ("groups", "by_default"):  # not one after the other: ranks of Gloo cannot meet again in the store
-        found = run(*TORCHRUN, SCRIPT, scenario)
+def test_without_the_variable_gloo_is_gloo(port: int) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    by_default = run(sys.executable, SCRIPT, "by_default", DISTOPT_AS_GLOO="0", **alone)
+    for found in (run(*TORCHRUN, SCRIPT, "groups"), by_default):
         assert GLOO in found.stdout
         assert OURS not in found.stdout
 

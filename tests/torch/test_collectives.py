@@ -1,30 +1,19 @@
 """The process group against what one process computes, and against Gloo; `checks` has the ranks' side."""
 
-import json
-import sys
-
 import pytest
 
 pytest.importorskip("torch")
 from tests.parts import values_beside
-from tests.processes import Program, end_all
 
 from .checks import BY_MAKE_TORCH, CHECKS, FAR, GROUPS
+from .checks.__main__ import outcomes
 
 NAMES = [
     pytest.param(name, marks=() if name in FAR else pytest.mark.sweep) for name in CHECKS if name not in BY_MAKE_TORCH
 ]
 
 
-def outcomes(ranks: str, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """For every check, the errors of all ranks that have got so far."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.torch.checks", ranks]
-    (ended,) = end_all([Program(command, {"CHECKS": ",".join(checks)})])
-    sys.stderr.write(ended.stderr)
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def expect_no_error(found: dict[str, dict[str, str]], name: str, ranks: str) -> None:
+def expect_no_error(found: dict[str, dict[int, str]], name: str, ranks: str) -> None:
     errors, size = found.get(name, {}), sum(map(int, ranks.split("+")))
     assert len(errors) == size, f"only {len(errors)} of {size} ranks have ended {name}; see what fails before"
     for rank, error in errors.items():

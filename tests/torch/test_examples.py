@@ -79,8 +79,7 @@ def test_tensor_parallel_ranks_find_the_tokens_of_one_rank() -> None:
     script = [str(ROOT / "examples" / "pytorch" / "tensor_parallel.py"), *options]
     ways = {
         "1 ranks over gloo": [*script, "--backend", "gloo"],
-        "2 ranks over distopt": ["-m", "distopt", "run", "--nproc-per-node", "2", *script],
-        "4 ranks over distopt": ["-m", "torch.distributed.run", "--nproc-per-node", "4", *script],
+        "4 ranks over distopt": ["-m", "distopt", "run", "--nproc-per-node", "4", *script],
     }
     said = {way: run([[sys.executable, *words]], {"OMP_NUM_THREADS": "1"}) for way, words in ways.items()}
     tokens = [re.findall(r"^Tokens: (.*)$", text, re.MULTILINE) for text in said.values()]

@@ -159,14 +159,10 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 # Of `tests.torch.checks.codecs`; the others compare by a group of PyTorch's.
-CHECKS = (
-    *("joins", "after_an_exception", "of_unused_parameters", "of_gradients_that_are_not_means"),
-    "with_a_grad_scaler",
-)
-MORE_CHECKS = (
-    *("diloco", "diloco_skips_bad_changes", "bad_gradients", "codec_states_in_memory_formats"),
-    "parameters_that_the_loss_does_not_reach",
-)
+CHECKS = ["dist_opt_joins", "dist_opt_after_an_exception", "dist_opt_of_unused_parameters"]
+CHECKS += ["dist_opt_of_gradients_that_are_not_means", "dist_opt_with_a_grad_scaler", "diloco"]
+CHECKS += ["diloco_skips_bad_changes", "bad_gradients", "codec_states_in_memory_formats"]
+CHECKS += ["parameters_that_the_loss_does_not_reach"]
 
 
 def run_checks(job: LocalJob) -> None:
@@ -177,7 +173,7 @@ def run_checks(job: LocalJob) -> None:
     from tests.torch.checks import codecs
     from tests.torch.checks.ranks import Ranks
 
-    for name in (*(f"dist_opt_{name}" for name in CHECKS), *MORE_CHECKS):
+    for name in CHECKS:
         getattr(codecs, f"check_{name}")(Ranks(job.topology.rank, [2]))
 
 

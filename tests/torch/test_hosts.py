@@ -11,7 +11,8 @@ from benchmarks.networks.emulation import LINK, TwoHosts
 from tests.parts import values_beside
 from tests.processes import ROOT, Ended, Program, end_all
 
-from .test_collectives import NAMES, expect_no_error, outcomes
+from .checks.__main__ import outcomes
+from .test_collectives import NAMES, expect_no_error
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 PORT = 29_400

@@ -121,7 +121,7 @@ def test_pytorch_reads_no_variable_of_a_rank_when_it_is_imported() -> None:
     assert ended("-c", READS, **of_rank_1).stdout == ""
 
 
-@pytest.mark.slow(kept=2, rest=1)
+@pytest.mark.slow(kept=1, rest=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("place", ["file", "tcp", "env://"])
 def test_helpers_of_ranks_make_a_group_of_their_own(method: str, place: str, port: int, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import traceback
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import distopt.torch  # noqa: E402
 from distopt.errors import GradientError, MismatchError, UsageError  # noqa: E402
 from instruments.one_hash import nets  # noqa: E402
 from instruments.one_hash.job import BATCH, SEED, SHARDS  # noqa: E402
-from tests.torch.forked import CONTEXT, place_of  # noqa: E402
+from tests.torch.forked import in_group  # noqa: E402
 from tests.unit.refusals import refused  # noqa: E402
 
 STEPS = 6
@@ -182,24 +181,8 @@ def with_exception(front: str) -> dict[str, np.ndarray]:
     return run.states()
 
 
-def main(rank: int, body, front: str, backend: str, method: str, size: int, answers: Any) -> None:
-    try:
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
-        answers.put(nets.hash_of(body(front)))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        answers.put(traceback.format_exc())
-
-
 def hashes(place: str, body, front: str, backend: str = "distopt") -> set[str]:
-    with place_of(place) as made:
-        answers = CONTEXT.Queue()
-        ranks = made.start(main, body, front, backend, made.method(), made.size, answers)
-        found = {answers.get(timeout=500) for _ in ranks}
-        for process in ranks:
-            process.join(60)
-    return found
+    return {*in_group(place, lambda: nets.hash_of(body(front)), backend)}
 
 
 def assert_one_hash(body, front: str, places=("1", "3")) -> None:

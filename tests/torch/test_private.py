@@ -82,18 +82,6 @@ def test_no_other_file_has_a_private_name() -> None:
                 assert not any(map(is_private, names)), f"{path.name}:{node.lineno} imports {names}"
 
 
-def test_two_files_look_at_frames() -> None:
-    """The flight record, for the script's lines, and this table's file."""
-    package = ROOM.parent
-    looks = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in {"_getframe", "currentframe", "f_back"}
-    }
-    assert looks == {"recorder/ring.py", "torch/private.py"}
-
-
 @pytest.mark.parametrize("kind", [DistoptProcessGroup, SyncBatchNorm, PendingMessage, PendingWork])
 def test_no_other_file_overrides_a_private_method(kind: type) -> None:
     """PyTorch's classes call these on objects of ours."""

@@ -39,6 +39,8 @@ class Job:
 
     def __init__(self, folder, *, group=1, counts=False, size=16, workers=0, rule=torch.optim.SGD, **options):
         torch.manual_seed(1)
+        random.seed(2)
+        np.random.seed(3)  # noqa: NPY002 - the global one
         self.model = nn.Sequential(nn.Embedding(size, 2, sparse=options.pop("sparse", False)), nn.Linear(2, 1))
         self.optimizer = rule(self.model.parameters(), 0.1)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
@@ -60,11 +62,13 @@ class Job:
             self.seen.append([])
             for i, (batch,) in enumerate(self.loader):
                 self.seen[-1].append(batch.item())
-                (self.model(batch).sum() / torch.rand(1, generator=self.generator)).backward()
+                noise = torch.rand(1, generator=self.generator) + torch.rand(1) + random.random() + np.random.rand()  # noqa: NPY002
+                loss = self.model(batch).sum() / noise.float()
+                loss.backward()
                 first = self.saver.steps if self.counts else i
                 updates = (first + 1) % self.group == 0 or i + 1 == len(self.loader)
                 if updates:
-                    self.optimizer.step()
+                    self.optimizer.step(loss.detach)
                     self.optimizer.zero_grad()
                 if updates or self.counts:
                     self.saver.step(epoch)
@@ -108,6 +112,7 @@ JOBS = {
     "four batches, each a step": {"group": 4, "counts": True},
     "sparse gradients": {"group": 4, "counts": True, "sparse": True},
     "workers": {"workers": 2, "group": 3},
+    **{rule.__name__: {"rule": rule} for rule in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.LBFGS)},
 }
 
 
@@ -171,25 +176,6 @@ def checkpoint_of(comm, folder, objects, **parts):
     return checkpoint.Checkpoint(folder, every=1, communicator=comm, **parts_of(objects, replicated=True), **parts)
 
 
-def test_gradients_become_their_mean_where_the_number_of_ranks_changes(tmp_path):
-    def body(comm, factor):
-        model = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
-        parts = {"gradients.waiting": Gradients({"model": model})}
-        with checkpoint_of(comm, tmp_path, {"model": model}, **parts) as saver:
-            resumed = saver.resume()
-            if factor:
-                nn.init.constant_(model.weight, comm.topology.rank + 1)
-                model.weight.grad = torch.full_like(model.weight, factor * (1 + comm.topology.rank))
-                saver.save()
-        return resumed is not None, model.weight.tolist(), model.weight.grad
-
-    on_ranks(3, lambda comm: body(comm, 0.5))
-    for came, weight, grad in on_ranks(2, lambda comm: body(comm, 0)):
-        assert came
-        assert weight == [[2.0] * 3] * 2
-        assert torch.equal(grad, torch.ones(2, 3, dtype=torch.bfloat16))
-
-
 # -- generators --------------------------------------------------------------------------------------------------------
 def test_ranks_that_seeded_python_and_numpy_equally_stay_equal_when_one_comes(tmp_path):
     """Threads stand for ranks, so generators of their own stand for the global ones of Python and NumPy."""
@@ -215,25 +201,32 @@ def test_ranks_that_seeded_python_and_numpy_equally_stay_equal_when_one_comes(tm
 
 # -- means of types that NumPy lacks -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_buffers_of_any_type_become_their_mean(tmp_path, dtype):
-    values = [torch.tensor([1.0, 3.0, -0.5, float("nan")]), torch.tensor([2.0, 1.0, 0.25, 1.0])]
+def test_gradients_and_buffers_become_their_mean_where_the_number_of_ranks_changes(tmp_path, dtype):
+    buffers = torch.tensor([[1, 3, -0.5, np.nan], [2, 1, 0.25, 1], [6, 2, 0.25, 1]]).to(dtype)
+    kept = torch.full((2,), 0.75).to(dtype)
 
     def body(comm, saves):
-        model = nn.Module()
-        model.register_buffer("running", (values[comm.topology.rank] if saves else torch.zeros(4)).to(dtype))
-        model.register_buffer("same", torch.full((2,), 0.75).to(dtype))
-        with checkpoint_of(comm, tmp_path, {"model": model}) as saver:
-            saver.resume()
+        rank, model = comm.topology.rank, nn.Linear(3, 2, bias=False).to(torch.bfloat16)
+        model.register_buffer("running", buffers[rank].clone() if saves else torch.zeros(4).to(dtype))
+        model.register_buffer("same", kept.clone())
+        parts = {"gradients.waiting": Gradients({"model": model})}
+        with checkpoint_of(comm, tmp_path, {"model": model}, **parts) as saver:
+            resumed = saver.resume()
             if saves:
+                nn.init.constant_(model.weight, rank + 1)
+                model.weight.grad = torch.full_like(model.weight, 0.5 * (rank + 1))
                 saver.save()
-        return model.running.float(), model.same.float()
+        return resumed is not None, model
 
-    on_ranks(2, lambda comm: body(comm, True))
-    ((running, kept),) = on_ranks(1, lambda comm: body(comm, False))
-    mean = (sum(each.to(dtype).double() for each in values) / 2).to(dtype).float()
-    assert torch.equal(running[:3], mean[:3])
-    assert running[3].isnan()
-    assert torch.equal(kept, torch.full((2,), 0.75))
+    on_ranks(3, lambda comm: body(comm, True))
+    mean = (buffers.double().sum(0) / 3).to(dtype).float()
+    for came, model in on_ranks(2, lambda comm: body(comm, False)):
+        assert came
+        assert model.weight.tolist() == [[2.0] * 3] * 2
+        assert torch.equal(model.weight.grad, torch.ones(2, 3, dtype=torch.bfloat16))
+        assert torch.equal(model.running.float()[:3], mean[:3])
+        assert model.running[3].isnan()
+        assert torch.equal(model.same.float(), kept.float())
 
 
 def test_a_mean_is_rounded_once():

@@ -129,9 +129,7 @@ CASES = {
         options=("--max-restarts", "1"),
     ),
     "exit code": Case(f"say('begins')\n{STAY}sys.exit(3)", ["0 begins", "1 begins"], (1, 3)),
-    "exit text": Case(f"rank or {WAIT}\nsys.exit('no data here')", [], (1, 1), errors="no data here"),
     "exception": Case(f"rank or {WAIT}\nraise ValueError('the mistake')", [], (1, 1), errors="ValueError: the mistake"),
-    "exit at once": Case(f"say('begins')\n{STAY}os._exit(7)", ["0 begins", "1 begins"], (1, 7)),
     "killed": Case(f"say('begins')\n{STAY}os.kill(os.getpid(), 9)", ["0 begins", "1 begins"], (1, KILLED)),
     "told of a failure": Case(
         f"def save(*_):\n    say('saves')\n    sys.exit(0)\nsignal.signal(15, save)\n{STAY}sys.exit(1)",

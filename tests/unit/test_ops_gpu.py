@@ -11,7 +11,7 @@ from tests.processes import Program
 RUN = "import sys, pytest; from instruments.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
 
 NO_CASES = 5  # the exit code of pytest where a part has none
-FILES = ("ops", "convolution", "codec_kernels", "functions", "kernels", "tensor")
+FILES = ("ops", "convolution", "codec_kernels", "kernels", "tensor")
 
 
 @pytest.mark.slow

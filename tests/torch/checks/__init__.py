@@ -10,10 +10,10 @@ CHECKS = {
     for name, function in vars(subject).items()
     if name.startswith("check_") and function.__module__ == subject.__name__
 }
-# Sets of checks that are about as long, by names; two workers of pytest run them beside each other.
+# Sets of checks that are about as long, by names, for workers of pytest to run beside each other.
 GROUPS = [
     [name for name, function in CHECKS.items() if function.__module__ in {each.__name__ for each in subjects}]
-    for subjects in (_SUBJECTS[:3], _SUBJECTS[3:])
+    for subjects in (_SUBJECTS[:3], _SUBJECTS[3:7], _SUBJECTS[7:11], _SUBJECTS[11:])
 ]
 # A compiler's processes, and hooks of C++, are not for every run: `make torch` has them.
 BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "dist_opt_under_compiled_autograd", "builtin_hooks")

@@ -1,19 +1,19 @@
-"""Ranks that run checks, against the results of one process. Started by test_collectives.py and test_hosts.py.
+"""Ranks that run checks, against the results of one process. `make torch` starts some as a command:
 
     python -m tests.torch.checks RANKS
 
-forks RANKS ranks ("2+1": on two emulated hosts), which make a group and run all checks in turn, or those that the
-variable CHECKS names, up to the first that fails. Writes the errors of all ranks by check, as JSON.
+runs all checks, or those that the variable CHECKS names, up to the first that fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
+import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -21,19 +21,19 @@ import torch.distributed as dist
 
 import distopt.torch  # noqa: F401 - registers the backend
 
-from ..forked import CONTEXT, join, place_of
+from ..forked import CONTEXT, counts_of, join, place_of
 from . import CHECKS
 from .ranks import TIMEOUT_SECONDS, Ranks
 
 CHECK_SECONDS = TIMEOUT_SECONDS + 30.0  # a wait for another rank ends before
 
 
-def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Sequence[Connection]) -> None:
-    faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
+def rank_main(rank: int, method: str, counts: list[int], names: Sequence[str], out: Sequence[Connection]) -> None:
+    faulthandler.enable(sys.__stderr__)  # not `dump_traceback_later`, which pytest uses: a forked process cannot
+    warnings.simplefilter("ignore")  # PyTorch's own
     join(rank, sum(counts), method, TIMEOUT_SECONDS)
     ranks, error = Ranks(rank, counts), ""
     for name in names:
-        faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
         try:
             CHECKS[name](ranks)
             ranks.destroy_groups()
@@ -47,10 +47,10 @@ def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: 
     dist.destroy_process_group()
 
 
-def main() -> None:
-    names = os.environ.get("CHECKS", ",".join(CHECKS)).split(",")
-    errors: dict[str, dict[int, str]] = {}  # by check and rank; an empty text is none
-    with place_of(sys.argv[1]) as place:
+def outcomes(ranks: str, names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """By check, the errors of all ranks that have got so far; an empty text is none. "2+1": on two emulated hosts."""
+    errors: dict[str, dict[int, str]] = {}
+    with place_of(ranks) as place:
         method = place.method()
         place.keep_store(method)
         # Not a queue, whose thread would lose the last results of a rank that dies.
@@ -61,10 +61,15 @@ def main() -> None:
         for rank, reader in enumerate(readers):
             with contextlib.suppress(EOFError):
                 while True:
+                    if not reader.poll(CHECK_SECONDS):
+                        place.end(signal.SIGABRT)  # which has all ranks say where they are
                     name, error = reader.recv()
                     errors.setdefault(name, {})[rank] = error
-    print(json.dumps(errors), flush=True)
+    return errors
 
 
 if __name__ == "__main__":
-    main()
+    names = os.environ.get("CHECKS", ",".join(CHECKS)).split(",")
+    found = outcomes(sys.argv[1], names)
+    size = sum(counts_of(sys.argv[1]))
+    sys.exit(any(len(found.get(name, {})) < size or any(found[name].values()) for name in names))

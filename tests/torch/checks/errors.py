@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .collectives import check_all_reduce_by_its_function
+from .collectives import check_a_sum_of_a_parameter
 from .ranks import Ranks, same, with_error
 
 
@@ -127,7 +127,7 @@ def check_wrong_arguments(r: Ranks) -> None:
     with_error(ValueError, "1 elements", dist.reduce_scatter, torch.ones(1), apart[1])
     with_error(ValueError, "3 elements", world.gather, [apart[0]], [torch.ones(3)], scatter_from(r.rank))
     with_error(ValueError, "1 elements", world.scatter, [torch.ones(1)], [apart[1]], scatter_from(r.rank))
-    check_all_reduce_by_its_function(r)  # and nothing has changed
+    check_a_sum_of_a_parameter(r)  # and nothing has changed
 
 
 def scatter_from(root: int) -> object:

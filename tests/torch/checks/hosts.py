@@ -1,4 +1,4 @@
-"""Sums between hosts: chunks, three hosts, and bytes on the network."""
+"""Three hosts, and bytes on the network."""
 
 import os
 from pathlib import Path
@@ -11,22 +11,11 @@ from benchmarks.networks.emulation import LINK
 from distopt.comm.net import ucx
 from distopt.torch import store_job
 
-from .ranks import Ranks, reduced, same, values
-
-
-def check_sums_in_many_chunks(r: Ranks) -> None:
-    """More chunks than may be on the network at the same time."""
-    if len(r.counts) == 1:
-        return
-    with mock.patch.multiple(ucx, _FAR_CHUNK_BYTES=1 << 12, _NEAR_CHUNK_BYTES=1 << 12):
-        group = r.group()
-    out = values(r.rank, torch.float32, (300_007,))
-    dist.all_reduce(out, group=group)
-    same(out, r.total(shape=(300_007,)))
+from .ranks import Ranks, reduced, same
 
 
 def check_three_hosts(r: Ranks) -> None:
-    """Three carriers divide a sum. Each rank of this host is made to believe that it is on a host of its own."""
+    """Three carriers divide a sum, of more chunks than may be under way. Ranks believe to be on hosts of their own."""
     if r.counts != [3]:
         return
     with (
