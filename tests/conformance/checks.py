@@ -272,38 +272,6 @@ def arrived(work: RaggedWork) -> list[Array]:
     return work.parts
 
 
-def check_ragged_outstanding(comm: Communicator, n: int, rank: int) -> None:
-    """Several under way at once, polled, and mixed with other operations; waited for in the order of starting."""
-
-    def gathered(q: int, i: int) -> Array:
-        return values(q, (0, 1, 300, 7_001)[(q + i) % 4] * (i % 5 != 4), "float32", salt=i)
-
-    def sent(q: int, r: int, i: int) -> Array:
-        return values(q, (0, 5, 3_001)[(q + 2 * r + i) % 3] * (i % 5 != 3), "int64", salt=i + r)
-
-    kept = []
-    for i in range(40):  # more than the ring of shared memory holds
-        array = comm.xp.asarray(values(rank, 1_001, "int32", salt=i))
-        parts = [comm.xp.asarray(sent(rank, r, i)) for r in range(n)]
-        gather = comm.all_gather_ragged(comm.xp.asarray(gathered(rank, i)), label=f"gather {i}")
-        exchange = comm.all_to_all_ragged(parts, label=f"exchange {i}")
-        kept.append((gather, exchange, comm.all_reduce(array), array))
-        if i % 7 == 0:
-            comm.progress()
-    for i, (gather, exchange, reduce, array) in enumerate(kept):
-        works: tuple[Work, ...] = (gather, exchange, reduce)
-        for work in works:
-            while i % 2 and not work.done():  # ends without a wait
-                time.sleep(0)  # there may be more ranks than cores
-        for work in works:
-            work.wait()
-        for q in range(n):
-            assert_same_bits(gather.parts[q], gathered(q, i), (i, q))
-            assert_same_bits(exchange.parts[q], sent(q, rank, i), (i, q))
-        assert len(gather.parts) == len(exchange.parts) == n
-        assert_same_bits(array, result(comm, 1_001, "int32", salt=i), i)
-
-
 def check_read_only_inputs(comm: Communicator, n: int, rank: int) -> None:
     """Arrays that are only read may be read-only."""
     read_only = values(rank, 5_001, "float32")
@@ -555,9 +523,16 @@ def check_mixed_places(comm: Communicator, n: int, rank: int) -> None:
 
 
 def check_many_outstanding(comm: Communicator, n: int, rank: int) -> None:
-    """More operations than any queue holds, of all sizes, waited for in an odd order."""
+    """More operations than any queue holds, of all sizes, some ragged, polled, and waited for in an odd order."""
+
+    def gathered(q: int, i: int) -> Array:
+        return values(q, (0, 1, 300, 7_001)[(q + i) % 4] * (i % 5 != 4), "float32", salt=i)
+
+    def sent(q: int, r: int, i: int) -> Array:
+        return values(q, (0, 5, 3_001)[(q + 2 * r + i) % 3] * (i % 5 != 3), "int64", salt=i + r)
+
     wire = comm.empty(150 * 700, "float32")
-    started: list[tuple[Work, Array, int, int]] = []
+    started: list[tuple[int, Array, list[Any]]] = []
     at = 0
     for i in range(150):
         count = (i * 37) % 700 if i % 10 else 3000 * (i // 10)
@@ -567,19 +542,27 @@ def check_many_outstanding(comm: Communicator, n: int, rank: int) -> None:
             array[...] = comm.xp.asarray(contents)
         else:
             array = comm.xp.asarray(contents)
-        work = comm.all_reduce(array, label=f"bucket {i}")
-        started.append((work, array, count, i))
+        works: list[Any] = [comm.all_reduce(array, label=f"bucket {i}")]
+        if i % 4 == 0:
+            parts = [comm.xp.asarray(sent(rank, r, i)) for r in range(n)]
+            works.append(comm.all_gather_ragged(comm.xp.asarray(gathered(rank, i)), label=f"gather {i}"))
+            works.append(comm.all_to_all_ragged(parts, label=f"exchange {i}"))
+        started.append((i, array, works))
         if i % 17 == 0:
             comm.progress()
-    for i, (work, array, count, salt) in enumerate(started[::3] + started[1::3][::-1] + started[2::3]):
-        if i % 2:
-            while not work.done():
-                time.sleep(0)
-        work.wait()
-        work.wait()
-        expected, inputs = result(comm, count, "float32", salt=salt), all_values(comm, count, "float32", salt)
+    for place, (i, array, works) in enumerate(started[::3] + started[1::3][::-1] + started[2::3]):
+        for work in works:
+            while place % 2 and not work.done():  # ends without a wait
+                time.sleep(0)  # there may be more ranks than cores
+        for work in works:
+            work.wait()
+            work.wait()
+            assert work.done() or work is not works[0]  # has been looked at
+        expected, inputs = result(comm, array.size, "float32", salt=i), all_values(comm, array.size, "float32", i)
         assert_reduced(comm, "float32", array, expected, inputs, i)
-        assert work.done()  # has been looked at
+        for q in range(n) if len(works) > 1 else ():
+            assert_same_bits(works[1].parts[q], gathered(q, i), (i, q))
+            assert_same_bits(works[2].parts[q], sent(q, rank, i), (i, q))
 
 
 def check_chained(comm: Communicator, n: int, rank: int) -> None:

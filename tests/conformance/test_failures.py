@@ -12,7 +12,7 @@ from distopt import _core
 from distopt.errors import CommunicatorError
 
 from . import nccl_ranks, scenes
-from .ranks import OverUcx, OverUcxByHost, connect, needs_ucx, run_ranks, run_ranks_ok, values_of, with_ranks
+from .ranks import OverUcx, OverUcxByHost, connect, needs_ucx, run_ranks_ok, with_ranks
 
 pytestmark = pytest.mark.usefixtures("built")
 OVER = {
@@ -64,10 +64,10 @@ def test_survivors_learn_who_was_lost(connects, how, waiting_in):
     scenes.check_loss(connects, how, waiting_in, 4 if connects == OverUcxByHost.create else 3)
 
 
-def use_after_failure(job):
-    comm = connect(job)
+@with_ranks(2, connect, lost=[1])
+def test_after_a_failure_every_use_tells_the_first_cause(comm, rank):
     array = comm.empty(1000)
-    if job.topology.rank == 1:
+    if rank == 1:
         os._exit(0)
     texts = set()
     for call in (comm.barrier, lambda: comm.all_reduce(array), comm.barrier, lambda: comm.empty(3)):
@@ -77,10 +77,6 @@ def use_after_failure(job):
     assert len(texts) == 1
     comm.close()
     array[...] = 1  # the memory outlives the communicator
-
-
-def test_after_a_failure_every_use_tells_the_first_cause():
-    values_of(run_ranks(use_after_failure, 2)[:1])
 
 
 @with_ranks(3)
