@@ -213,7 +213,7 @@ def test_the_node_that_owns_the_endpoint_shows_the_ranks_of_all(tmp_path, port):
 
 def test_a_terminal_keeps_the_table_below_the_output(tmp_path):
     command = [*RUN[1:], "--nproc-per-node", "2", "--watch", SCRIPT, "nn", str(tmp_path / "end"), "prints"]
-    code, shown = on_a_terminal(command, {"PYTHONPATH": str(ROOT), "TERM": "xterm", "WATCH_SECONDS": "4"})
+    code, shown = on_a_terminal(command, {"PYTHONPATH": str(ROOT), "TERM": "xterm", "WATCH_SECONDS": "3"})
     assert code == 0
     assert shown.count("\x1b[J") > 3
     assert "\x1b[?25l" not in shown  # the cursor stays visible
