@@ -160,20 +160,16 @@ each_container = pytest.mark.parametrize("container", CONTAINERS)
 
 
 @pytest.fixture
-def available(request):
+def memories(tmp_path, request) -> list[list[str]]:
+    """For each of two hosts, the start of a command line with a /dev/shm of its own.
+
+    MPICH may leave there what it likes. It names files after process ids, which are 1 in every process namespace.
+    """
     container = request.getfixturevalue("container")
     if subprocess.run([*CONTAINERS[container], "true"], capture_output=True, check=False).returncode:
         pytest.skip(f"this kernel, or this user, cannot make {container}")
     if is_open_mpi():
         pytest.skip("MPICH is absent: pip install mpi4py mpich")
-
-
-@pytest.fixture
-def memories(tmp_path, available) -> list[list[str]]:
-    """For each of two hosts, the start of a command line with a /dev/shm of its own.
-
-    MPICH may leave there what it likes. It names files after process ids, which are 1 in every process namespace.
-    """
     folders = [tmp_path / "shm-a", tmp_path / "shm-b"]
     for folder in folders:
         folder.mkdir()
