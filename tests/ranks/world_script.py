@@ -1,4 +1,4 @@
-"""A rank of a world that checks every method against NumPy, or ends as the second argument says.
+"""A rank of a world that checks every method against NumPy, or calls something else than the others.
 
 python world_script.py alone|mpiexec|N [how]: N is a number of ranks to spawn.
 """
@@ -225,7 +225,7 @@ def check() -> None:
     say(f"{world.rank} {world.world_size} {world.local_rank} {world.is_main} {name}: {len(CHECKS)} checks passed")
 
 
-# -- ranks that disagree or fail ---------------------------------------------------------------------------------------
+# -- ranks that disagree ---------------------------------------------------------------------------------------------
 def disagree(how: str) -> None:
     """The last rank does something else, in a world of its own."""
     world = distopt.init()
@@ -248,18 +248,6 @@ def disagree(how: str) -> None:
     world.close()
 
 
-def fail(how: str) -> None:
-    with distopt.init() as world:
-        world.barrier()
-        if world.rank == world.world_size - 1:
-            if how == "raise":
-                raise ValueError("the cause")
-            if how == "usage":
-                world.all_reduce([1.0])
-            sys.exit(3)
-        world.all_reduce(world.rank)
-
-
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")  # one write: whole lines
     sys.stdout.flush()
@@ -268,11 +256,8 @@ def say(text: str) -> None:
 def main(*how: str) -> None:
     if not how:
         check()
-    elif how[0] in ("raise", "usage", "exit"):
-        fail(how[0])
-    else:
-        for each in how:
-            disagree(each)
+    for each in how:
+        disagree(each)
 
 
 def spawned(rank: int, world_size: int, *how: str) -> None:
