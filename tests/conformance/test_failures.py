@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distopt import _core
 from distopt.errors import Call, CommunicatorError, StalledError, UsageError
 
 from . import nccl_ranks
@@ -262,10 +261,3 @@ def test_a_forked_child_is_no_rank(job, connects):
     assert np.all(host(total) == job.topology.world_size)
     assert comm.empty(5).size == 5
     del kept
-
-
-@pytest.mark.parametrize("named_fallback", [False, True])
-def test_shared_memory_is_the_owner_s_alone(named_fallback):
-    fd = _core.create_segment(2, 4096, named_fallback)
-    assert os.fstat(fd).st_mode & 0o777 == 0o600
-    os.close(fd)
