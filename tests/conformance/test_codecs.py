@@ -194,19 +194,6 @@ def test_sparse_codecs_send_what_they_say(codec, world_size, cls):
 
 
 @worlds
-@pytest.mark.parametrize(("codec", "digits", "tiny"), [(Fp16(), 11, 2.0**-25), (BFloat16(), 8, 0.0)])
-def test_half_casts_keep_their_error_bound(codec, digits, tiny, world_size, cls):
-    grads = gradients(world_size)
-    for rank in run(codec, grads, cls):
-        for step, mean in enumerate(rank.means):
-            exact = grads[step].astype(float).mean(axis=0)
-            size = np.abs(grads[step]).astype(float).mean(axis=0)
-            # One rounding per rank, one of the sum; float32 adds the rest.
-            bound = (size + np.abs(exact) * 1.01) * 2.0**-digits + (world_size + 1) * tiny + 1e-6 * size
-            assert (np.abs(mean - exact) <= bound).all()
-
-
-@worlds
 def test_large_and_tiny_gradients_in_half_precision_are_counted_not_lost(world_size, cls):
     grads = np.zeros((1, world_size, 8), F32)
     grads[0, :, :6] = 60_000, -60_000, 1e-8, 0.5, 1e6, -np.inf

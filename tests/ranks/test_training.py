@@ -253,6 +253,8 @@ def test_bad_arguments_are_named(alone):
         ("unknown codec 'fp8'; choose one of", {"codec": "fp8"}),
         ("fusion buffer in elements is 0; it must be an integer", {"buffSize": 0}),
         ("fusion buffer in elements is 'a'; it must be an integer", {"buffSize": "a"}),
+        *((f"check_every is {x!r}; it must be an integer of at least 0", {"check_every": x}) for x in (-1, 2.5, True)),
+        *((f"check_every is {x!r}; it must be an integer of at least 0", {"check_every": x}) for x in (None, "100")),
     ):
         refused(UsageError, match, alone, **options)
 
