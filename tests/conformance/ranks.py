@@ -1,10 +1,12 @@
 """Ranks as processes of this host, for tests."""
 
 import inspect
+import logging
 import multiprocessing
 import os
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator
@@ -14,6 +16,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distopt.comm.base import Communicator
@@ -291,7 +294,43 @@ def _rank_main(
 
 
 PATIENT = Settings(timeout=120.0, stall_warning=60.0)  # nothing lasts so long on a busy machine
+HASTY = Settings(timeout=3.0, stall_warning=1.0)
 
 
 def connect(job: LocalJob, settings: Settings = PATIENT) -> ShmCommunicator:
     return ShmCommunicator(job.host_group(), job.topology, settings)
+
+
+def disagree(job: LocalJob, connect: Callable[..., Communicator], which: str) -> None:
+    """The last rank calls something else over what `connect` makes."""
+    comm = connect(job)
+    odd = job.topology.rank == job.topology.world_size - 1
+    comm.barrier()
+    small, large = comm.xp.zeros(10), comm.xp.zeros(50_000)
+    calls: dict[str, Callable[[], Any]] = {
+        "operation": lambda: comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3"),
+        "count": lambda: comm.all_reduce(small if odd else large),
+        "empty": lambda: comm.all_reduce(small[:0] if odd else large),
+        "dtype": lambda: comm.all_reduce(small.astype(np.float32) if odd else small),
+        "reduction": lambda: comm.all_reduce(small, "max" if odd else "sum"),
+        "label": lambda: comm.all_reduce(large, label="bucket 4" if odd else "bucket 3"),
+        "look": lambda: comm.all_reduce(small, find_nonfinite=odd),
+        "root": lambda: comm.broadcast(small, root=int(odd)),
+        "wire memory": lambda: comm.empty(10 + job.topology.rank, "int64"),  # raises by itself
+    }
+    calls[which]().wait(100.0)
+
+
+def log_of_distopt() -> list[str]:
+    """The lines of its log from now on."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distopt").addHandler(handler)
+    return records
+
+
+def signalled(signum: int, wait: Callable[[], object]) -> None:
+    """Wait, while a signal comes; on a busy machine it may come before the wait, but not before this call."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signum)).start()
+    wait()

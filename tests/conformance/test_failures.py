@@ -15,8 +15,19 @@ from distopt.errors import Call, CommunicatorError, StalledError, UsageError
 
 from . import nccl_ranks
 from .checks import host
-from .ranks import OverUcx, OverUcxByHost, connect, forked, needs_ucx, run_ranks, with_ranks
-from .scenes import HASTY, disagree, log_of_distopt, signalled
+from .ranks import (
+    HASTY,
+    OverUcx,
+    OverUcxByHost,
+    connect,
+    disagree,
+    forked,
+    log_of_distopt,
+    needs_ucx,
+    run_ranks,
+    signalled,
+    with_ranks,
+)
 
 pytestmark = pytest.mark.usefixtures("built")
 OVER = {

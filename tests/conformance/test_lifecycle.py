@@ -15,8 +15,7 @@ import pytest
 from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
-from .ranks import connect, forked, with_ranks
-from .scenes import signalled
+from .ranks import connect, forked, signalled, with_ranks
 
 
 # -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------

@@ -16,7 +16,7 @@ from distopt.comm import create
 from distopt.comm.net.mpi import MpiCommunicator
 from distopt.comm.world import World
 from distopt.errors import LaunchError, MismatchError, StalledError, UsageError, WireMemoryError
-from tests.conformance.scenes import disagree
+from tests.conformance.ranks import disagree
 from tests.unit.refusals import refused
 
 
