@@ -136,7 +136,7 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(disturbed, net, tm
 OWN_MODULES = """
 import os, signal
 import numpy as np
-import distopt, asks, imports, place, shadowed
+import distopt, asks, imports, mine, place, shadowed
 from distopt.checkpoint import Checkpoint
 
 world, state = distopt.init(), np.zeros(2)
@@ -151,7 +151,7 @@ while saved.steps < end:
     world.barrier()
 saved.close()
 read = " ".join(str(module.RANK) for module in (place, asks, imports, shadowed))
-print(f"rank {world.rank} imported {place.NAME} as rank {read}", flush=True)
+print(f"rank {world.rank} imported {place.NAME} as rank {read}, itself: {mine.PID == os.getpid()}", flush=True)
 """
 
 
@@ -163,6 +163,7 @@ def test_a_healed_rank_imports_modules_of_the_script_and_those_that_read_its_var
         (tmp_path, "place", "NAME, RANK = 'another', None"),
         (installed, "shadowed", "RANK = None"),
         (own, "shadowed", "RANK = os.environ.get('RANK')"),
+        (own, "mine", "PID = os.getpid()"),
         (own, "place", "NAME, RANK = 'its own', os.environ.get('RANK')"),
         (installed, "asks", "def rank():\n    return os.environ.get('RANK')\nRANK = rank()"),
         (installed, "imports", "try:\n    from asks import RANK\nexcept Exception:\n    RANK = None"),
@@ -177,7 +178,7 @@ def test_a_healed_rank_imports_modules_of_the_script_and_those_that_read_its_var
     (own / "train.py.warm").touch()
     job.wait_for("; healed: ")
     for rank in range(2):
-        job.wait_for(f"rank {rank} imported its own as rank {rank} {rank} {rank} {rank}$")
+        job.wait_for(f"rank {rank} imported its own as rank {rank} {rank} {rank} {rank}, itself: True$")
 
 
 # In attempt 0, rank 1 dies before any rank can have named its modules.
