@@ -131,12 +131,13 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(disturbed, net, tm
         job.wait_for("the node that owned the job, .*; healed: ")
 
 
-# Its modules read the rank at their import, or import one that does. The working directory has another `place`, and
-# installed packages have another `shadowed`.
+# Of its modules, `plain` alone is imported by the process that forks ranks. The others are the script's own, read the
+# rank at their import, or import one that does. The working directory has another `place`, installed packages have
+# another `shadowed`.
 OWN_MODULES = """
 import os, signal
 import numpy as np
-import distopt, asks, imports, mine, place, shadowed
+import distopt, asks, imports, mine, place, plain, shadowed
 from distopt.checkpoint import Checkpoint
 
 world, state = distopt.init(), np.zeros(2)
@@ -151,7 +152,7 @@ while saved.steps < end:
     world.barrier()
 saved.close()
 read = " ".join(str(module.RANK) for module in (place, asks, imports, shadowed))
-print(f"rank {world.rank} imported {place.NAME} as rank {read}, itself: {mine.PID == os.getpid()}", flush=True)
+print(f"rank {world.rank} imported {place.NAME} as rank {read}", mine.PID == os.getpid() != plain.PID, flush=True)
 """
 
 
@@ -164,6 +165,7 @@ def test_a_healed_rank_imports_modules_of_the_script_and_those_that_read_its_var
         (installed, "shadowed", "RANK = None"),
         (own, "shadowed", "RANK = os.environ.get('RANK')"),
         (own, "mine", "PID = os.getpid()"),
+        (installed, "plain", "PID, copy = os.getpid(), dict(os.environ)"),
         (own, "place", "NAME, RANK = 'its own', os.environ.get('RANK')"),
         (installed, "asks", "def rank():\n    return os.environ.get('RANK')\nRANK = rank()"),
         (installed, "imports", "try:\n    from asks import RANK\nexcept Exception:\n    RANK = None"),
@@ -173,12 +175,12 @@ def test_a_healed_rank_imports_modules_of_the_script_and_those_that_read_its_var
     script = own / "train.py"
     script.write_text(OWN_MODULES)
     monkeypatch.chdir(tmp_path)
-    job = start(["env", f"PYTHONPATH={ROOT}:{installed}", *RUN, "--heal", str(script)])
+    job = start(["env", f"PYTHONPATH={ROOT}:{installed}:{own}", *RUN, "--heal", str(script)])
     job.fork_server()
     (own / "train.py.warm").touch()
     job.wait_for("; healed: ")
     for rank in range(2):
-        job.wait_for(f"rank {rank} imported its own as rank {rank} {rank} {rank} {rank}, itself: True$")
+        job.wait_for(f"rank {rank} imported its own as rank {rank} {rank} {rank} {rank} True$")
 
 
 # In attempt 0, rank 1 dies before any rank can have named its modules.
