@@ -1,4 +1,4 @@
-"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py` and `test_graph_emulated.py`."""
+"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py`."""
 
 import pytest
 

@@ -14,6 +14,7 @@ from distopt.codecs import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, UsageError
 from instruments.emulation import activate, build
 from tests.ranks import small_net
+from tests.ranks.graph_steps import BODIES
 from tests.ranks.small_net import SMALL, STRATEGIES, assert_equal_bits, beside, on_ranks, parameters, spawned, train
 from tests.ranks.test_by_hand import sums, updates
 from tests.users_rules import ByApply
@@ -218,3 +219,13 @@ def test_waits_of_the_host(tmp_path, world_size):
 )
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     check(on_gpus(tmp_path, 2, body), on_ranks(2, body))
+
+
+@pytest.mark.slow(kept=1, rest=3)
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, body):
+    ranks = on_gpus(tmp_path, world_size, body)
+    for key in ranks[0]:
+        if "losses" not in key:
+            assert_equal_bits(ranks, key)
