@@ -79,11 +79,11 @@ def _communicator(transport, ticket="", rank="", world_size=""):
         return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
     from distopt.comm.net.mpi import MpiCommunicator
     from distopt.launch.job.mpi import MpiJob
-    from tests.conformance import fake_hosts
+    from tests.conformance import ranks as hosts
 
     if transport == "mpi_small":
         return MpiCommunicator(MpiJob(), inline_bytes=64, chunk_bytes=1024)
-    return create(MpiJob(), "mpi") if transport == "mpi" else create(getattr(fake_hosts, transport)(), "hierarchical")
+    return create(MpiJob(), "mpi") if transport == "mpi" else create(getattr(hosts, transport)(), "hierarchical")
 
 
 def _serve(address, body, *place):

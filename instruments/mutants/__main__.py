@@ -36,7 +36,7 @@ WIRE = (
     "conformance/test_conformance* conformance/test_failures* conformance/test_lifecycle* conformance/test_messages* "
 )
 ROOMS = {
-    "distopt/engine": "conformance/test_engine* conformance/test_skipped* ranks/test_guards* ranks/test_drift* "
+    "distopt/engine": "conformance/test_engine* conformance/test_skipped* ranks/test_drift* "
     "ranks/test_by_hand* ranks/test_training* ranks/test_gpu_emulated* unit/test_digest* "
     "ranks/test_one_hash* unit/test_one_hash*",
     "distopt/codecs": "conformance/test_codecs.py conformance/test_codecs_on_transports* conformance/test_skipped* "

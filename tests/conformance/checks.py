@@ -149,6 +149,13 @@ class Places:
         return (np if place == "host" else self._xp).empty(count, self._wire.dtype)
 
 
+def only_read(array: Array) -> Array:
+    """What a collective only reads may be read-only."""
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
+
+
 def refused(comm: Communicator, dtype: str, op: Any = None) -> bool:
     """Whether the transport refuses the type or the operation, in words; all ranks alike."""
     if dtype in comm.dtypes and (op is None or comm.can_reduce(op, dtype)):
@@ -173,7 +180,7 @@ def check_reduce_scatter(comm: Communicator, n: int, rank: int, dtype: str, op: 
         array = places.array(place, values(rank, n * count, dtype))
         mine = slice(rank * count, (rank + 1) * count)
         out = array[mine] if in_place else places.empty(place, count)
-        comm.reduce_scatter(array, out, op, wire=dtype).wait()
+        comm.reduce_scatter(array if in_place else only_read(array), out, op, wire=dtype).wait()
         expected = scattered(comm, n * count, dtype, op)[mine]
         inputs = [whole[mine] for whole in all_values(comm, n * count, dtype)]
         assert_reduced(comm, dtype, out, expected, inputs, (count, place, in_place))
@@ -188,7 +195,7 @@ def check_all_gather(comm: Communicator, n: int, rank: int, dtype: str) -> None:
             array = out[rank * count : (rank + 1) * count]
             array[...] = inputs[rank] if place == "host" else comm.xp.asarray(inputs[rank])
         else:
-            out, array = places.empty(place, n * count), places.array(place, inputs[rank])
+            out, array = places.empty(place, n * count), only_read(places.array(place, inputs[rank]))
         comm.all_gather(array, out, wire=dtype).wait()
         assert_same_bits(out, np.concatenate(inputs), (count, place, in_place))
 
@@ -249,7 +256,7 @@ def check_all_gather_ragged(comm: Communicator, n: int, rank: int, dtype: str) -
         kinds = [(count * (q % 3) + q, count // (q + 1), count * (q == n - 1)) for q in range(n)]
         for counts in map(list, zip(*kinds, strict=True)):
             inputs = [values(q, counts[q], dtype) for q in range(n)]
-            array = places.array(place, inputs[rank])
+            array = only_read(places.array(place, inputs[rank]))
             with comm.together():
                 works = [comm.all_gather_ragged(array), comm.all_gather_ragged(array, counts=counts)]
             for work in works:
@@ -272,57 +279,6 @@ def arrived(work: RaggedWork) -> list[Array]:
     return work.parts
 
 
-def check_ragged_outstanding(comm: Communicator, n: int, rank: int) -> None:
-    """Several under way at once, polled, and mixed with other operations; waited for in the order of starting."""
-
-    def gathered(q: int, i: int) -> Array:
-        return values(q, (0, 1, 300, 7_001)[(q + i) % 4] * (i % 5 != 4), "float32", salt=i)
-
-    def sent(q: int, r: int, i: int) -> Array:
-        return values(q, (0, 5, 3_001)[(q + 2 * r + i) % 3] * (i % 5 != 3), "int64", salt=i + r)
-
-    kept = []
-    for i in range(40):  # more than the ring of shared memory holds
-        array = comm.xp.asarray(values(rank, 1_001, "int32", salt=i))
-        parts = [comm.xp.asarray(sent(rank, r, i)) for r in range(n)]
-        gather = comm.all_gather_ragged(comm.xp.asarray(gathered(rank, i)), label=f"gather {i}")
-        exchange = comm.all_to_all_ragged(parts, label=f"exchange {i}")
-        kept.append((gather, exchange, comm.all_reduce(array), array))
-        if i % 7 == 0:
-            comm.progress()
-    for i, (gather, exchange, reduce, array) in enumerate(kept):
-        works: tuple[Work, ...] = (gather, exchange, reduce)
-        for work in works:
-            while i % 2 and not work.done():  # ends without a wait
-                time.sleep(0)  # there may be more ranks than cores
-        for work in works:
-            work.wait()
-        for q in range(n):
-            assert_same_bits(gather.parts[q], gathered(q, i), (i, q))
-            assert_same_bits(exchange.parts[q], sent(q, rank, i), (i, q))
-        assert len(gather.parts) == len(exchange.parts) == n
-        assert_same_bits(array, result(comm, 1_001, "int32", salt=i), i)
-
-
-def check_read_only_inputs(comm: Communicator, n: int, rank: int) -> None:
-    """Arrays that are only read may be read-only."""
-    read_only = values(rank, 5_001, "float32")
-    read_only.flags.writeable = False
-    out = np.empty(n * 5_001, np.float32)
-    comm.all_gather(read_only, out).wait()
-    expected = all_values(comm, 5_001, "float32")
-    assert_same_bits(out, np.concatenate(expected), "all_gather")
-    for part, whole in zip(arrived(comm.all_gather_ragged(read_only)), expected, strict=True):
-        assert_same_bits(part, whole, "all_gather_ragged")
-    for part, whole in zip(arrived(comm.all_to_all_ragged([read_only[r:] for r in range(n)])), expected, strict=True):
-        assert_same_bits(part, whole[rank:], "all_to_all_ragged")
-    for count in (1, 1_201):
-        scattered = np.empty(count, np.float32)
-        comm.reduce_scatter(read_only[: n * count], scattered, "max").wait()
-        whole = np.max([values(q, 5_001, "float32") for q in range(n)], axis=0)
-        assert_same_bits(scattered, whole[rank * count : (rank + 1) * count], "reduce_scatter")
-
-
 def check_broadcast(comm: Communicator, n: int, rank: int, dtype: str) -> None:
     places = Places(comm, dtype, max(SIZES))
     for count, place, root in itertools.product((*FEW_SIZES, max(SIZES)), places.names, {0, n - 1}):
@@ -335,7 +291,7 @@ def check_broadcast(comm: Communicator, n: int, rank: int, dtype: str) -> None:
 def check_all_to_all_ragged(comm: Communicator, n: int, rank: int) -> None:
     for dtype, count in itertools.product(("float32", "int64"), FEW_SIZES):
         table = [[values(q, (q + 2 * r) % 3 * count + r, dtype, salt=r) for r in range(n)] for q in range(n)]
-        received = comm.all_to_all_ragged([comm.xp.asarray(part) for part in table[rank]])
+        received = comm.all_to_all_ragged([only_read(comm.xp.asarray(part)) for part in table[rank]])
         for q, part in enumerate(arrived(received)):
             assert_same_bits(part, table[q][rank], (count, q))
             part[...] = 0  # the caller's own
@@ -555,9 +511,16 @@ def check_mixed_places(comm: Communicator, n: int, rank: int) -> None:
 
 
 def check_many_outstanding(comm: Communicator, n: int, rank: int) -> None:
-    """More operations than any queue holds, of all sizes, waited for in an odd order."""
+    """More operations than any queue holds, of all sizes, some ragged, polled, and waited for in an odd order."""
+
+    def gathered(q: int, i: int) -> Array:
+        return values(q, (0, 1, 300, 7_001)[(q + i) % 4] * (i % 5 != 4), "float32", salt=i)
+
+    def sent(q: int, r: int, i: int) -> Array:
+        return values(q, (0, 5, 3_001)[(q + 2 * r + i) % 3] * (i % 5 != 3), "int64", salt=i + r)
+
     wire = comm.empty(150 * 700, "float32")
-    started: list[tuple[Work, Array, int, int]] = []
+    started: list[tuple[int, Array, list[Any]]] = []
     at = 0
     for i in range(150):
         count = (i * 37) % 700 if i % 10 else 3000 * (i // 10)
@@ -567,19 +530,27 @@ def check_many_outstanding(comm: Communicator, n: int, rank: int) -> None:
             array[...] = comm.xp.asarray(contents)
         else:
             array = comm.xp.asarray(contents)
-        work = comm.all_reduce(array, label=f"bucket {i}")
-        started.append((work, array, count, i))
+        works: list[Any] = [comm.all_reduce(array, label=f"bucket {i}")]
+        if i % 4 == 0:
+            parts = [comm.xp.asarray(sent(rank, r, i)) for r in range(n)]
+            works.append(comm.all_gather_ragged(comm.xp.asarray(gathered(rank, i)), label=f"gather {i}"))
+            works.append(comm.all_to_all_ragged(parts, label=f"exchange {i}"))
+        started.append((i, array, works))
         if i % 17 == 0:
             comm.progress()
-    for i, (work, array, count, salt) in enumerate(started[::3] + started[1::3][::-1] + started[2::3]):
-        if i % 2:
-            while not work.done():
-                time.sleep(0)
-        work.wait()
-        work.wait()
-        expected, inputs = result(comm, count, "float32", salt=salt), all_values(comm, count, "float32", salt)
+    for place, (i, array, works) in enumerate(started[::3] + started[1::3][::-1] + started[2::3]):
+        for work in works:
+            while place % 2 and not work.done():  # ends without a wait
+                time.sleep(0)  # there may be more ranks than cores
+        for work in works:
+            work.wait()
+            work.wait()
+            assert work.done() or work is not works[0]  # has been looked at
+        expected, inputs = result(comm, array.size, "float32", salt=i), all_values(comm, array.size, "float32", i)
         assert_reduced(comm, "float32", array, expected, inputs, i)
-        assert work.done()  # has been looked at
+        for q in range(n) if len(works) > 1 else ():
+            assert_same_bits(works[1].parts[q], gathered(q, i), (i, q))
+            assert_same_bits(works[2].parts[q], sent(q, rank, i), (i, q))
 
 
 def check_chained(comm: Communicator, n: int, rank: int) -> None:

@@ -1,22 +1,26 @@
 """Ranks as processes of this host, for tests."""
 
 import inspect
+import logging
 import multiprocessing
 import os
 import secrets
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distopt.comm.base import Communicator
+from distopt.comm.net.mpi import MpiCommunicator
 from distopt.comm.net.ucx import communicator_over_ucx, library
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError, MissingDependencyError
@@ -24,6 +28,7 @@ from distopt.launch.end_together.lifeline import reach
 from distopt.launch.gate import FOR_KEYS
 from distopt.launch.job.base import Job
 from distopt.launch.job.hosts import HostsJob
+from distopt.launch.job.mpi import MpiJob
 from distopt.launch.job.offer import Offer, start
 from distopt.launch.job.topology import Topology
 from distopt.launch.rendezvous.host_group import HostGroup
@@ -69,6 +74,28 @@ class SmallChunkCommunicator(ShmCommunicator):
     @classmethod
     def create(cls, job: Job) -> "SmallChunkCommunicator":
         return cls(job.host_group(), job.topology, chunk_bytes=8192)
+
+
+class SmallPartsCommunicator(MpiCommunicator):
+    """The same over MPI."""
+
+    @classmethod
+    def create(cls, job: Job) -> "SmallPartsCommunicator":
+        return cls(job, inline_bytes=64, chunk_bytes=512)
+
+
+def blocks() -> MpiJob:
+    """A job of mpiexec whose ranks believe to be on several hosts: two neighbours on each."""
+    from mpi4py import MPI
+
+    return MpiJob(host=f"host{MPI.COMM_WORLD.rank // 2}")
+
+
+def round_robin() -> MpiJob:
+    """The same with neighbours on different hosts."""
+    from mpi4py import MPI
+
+    return MpiJob(host=f"host{MPI.COMM_WORLD.rank % 2}")
 
 
 def join_gloo(job: Job, backend: str = "gloo") -> None:
@@ -220,15 +247,18 @@ def assert_passed(outcomes: list[Outcome], check: str) -> None:
         assert trace is None, f"rank {rank}:\n{trace}"
 
 
-def with_ranks(world_size: int, connect: Callable[..., Any] | None = None) -> Callable[..., Callable[..., None]]:
-    """Make a test of what so many ranks do, all of which must succeed.
+def with_ranks(
+    world_size: int, connect: Callable[..., Any] | None = None, *, lost: Container[int] = ()
+) -> Callable[..., Callable[..., None]]:
+    """Make a test of what so many ranks do, all of which must succeed but for those that are to be lost.
 
     Of its parameters, `job` is the rank's job, `rank` its number, and `comm` what `connect` makes of the job.
     """
 
     def as_test(body: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:
-            run_ranks_ok(_call, world_size, body, connect, given)
+            outcomes = run_ranks(_call, world_size, body, connect, given)
+            values_of([outcome for rank, outcome in enumerate(outcomes) if rank not in lost])
 
         parameters = inspect.signature(body).parameters
         others = [parameters[name] for name in parameters if name not in ("job", "rank", "comm")]
@@ -264,7 +294,43 @@ def _rank_main(
 
 
 PATIENT = Settings(timeout=120.0, stall_warning=60.0)  # nothing lasts so long on a busy machine
+HASTY = Settings(timeout=3.0, stall_warning=1.0)
 
 
 def connect(job: LocalJob, settings: Settings = PATIENT) -> ShmCommunicator:
     return ShmCommunicator(job.host_group(), job.topology, settings)
+
+
+def disagree(job: LocalJob, connect: Callable[..., Communicator], which: str) -> None:
+    """The last rank calls something else over what `connect` makes."""
+    comm = connect(job)
+    odd = job.topology.rank == job.topology.world_size - 1
+    comm.barrier()
+    small, large = comm.xp.zeros(10), comm.xp.zeros(50_000)
+    calls: dict[str, Callable[[], Any]] = {
+        "operation": lambda: comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3"),
+        "count": lambda: comm.all_reduce(small if odd else large),
+        "empty": lambda: comm.all_reduce(small[:0] if odd else large),
+        "dtype": lambda: comm.all_reduce(small.astype(np.float32) if odd else small),
+        "reduction": lambda: comm.all_reduce(small, "max" if odd else "sum"),
+        "label": lambda: comm.all_reduce(large, label="bucket 4" if odd else "bucket 3"),
+        "look": lambda: comm.all_reduce(small, find_nonfinite=odd),
+        "root": lambda: comm.broadcast(small, root=int(odd)),
+        "wire memory": lambda: comm.empty(10 + job.topology.rank, "int64"),  # raises by itself
+    }
+    calls[which]().wait(100.0)
+
+
+def log_of_distopt() -> list[str]:
+    """The lines of its log from now on."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distopt").addHandler(handler)
+    return records
+
+
+def signalled(signum: int, wait: Callable[[], object]) -> None:
+    """Wait, while a signal comes; on a busy machine it may come before the wait, but not before this call."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signum)).start()
+    wait()

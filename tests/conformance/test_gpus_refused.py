@@ -11,8 +11,7 @@ from distopt import comm
 from distopt.errors import LaunchError, MissingDependencyError
 from instruments.emulation import activate
 
-from .ranks import LocalJob, with_ranks
-from .scenes import log_of_distopt
+from .ranks import LocalJob, log_of_distopt, with_ranks
 
 pytestmark = pytest.mark.usefixtures("built")
 

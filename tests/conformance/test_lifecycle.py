@@ -15,8 +15,7 @@ import pytest
 from distopt import _core
 from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
-from .ranks import connect, forked, with_ranks
-from .scenes import signalled
+from .ranks import connect, forked, signalled, with_ranks
 
 
 # -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------
@@ -183,6 +182,8 @@ def test_wire_memory_that_one_rank_cannot_have_is_refused_on_all(job, rank):
 @with_ranks(2)
 def test_without_memfd_an_unlinked_file_serves(job, rank):
     fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))
+    for each in (fd, _core.create_segment(2, 4096, False)):
+        assert os.fstat(each).st_mode & 0o777 == 0o600, "the owner's alone"
     assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
     assert os.fstat(fd).st_nlink == 0
     core = _core.ShmCommunicator(fd, rank, [Process(one, "host", 7) for one in range(2)], 10.0, 5.0, print)

@@ -25,8 +25,7 @@ from distopt.settings import Settings
 
 from .checks import host
 from .nccl_ranks import connect
-from .ranks import PATIENT, LocalJob, run_ranks, with_ranks
-from .scenes import HASTY, log_of_distopt
+from .ranks import HASTY, PATIENT, LocalJob, log_of_distopt, run_ranks, with_ranks
 
 pytestmark = pytest.mark.usefixtures("built")
 connected = partial(connect, CONNECTED="1")

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from distopt.comm.net.ucx import UcxCommunicator, UcxNetwork, communicator_over_
 from distopt.errors import CommunicatorError, DistoptError, LaunchError, MismatchError, PeerLostError, UsageError
 from distopt.settings import Settings
 
-from .ranks import HostsOfOneMachine, LocalJob, OverUcx, needs_ucx, run_ranks, run_ranks_ok, values_of, with_ranks
+from .ranks import HostsOfOneMachine, LocalJob, OverUcx, needs_ucx, run_ranks_ok, with_ranks
 
 pytestmark = needs_ucx
 connect = OverUcx.create
@@ -54,12 +55,12 @@ def test_a_rank_that_closes_what_has_failed_says_why(comm: UcxCommunicator, rank
     assert info.value.fact == "the cause"
 
 
-def lose_in_turn(job: LocalJob) -> None:
+@with_ranks(3, connect, lost=[0, 1])
+def test_the_rank_that_failed_first_is_named(comm: UcxCommunicator, job: LocalJob, rank: int) -> None:
     """Rank 1 fails, rank 0 fails because of it and ends, and rank 2 looks at last."""
-    comm = connect(job)
     check_sum(comm)
     pids = job.all_gather(str(os.getpid()).encode())
-    match job.topology.rank:
+    match rank:
         case 0:
             with pytest.raises(PeerLostError, match="rank 1"):
                 comm.barrier()
@@ -73,16 +74,13 @@ def lose_in_turn(job: LocalJob) -> None:
         comm.barrier()
 
 
-def test_the_rank_that_failed_first_is_named() -> None:
-    values_of(run_ranks(lose_in_turn, 3)[2:])
-
-
-def stop_in_a_message(job: LocalJob, large: bool) -> None:
+@pytest.mark.parametrize("large", [False, True])
+@with_ranks(3, lost=[1])
+def test_a_rank_that_stops_is_named_and_the_others_go_on(job: LocalJob, rank: int, large: bool) -> None:
     """Rank 1 stops while data for it, and from it, are under way; the others make a new communicator without it."""
     jobs = jobs_of(job)
     comm = communicator_over_ucx(jobs, settings=Settings(timeout=2.0, stall_warning=1.0))
     check_sum(comm)
-    rank = job.topology.rank
     pids = job.all_gather(str(os.getpid()).encode())
     if rank == 1:
         time.sleep(600)
@@ -108,17 +106,11 @@ def stop_in_a_message(job: LocalJob, large: bool) -> None:
         os.kill(int(pids[1]), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_a_rank_that_stops_is_named_and_the_others_go_on(large: bool) -> None:
-    values_of(run_ranks(stop_in_a_message, 3, large)[::2])
-
-
 # -- streams -------------------------------------------------------------------------------------------------------
-def sum_over_streams(job: LocalJob, is_distant: bool) -> list[bytes]:
-    """Sums of odd and even sizes, one after the other and side by side, over one stream and over several."""
-    jobs, rank = jobs_of(job), job.topology.rank
-    found = []
-    for streams in ("1", "3", "16"):
+def sum_over_streams(job: LocalJob) -> str:
+    """A digest of sums of odd and even sizes, in turn and side by side, over one stream and over several."""
+    jobs, rank, digests = jobs_of(job), job.topology.rank, set()
+    for is_distant, streams in product((False, True), ("1", "3", "16")):
         os.environ["DISTOPT_STREAMS"] = streams
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distance, "_FAR_SECONDS", 0.0 if is_distant else math.inf)  # on a busy machine, too
@@ -137,16 +129,15 @@ def sum_over_streams(job: LocalJob, is_distant: bool) -> list[bytes]:
         comm.all_gather(arrays[5] * (rank + 1), pieces).wait()
         arrays.append(arrays[-1] * (rank + 1))
         comm.broadcast(arrays[-1], 1).wait()
-        found.append(b"".join(np.asarray(each).tobytes() for each in (*arrays, pieces)))
+        digests.add(hashlib.sha256(b"".join(each.tobytes() for each in (*arrays, pieces))).hexdigest())
         comm.close()
-    assert found[0] == found[1] == found[2]
-    return [hashlib.sha256(found[0]).hexdigest()]
+    (digest,) = digests
+    return digest
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_streams_and_distance_leave_the_bits_as_they_are(size: int) -> None:
-    outcomes = run_ranks_ok(sum_over_streams, size, False) + run_ranks_ok(sum_over_streams, size, True)
-    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert len({*run_ranks_ok(sum_over_streams, size)}) == 1
 
 
 @pytest.mark.parametrize("text", ["0", "17", "-1", "two"])
@@ -255,7 +246,9 @@ def test_live_communicators_share_their_connections(job: LocalJob) -> None:
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
-def die(job: LocalJob, how: str) -> None:
+@pytest.mark.parametrize("how", ["several streams", "fork", "program"])
+@with_ranks(3, lost=[1])
+def test_the_network_notices_the_end_of_a_rank(job: LocalJob, rank: int, how: str) -> None:
     """Rank 1 is killed with a large sum on its way, over several streams, or while its child lives on."""
     if how == "several streams":
         os.environ["DISTOPT_STREAMS"] = "4"
@@ -263,28 +256,21 @@ def die(job: LocalJob, how: str) -> None:
     check_sum(comm)
     comm.barrier()
     child = 0
-    if job.topology.rank == 1 and how == "program":
+    if rank == 1 and how == "program":
         time.sleep(1.5)  # the thread has marked the sockets
         child = subprocess.Popen(["sleep", "200"], close_fds=False).pid
-    elif job.topology.rank == 1 and how == "fork" and (child := os.fork()) == 0:
+    elif rank == 1 and how == "fork" and (child := os.fork()) == 0:
         time.sleep(200)
         os._exit(0)
     child = int(job.all_gather(b"%d" % child)[1])
     work = comm.all_reduce(np.ones(4_000_000))
-    if job.topology.rank == 1:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     comm._waits._peers._ranks.clear()  # type: ignore[attr-defined]  # the network alone may notice it
     with pytest.raises(PeerLostError, match="rank 1"):
         work.wait()
-    if child and job.topology.rank == 0:
+    if child and rank == 0:
         os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("how", ["several streams", "fork", "program"])
-def test_the_network_notices_the_end_of_a_rank(how: str) -> None:
-    first, lost, last = run_ranks(die, 3, how)
-    values_of([first, last])
-    assert lost.exit_code == -signal.SIGKILL
 
 
 # -- what a user may have set ----------------------------------------------------------------------------------------

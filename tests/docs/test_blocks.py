@@ -64,7 +64,7 @@ NOT_RUN = {
     ("docs/guide/pytorch.md", "before.py"): "a rank over Gloo aborts at its end now and then on a busy machine",
     ("docs/guide/singa.md", "train.py"): "needs SINGA; it runs after the page's command has changed its imports",
     ("docs/guide/pytorch.md", "accelerator = Accelerator(cpu=True)"): "needs accelerate: make torch-libraries",
-    (SHARP, "class Counting(Net):"): "needs a GPU; tests/ranks/test_graph_emulated.py counts replays",
+    (SHARP, "class Counting(Net):"): "needs a GPU; tests/ranks/test_gpu_emulated.py counts replays",
     (SHARP, "# count in the loop, or read sgd.step_counter"): "the same",
 }
 # Commands that do not run here: a pattern, and the reason.

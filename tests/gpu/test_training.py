@@ -1,4 +1,4 @@
-"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py` and `test_graph_emulated.py`."""
+"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py`."""
 
 import pytest
 
@@ -8,7 +8,6 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from tests.ranks.graph_refused import refused  # noqa: E402
 from tests.ranks.graph_steps import BODIES  # noqa: E402
 from tests.ranks.small_net import assert_equal_bits, on_ranks  # noqa: E402
 from tests.ranks.test_gpu_emulated import by_hand, check, every_strategy, mnist_example, on_gpus, wrong_label  # noqa: E402
@@ -25,7 +24,7 @@ def test_training_ends_as_on_the_cpu(tmp_path, transport, world_size, body):
     check(gpus, on_ranks(world_size, body))
 
 
-@pytest.mark.parametrize("body", [*BODIES, refused])
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, body):
     if cupy.cuda.runtime.getDeviceCount() < world_size:

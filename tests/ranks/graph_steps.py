@@ -2,7 +2,11 @@
 
 import contextlib
 import gc
+import logging
+import re
 import weakref
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from distopt import autograd, layer, model, opt, tensor
 from distopt.codecs import Fp32
 from distopt.errors import GradientError, UsageError
+from distopt.nn.replay.capture import Capture
 from tests.ranks.small_net import SMALL, STRATEGIES, beside, parameters, states
 from tests.users_rules import ByApply, ByHook
 
@@ -154,28 +159,25 @@ def plain_optimizer(optimizer) -> dict[str, np.ndarray]:
 def overlap(optimizer) -> dict[str, np.ndarray]:
     """Each bucket is sent as soon as its piece is launched, before the next one is."""
     own, net = build(optimizer, True)
-    for n in range(BEFORE):
-        net(*batch(n, own))
-    (kind,) = net._graphs._kinds.values()
-    buckets = sorted({label for label, _ in own.stats().buckets})
-    assert 1 < len(kind.step.pieces) <= len(buckets), "an operation may fill two at a time"
-    events: list[str] = []
+    runtime, events = own.device.xp.cuda.runtime, []
+    launch = runtime.graphLaunch
 
     class Sends(Fp32):
         def reduce(self, state):
             events.append("send")
             return super().reduce(state)
 
-    launch = kind.step.capture.launch
-    kind.step.capture.launch = lambda work: events.append("launch") or launch(work)
-    kind.step.call = kind.step.call._replace(values={0: kind.step.call.loss, 1: Sends(), 2: SMALL})
-    net(*batch(BEFORE, own))
+    net.strategy = Sends()
+    for n in range(BEFORE):
+        net(*batch(n, own))
+    events.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "graphLaunch", lambda *args: events.append("launch") or launch(*args))
+        net(*batch(BEFORE, own))
     assert net.graph_replays == 1
-    expected = ["launch"]  # forward
-    for piece in kind.step.pieces:
-        expected += ["launch", *["send"] * sum(param in own._layout.last for param, _ in piece.pairs)]
-    assert events == expected
-    assert events.count("send") == len(buckets)
+    # The forward pass, and then the pieces of the backward pass; an operation may fill two buckets at a time.
+    assert re.fullmatch("launch( launch( send)+){2,}", " ".join(events)), events
+    assert events.count("send") == len({label for label, _ in own.stats().buckets})
     return {}
 
 
@@ -184,15 +186,13 @@ def memory_goes(optimizer) -> dict[str, np.ndarray]:
     own, net = build(optimizer, True)
     for n in range(BEFORE + 1):
         net(*batch(n, own))
-    (kind,) = net._graphs._kinds.values()
-    assert len(kind.step.capture.memory) >= 5
-    capture = weakref.ref(kind.step.capture)  # which alone holds its memory
-    del kind
     gc.collect()
     gc.disable()
+    captures = weakref.WeakSet(each for each in gc.get_objects() if isinstance(each, Capture))  # which hold memory
+    assert len(captures) == 1
     own.device.ResetGraph()
     net(*batch(0, own))
-    assert capture() is None
+    assert not captures
     gc.enable()
     return {}
 
@@ -334,5 +334,119 @@ def other_arguments(optimizer) -> dict[str, np.ndarray]:
     return equal_with_and_without(optimizer, train, "arguments", 2, kind=Scaled)  # the others were dropped
 
 
+# -- steps that cannot be captured -------------------------------------------------------------------------------------
+def reads(net, x, y):
+    out = net.forward(x)
+    loss = net.loss(out, y) * (1.0 if out.array.sum() > 1e9 else 0.5)
+    net.step(loss)
+    return out, loss
+
+
+def reduces(net, x):
+    """A collective of its own between the layers; the gradient does not see it."""
+    total = x.clone()
+    if net.training:
+        net.optimizer.communicator.all_reduce(total.array).wait()
+    return Net.forward(net, x)
+
+
+def synchronizes(net):
+    Net.__init__(net)
+    net.norm = layer.SyncBatchNorm2d()
+
+
+def multiplies(net, x):
+    """By CuPy's own product, which calls cuBLAS."""
+    if not hasattr(net, "square"):
+        net.square = tensor.from_numpy(np.eye(5, dtype=np.float32), x.device)
+    return autograd.matmul(Net.forward(net, x), net.square)
+
+
+def pinned(net, out):
+    """Memory of the host, for copies that nothing waits for."""
+    if not hasattr(net, "pinned"):
+        memory = out.device.xp.cuda.alloc_pinned_memory(out.array.nbytes)
+        net.pinned = np.frombuffer(memory, np.float32, out.size()).reshape(out.shape)
+        net.pinned[...] = 2
+    return net.pinned
+
+
+def copies_from_host(net, x):
+    out, factor = Net.forward(net, x), tensor.Tensor((BATCH, CLASSES), x.device)
+    factor.array.set(pinned(net, out), x.device.xp.cuda.get_current_stream())
+    return out * factor
+
+
+def copies_to_host(net, x):
+    out = Net.forward(net, x)
+    out.array.get(x.device.xp.cuda.get_current_stream(), out=pinned(net, out), blocking=False)
+    return out
+
+
+class _ReadsBackward(autograd.Operation):
+    def forward(self, x):
+        return x * x.dtype.type(2)
+
+    def gradients(self, dy, into):
+        return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
+
+
+def reads_backward(net, x):
+    return net.linear2(_ReadsBackward()(net.linear1(net.flatten(net.norm(net.conv(x))))))
+
+
+def steps_twice(net, x, y):
+    Net.train_one_batch(net, x, y)
+    return Net.train_one_batch(net, x, y)
+
+
+def asks_before(net, x, y):
+    net.optimizer.stats()
+    return Net.train_one_batch(net, x, y)
+
+
+def computes_later(net, x, y):
+    out, loss = Net.train_one_batch(net, x, y)
+    return out, loss * 1.0
+
+
+def returns_a_number(net, x, y):
+    out, loss = Net.train_one_batch(net, x, y)
+    return out, loss, loss.item()
+
+
+# The method that a net has of its own, and a part of the message.
+REFUSED = [
+    ("forward", lambda net, x: Net.forward(net, autograd.dropout(x, 0.5)), "random numbers"),
+    ("train_one_batch", reads, ""),  # what CUDA says to that
+    ("forward", copies_from_host, "copies from the host"),
+    ("forward", copies_to_host, "copies to the host"),
+    ("forward", multiplies, "calling cuBLAS API during stream capture"),
+    ("forward", reduces, "a collective cannot be captured"),
+    ("__init__", synchronizes, "norm sums over ranks, which a CUDA graph cannot hold"),
+    ("forward", reads_backward, "the backward pass"),
+    ("train_one_batch", steps_twice, "2 times"),
+    ("train_one_batch", asks_before, "self.optimizer.stats before the forward pass is complete"),
+    ("train_one_batch", computes_later, "not computed before the optimizer's step"),
+    ("train_one_batch", returns_a_number, "returns a float"),
+]
+
+
+def refused(optimizer) -> dict[str, np.ndarray]:
+    """The log says why, and training is right."""
+    results = {}
+    for name, method, reason in REFUSED:
+        if method is reduces and optimizer.world_size == 1:
+            continue  # it does nothing
+        log, kind = QueueHandler(SimpleQueue()), type("Refused", (Net,), {name: method})
+        logging.getLogger("distopt").addHandler(log)
+        results |= equal_with_and_without(optimizer, steps(BEFORE + 3), reason, 0, kind=kind)
+        logging.getLogger("distopt").removeHandler(log)
+        texts = [log.queue.get().getMessage() for _ in range(log.queue.qsize())]
+        (told,) = [text for text in texts if "use_graph=True" in text]
+        assert reason in told, told
+    return results
+
+
 BODIES = (every_strategy, every_rule, plain_optimizer, overlap, a_life, skipped, joined)
-BODIES += (accumulated, frozen, memory_goes, wrong_label, moved, other_arguments)
+BODIES += (accumulated, frozen, memory_goes, wrong_label, moved, other_arguments, refused)

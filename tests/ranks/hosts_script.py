@@ -21,22 +21,16 @@ from distopt.launch.job.mpi import MpiJob
 COUNTS = (5, 1001, 8193, 100_003, 4_500_001)
 
 
-def check(comm: Communicator, flat: Communicator) -> str:
-    """Compare with the flat communicator; a digest of all results."""
-    rank = comm.topology.rank
+def check(comm: Communicator) -> str:
+    """A digest of all results, once they are known to be NumPy's but for rounding."""
     digest = hashlib.sha256()
     for count in COUNTS:
         sent = [np.random.default_rng([q, count]).random(count, np.float32) for q in range(comm.topology.world_size)]
         wire = comm.empty(count)
-        for op in ("sum", "mean", "max") * 2:
-            plain = sent[rank].copy()
-            wire[:] = plain
-            works = [comm.all_reduce(wire, op, label=f"wire {count}"), flat.all_reduce(plain, op)]
-            for work in works:
-                work.wait()
-            np.testing.assert_allclose(wire, plain, rtol=1e-6)
-            if op == "sum":  # flat means flat: in rank order, on whichever hosts the ranks are
-                np.testing.assert_array_equal(plain, np.add.reduce(sent, axis=0))
+        for op, of in (("sum", np.sum), ("mean", np.mean), ("max", np.max)) * 2:
+            wire[:] = sent[comm.topology.rank]
+            comm.all_reduce(wire, op, label=f"wire {count}").wait()
+            np.testing.assert_allclose(wire, of(sent, axis=0), rtol=1e-6)
             digest.update(wire)
     return digest.hexdigest()
 
@@ -53,9 +47,7 @@ def main() -> None:
     comm.all_reduce(wire).wait()
     said = ""
     if how == "check":
-        flat = create(job, "mpi")
-        said = check(comm, flat)
-        flat.close()
+        said = check(comm)
     else:
         try:
             if how == "op":

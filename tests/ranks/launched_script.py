@@ -18,12 +18,9 @@ if sys.argv[2:] == ["MPI"]:
 import numpy as np
 
 from distopt import comm, launch
-from distopt.errors import UsageError
 
 
 def main(how: str) -> None:
-    if how == "usage":
-        raise UsageError("the option is wrong; correct it")
     job = launch.join()
     world = comm.create(job)
     rank, size = job.topology.rank, job.topology.world_size

@@ -55,15 +55,6 @@ def main(how: str) -> None:
             except OSError as error:
                 said = error.strerror
             print(f"with SO_REUSEADDR {reuse}: {said}")
-    elif how == "torch":
-        import torch
-        from torch import distributed
-
-        distributed.init_process_group("gloo")
-        total = torch.full((3,), RANK + 1.0)
-        distributed.all_reduce(total)
-        print(f"sum {total[0]:g} of {SIZE}, elastic {distributed.is_torchelastic_launched()}")
-        distributed.destroy_process_group()
     else:
         stay()
 

@@ -25,7 +25,7 @@ FORMS = {
 
 
 def sums(optimizer) -> None:
-    rank, world_size = optimizer.global_rank, optimizer.world_size
+    rank, world_size, device = optimizer.global_rank, optimizer.world_size, optimizer.device
     rng = np.random.default_rng(rank)
     own = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (5,), (70,), (2, 2))]
     everyone = [np.random.default_rng(r) for r in range(world_size)]
@@ -34,48 +34,48 @@ def sums(optimizer) -> None:
     small = opt.DistOpt(opt.SGD(), communicator=optimizer.communicator, buffSize=20)
     for face in (optimizer, small):
         for form, of in FORMS.items():  # buffers are used again
-            tensors = [tensor.from_numpy(array) for array in own]
+            tensors = [tensor.from_numpy(array, device) for array in own]
             face.all_reduce(of(tensors[0]))
             face.all_reduce_half(of(tensors[1]))
             face.fused_all_reduce_half([of(tensors[2])], send=False)
             face.fused_all_reduce_half([of(tensors[2]), tensors[3]], send=True)
             face.wait()
             for i, (t, expected) in enumerate(zip(tensors, sums, strict=True)):
-                np.testing.assert_allclose(t.array, expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{form} {i}")
-            tensors = [tensor.from_numpy(array) for array in own]
+                np.testing.assert_allclose(t.to_numpy(), expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{form} {i}")
+            tensors = [tensor.from_numpy(array, device) for array in own]
             face.fused_all_reduce(tuple(map(of, tensors)), send=False)
             face.fused_all_reduce([make(t) for make, t in zip(FORMS.values(), tensors, strict=True)])
             face.wait()
             for t, expected in zip(tensors, sums, strict=True):
-                np.testing.assert_allclose(t.array, expected, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(t.to_numpy(), expected, rtol=1e-5, atol=1e-6)
 
     sent = np.zeros(70)
-    residual = tensor.Tensor((70,))
+    residual = tensor.Tensor((70,), device)
     for step, of in enumerate(FORMS.values()):
-        t = tensor.from_numpy(own[2])
+        t = tensor.from_numpy(own[2], device)
         optimizer.sparsification(of(t), of(residual), 0.03 * (step + 1), True)
         optimizer.wait()
-        assert 0 < np.count_nonzero(t.array) <= 9 * world_size
-        sent += t.array
+        assert 0 < np.count_nonzero(t.to_numpy()) <= 9 * world_size
+        sent += t.to_numpy()
     optimizer.all_reduce(residual)
     optimizer.wait()
-    np.testing.assert_allclose(sent + residual.array, 4 * sums[2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sent + residual.to_numpy(), 4 * sums[2], rtol=1e-4, atol=1e-5)
 
-    pair = [tensor.from_numpy(array) for array in own[1:3]]
-    residual = tensor.Tensor((75,))
+    pair = [tensor.from_numpy(array, device) for array in own[1:3]]
+    residual = tensor.Tensor((75,), device)
     optimizer.fused_sparsification([pair[0].data, pair[1]], residual.array.reshape(5, 15), 1.4, topK=False)
     optimizer.wait()
     kept = [np.sum([np.where(np.abs(a[i]) >= 1.4, a[i], 0) for a in all_own], axis=0) for i in (1, 2)]
     for t, expected in zip(pair, kept, strict=True):
-        np.testing.assert_allclose(t.array, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(t.to_numpy(), expected, rtol=1e-5, atol=1e-6)
     flat = np.concatenate([own[1], own[2]])
-    np.testing.assert_array_equal(residual.array, np.where(np.abs(flat) < 1.4, flat, 0))
+    np.testing.assert_array_equal(residual.to_numpy(), np.where(np.abs(flat) < 1.4, flat, 0))
 
-    one = tensor.from_numpy(own[2])
+    one = tensor.from_numpy(own[2], device)
     optimizer.sparsification(one, None, 1.4)
     optimizer.wait()
-    np.testing.assert_allclose(one.array, kept[1], rtol=1e-5, atol=1e-6)
-    bad = tensor.from_numpy(np.full(5, np.nan if rank == world_size - 1 else 1.0, np.float32))
+    np.testing.assert_allclose(one.to_numpy(), kept[1], rtol=1e-5, atol=1e-6)
+    bad = tensor.from_numpy(np.full(5, np.nan if rank == world_size - 1 else 1.0, np.float32), device)
     optimizer.fused_all_reduce([bad])
     with pytest.raises(GradientError, match=f"on rank {world_size - 1}"):
         optimizer.wait()
@@ -99,21 +99,21 @@ def wide_sums(optimizer) -> None:
 def updates(optimizer) -> None:
     """A sum becomes a mean in place; parameters are tensors or their memory, gradients anything."""
     for make in (lambda: opt.SGD(0.25, momentum=0.5), opt.Adam):
-        expected, reference = tensor.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3)), make()
+        expected = tensor.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3), optimizer.device)
         params = {form: expected.clone() for form in FORMS}
-        face = beside(optimizer, make())
+        face, reference = beside(optimizer, make()), make()
         for turn in range(3):
             slope = np.sin(np.arange(6, dtype=np.float32) + turn).reshape(2, 3)
-            reference.update(expected, tensor.from_numpy(slope))
+            reference.update(expected, tensor.from_numpy(slope, optimizer.device))
             forms = zip(FORMS.items(), [*list(FORMS.values())[turn:], *FORMS.values()], strict=False)
             for (form, of), of_grad in forms:
-                grad = tensor.from_numpy(slope * face.world_size)
+                grad = tensor.from_numpy(slope * face.world_size, optimizer.device)
                 face.update(of(params[form]), of_grad(grad))
-                np.testing.assert_allclose(grad.array, slope, rtol=1e-6)
+                np.testing.assert_allclose(grad.to_numpy(), slope, rtol=1e-6)
             reference.step()
             face.opt.step()
         for form, param in params.items():
-            np.testing.assert_allclose(param.array, expected.array, rtol=1e-5, atol=1e-6, err_msg=form)
+            np.testing.assert_allclose(param.to_numpy(), expected.to_numpy(), rtol=1e-5, atol=1e-6, err_msg=form)
 
 
 def bad_arguments(optimizer) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.processes import HERE, RUN, Program
+from tests.processes import HERE
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -60,22 +60,11 @@ sys.exit(3)
 """
 
 
-@pytest.fixture
-def start(script, tmp_path):
-    """`start(n, text, *words)`: a script on `n` ranks, with a folder as its first argument."""
-
-    def started(n: int, text: str, *words: str) -> Program:
-        (tmp_path / "ranks").mkdir()
-        return Program([*RUN, "--nproc-per-node", str(n), script(text), str(tmp_path / "ranks"), *words])
-
-    return started
-
-
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("how", ["foreign", "distopt"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(start, n, how):
-    ended = start(n, ALL_RAISE, how).end(code=1)
+def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(run, n, how):
+    ended = run(ALL_RAISE, how, n=n).end(code=1)
     assert ended.stderr.count("Traceback") == n
     (line,) = ended.agent_lines
     text = rf"left with exit code 1: ValueError: the cause of rank {n - 1}"
@@ -87,26 +76,26 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(start, n,
     ("cause", "code", "text"), [("exit", 3, "left with exit code 3"), ("SIGTERM", 143, "was ended by SIGTERM")]
 )
 @pytest.mark.parametrize("how", ["abort", "exit"])
-def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(start, how, cause, code, text):
-    ended = start(2, LATER, how, cause).end(code=code)
+def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(run, how, cause, code, text):
+    ended = run(LATER, how, cause).end(code=code)
     assert "rank 1 ends, too" in ended.stderr
     (line,) = ended.agent_lines
     assert re.fullmatch(rf"distopt run: rank 0 on {re.escape(HERE)} \(pid \d+\) {text}", line)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(start, signum):
+def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(run, signum):
     text = "import signal, time\ndef fail(*_):\n    raise RuntimeError('interrupted')\n"
     text += f"signal.signal({int(signum)}, fail)\nprint('ready', flush=True)\ntime.sleep(1000)\n"
-    ended = start(2, text).ready().end_by(signum)
+    ended = run(text).ready().end_by(signum)
     assert ended.stderr.count("RuntimeError: interrupted") >= 2
     assert ended.code in {1, 128 + signum}
     assert len(ended.agent_lines) == 1
 
 
-def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(start):
+def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(run):
     """Of each kind that agents pass on, dozens, to the agent and to its ranks."""
-    program = start(3, "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n").ready(3)
+    program = run("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n", n=3).ready(3)
     for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGWINCH, signal.SIGCONT) * 20:
         if program.process.poll() is None:
             program.process.send_signal(signum)
@@ -127,12 +116,12 @@ ENDLESS = {
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("front", ENDLESS)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_rank_that_has_lost_another_prints_no_traceback(start, front, signum):
+def test_a_rank_that_has_lost_another_prints_no_traceback(run, front, signum):
     """It would only say where it has waited, and stand before the line with the cause."""
     if front == "torch":
         pytest.importorskip("torch")
     text = f"import os\n{ENDLESS[front]}meet()\nprint('rank', os.environ['RANK'], os.getpid(), flush=True)\n"
-    program = start(2, text + "while True:\n    meet()\n")
+    program = run(text + "while True:\n    meet()\n")
     pids = dict(re.findall(r"rank (\d) (\d+)", "\n".join(program.read_lines(2))))
     os.kill(int(pids["1"]), signum)
     ended = program.end()

@@ -35,7 +35,7 @@ def multiprocess(*args: str) -> Ended:
 
 
 EPOCH = re.compile(
-    r"Starting Epoch 0:\n"
+    r"Starting Epoch \d:\n"
     r"Training loss = (\d+\.\d{6}), training accuracy = (0\.\d{6})\n"
     r"Evaluation accuracy = (0\.\d{6}), Elapsed Time = \d+\.\d{3}s, \d+ images/s\n"
 )
@@ -187,29 +187,26 @@ def test_a_wrong_option_under_mpiexec_is_one_line(digits):
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluation accuracy = (\S+),")
-
-
 @pytest.mark.slow
 def test_an_example_goes_on_in_the_middle_of_an_epoch(digits, tmp_path):
-    run, folder = multiprocess, tmp_path / "checkpoints"
+    folder = tmp_path / "checkpoints"
     options = ["--data-dir", str(digits), "-b", "32", "-d", "sparseTopK"]  # six steps per epoch
-    whole = run(*options, "-m", "2")
+    whole = multiprocess(*options, "-m", "2")
     saving = [*options, "--checkpoint", str(folder), "--checkpoint-every", "4"]
-    first = run(*saving, "-m", "1")
-    assert FIGURES.findall(first.stdout) == FIGURES.findall(whole.stdout)[:1]
+    first = multiprocess(*saving, "-m", "1")
+    assert EPOCH.findall(first.stdout) == EPOCH.findall(whole.stdout)[:1]
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-0000000004", "step-0000000006"]
     shutil.rmtree(folder / "step-0000000006")
-    second = run(*saving, "-m", "2")
+    second = multiprocess(*saving, "-m", "2")
     assert second.stdout.startswith(f"Resuming from {folder / 'step-0000000004'} (step 4, epoch 0)\nStarting Epoch 0:")
-    assert FIGURES.findall(second.stdout) == FIGURES.findall(whole.stdout)
-    assert len(FIGURES.findall(whole.stdout)) == 2
-    third = run(*saving, "-m", "2")
+    assert EPOCH.findall(second.stdout) == EPOCH.findall(whole.stdout)
+    assert len(EPOCH.findall(whole.stdout)) == 2
+    third = multiprocess(*saving, "-m", "2")
     assert "Resuming from" in third.stdout
     assert third.stdout.endswith("(step 12, epoch 2)\n")
-    anew = run(*saving, "-m", "1", "--reset")
+    anew = multiprocess(*saving, "-m", "1", "--reset")
     assert anew.stdout.startswith("Starting Epoch 0:")
-    assert FIGURES.findall(anew.stdout) == FIGURES.findall(whole.stdout)[:1]
+    assert EPOCH.findall(anew.stdout) == EPOCH.findall(whole.stdout)[:1]
 
 
 # -- the networks of examples/zoo, and their training function as users call it --------------------------------------

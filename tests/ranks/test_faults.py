@@ -6,7 +6,6 @@ trials.
 
 import os
 import random
-import sys
 from itertools import islice, product
 
 import pytest
@@ -15,7 +14,7 @@ from instruments.faults.__main__ import draw
 from instruments.faults.kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
 from instruments.faults.soak import PARTS, command
 from instruments.faults.trials import Trial, run
-from instruments.faults.ways import WAYS, can_mount, nearly_full, possible_ways
+from instruments.faults.ways import WAYS, possible_ways
 from instruments.fuzz import communicators, operations
 from instruments.fuzz.search import search
 from tests.processes import Program
@@ -67,15 +66,6 @@ def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):
     assert outcome.ends_well
     assert "2 ranks finished" in outcome.faults
     assert "no fault came" in outcome.faults
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="mounting a full /dev/shm takes privileges")
-def test_full_dev_shm_does_not_matter(tmp_path) -> None:
-    script = [sys.executable, "-m", "instruments.faults.job", "main", "none", "between", "2", "-1", "0", str(tmp_path)]
-    ended = Program(nearly_full("/dev/shm") + script).end()
-    assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
-    assert len([*tmp_path.glob("finished?")]) == 2
 
 
 # -- what remains of many jobs and collectives -------------------------------------------------------------------------

@@ -9,22 +9,16 @@ from subprocess import TimeoutExpired
 
 import pytest
 
-from tests.processes import Program, is_open_mpi, mpiexec_command
+from tests.processes import Program, is_open_mpi, started_by
 
-LAUNCHERS = ("mpiexec", "run", "main")
-PYTHON = [sys.executable, "-W", "ignore"]
+LAUNCHERS = ("mpiexec", "distopt run", "launch.main")
+ENV = {"DISTOPT_TIMEOUT": "400", "PYTHONWARNINGS": "ignore"}
 
 
 @pytest.fixture
 def start(script) -> Callable[..., Program]:
     """`start(launcher, text, *words)`: a script on two ranks."""
-
-    def started(launcher: str, text: str, *words: str, distopt: tuple[str, ...] = ("-m", "distopt")) -> Program:
-        command = [*PYTHON, *distopt, "run", "--nproc-per-node", "2"] if launcher == "run" else PYTHON
-        mpi = mpiexec_command(2) if launcher == "mpiexec" else []
-        return Program([*mpi, *command, script(text), *words], {"DISTOPT_TIMEOUT": "400"})
-
-    return started
+    return lambda launcher, text, *words: Program(started_by(launcher, script(text), *words), ENV)
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
@@ -47,7 +41,7 @@ if __name__ == "__main__": launch.main(train, 2)
 @pytest.mark.slow(kept=4, rest=2)
 @pytest.mark.parametrize(
     ("launcher", "whom", "other"),
-    [("run", "group", "raise"), ("main", "group", "raise"), *product(LAUNCHERS, ("group", "launcher"), ("returns",))],
+    [*product(LAUNCHERS[1:], ["group"], ["raise"]), *product(LAUNCHERS, ["group", "launcher"], ["returns"])],
 )
 def test_a_handler_of_ctrl_c_saves_however_the_other_rank_ends(start, launcher: str, whom: str, other: str) -> None:
     program = start(launcher, INTERRUPTED, other).ready()
@@ -66,12 +60,13 @@ agent.SAVING_SECONDS = owner.SAVING_SECONDS = spawn.SAVING_SECONDS = 3.0
 
 
 @pytest.mark.slow(kept=1, rest=2)
-@pytest.mark.parametrize("launcher", ["run", "main"])
+@pytest.mark.parametrize("launcher", ["distopt run", "launch.main"])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_handler_of_ctrl_c_that_hangs_ends(start, again: bool, launcher: str) -> None:
+def test_a_handler_of_ctrl_c_that_hangs_ends(script, again: bool, launcher: str) -> None:
     hurry = "" if again else IMPATIENT
-    distopt = "-c", hurry + "from distopt.cli import main; raise SystemExit(main())"
-    program = start(launcher, hurry + INTERRUPTED, "hang", distopt=distopt).ready()
+    agent = ["-c", hurry + "from distopt.cli import main; raise SystemExit(main())", "run", "--nproc-per-node", "2"]
+    words = [*(agent if launcher == "distopt run" else ()), script(hurry + INTERRUPTED), "hang"]
+    program = Program([sys.executable, *words], ENV).ready()
     os.killpg(program.process.pid, signal.SIGINT)
     with pytest.raises(TimeoutExpired):
         program.process.wait(1)
@@ -104,7 +99,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(kept=2, rest=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "distopt run"])
 def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(start, launcher: str, method: str) -> None:
     ended = start(launcher, AT_THE_TOP, method).end()
     assert ended.code != 0
@@ -116,7 +111,7 @@ def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(start, l
 
 @pytest.mark.slow(kept=2, rest=2)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "distopt run"])
 def test_a_worker_of_a_rank_does_not_join_in_its_place(start, launcher: str, method: str) -> None:
     ended = start(launcher, IN_A_WORKER, method).end(code=0)
     for rank in range(2):
@@ -139,7 +134,7 @@ time.sleep(0.3)
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "distopt run"])
 def test_a_daemon_thread_at_work_does_not_abort_the_end(start, launcher: str) -> None:
     ended = start(launcher, DAEMON).end()
     assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")

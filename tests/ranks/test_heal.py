@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -132,11 +131,13 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(disturbed, net, tm
         job.wait_for("the node that owned the job, .*; healed: ")
 
 
-# Its module `place` reads the rank at its import; the working directory has another module of that name.
+# Of its modules, `plain` alone is imported by the process that forks ranks. The others are the script's own, read the
+# rank at their import, or import one that does. The working directory has another `place`, installed packages have
+# another `shadowed`.
 OWN_MODULES = """
 import os, signal
 import numpy as np
-import distopt, place
+import distopt, asks, imports, mine, place, plain, shadowed
 from distopt.checkpoint import Checkpoint
 
 world, state = distopt.init(), np.zeros(2)
@@ -150,23 +151,36 @@ while saved.steps < end:
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()
 saved.close()
-print(f"rank {world.rank} imported {place.NAME} as rank {place.RANK}", flush=True)
+read = " ".join(str(module.RANK) for module in (place, asks, imports, shadowed))
+print(f"rank {world.rank} imported {place.NAME} as rank {read}", mine.PID == os.getpid() != plain.PID, flush=True)
 """
 
 
-def test_a_healed_rank_imports_the_modules_of_the_script_itself(start, tmp_path, monkeypatch):
-    (tmp_path / "sub").mkdir()
-    for folder, name in ((tmp_path, "another"), (tmp_path / "sub", "its own")):
-        (folder / "place.py").write_text(f"import os\nNAME, RANK = {name!r}, os.environ.get('RANK', '0')\n")
-    script = tmp_path / "sub" / "train.py"
+def test_a_healed_rank_imports_modules_of_the_script_and_those_that_read_its_variables_itself(
+    start, tmp_path, monkeypatch
+):
+    installed, own = tmp_path / "site-packages", tmp_path / "sub"
+    for folder, name, line in (
+        (tmp_path, "place", "NAME, RANK = 'another', None"),
+        (installed, "shadowed", "RANK = None"),
+        (own, "shadowed", "RANK = os.environ.get('RANK')"),
+        (own, "mine", "PID = os.getpid()"),
+        (installed, "plain", "PID, copy = os.getpid(), dict(os.environ)"),
+        (own, "place", "NAME, RANK = 'its own', os.environ.get('RANK')"),
+        (installed, "asks", "def rank():\n    return os.environ.get('RANK')\nRANK = rank()"),
+        (installed, "imports", "try:\n    from asks import RANK\nexcept Exception:\n    RANK = None"),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(f"import os\n{line}\n")
+    script = own / "train.py"
     script.write_text(OWN_MODULES)
     monkeypatch.chdir(tmp_path)
-    job = start([*RUN, "--heal", str(script)])
+    job = start(["env", f"PYTHONPATH={ROOT}:{installed}:{own}", *RUN, "--heal", str(script)])
     job.fork_server()
-    (tmp_path / "sub" / "train.py.warm").touch()
+    (own / "train.py.warm").touch()
     job.wait_for("; healed: ")
     for rank in range(2):
-        job.wait_for(f"rank {rank} imported its own as rank {rank}$")
+        job.wait_for(f"rank {rank} imported its own as rank {rank} {rank} {rank} {rank} True$")
 
 
 # In attempt 0, rank 1 dies before any rank can have named its modules.
@@ -201,29 +215,3 @@ def test_ranks_that_are_killed_before_their_first_step_start_again_warm(script, 
     # By two ranks and the process that forks the next two. Rank 0 may have been ended before. Once a rank has named its
     # modules, another such process imports them, if the job lasts so long.
     assert len(log.read_text().split()) <= 4
-
-
-def test_modules_that_are_left_to_the_ranks(tmp_path):
-    """Those that read a rank's variable, those that import these, the script's own, and those that it replaces."""
-    installed, own = tmp_path / "site-packages", tmp_path / "own"
-    for folder, name, line in (
-        (installed, "asks", "def rank():\n    return os.environ.get('RANK')\nRANK = rank()"),
-        (installed, "imports", "try:\n    import asks\nexcept Exception:\n    pass"),
-        (installed, "plain", "copy = dict(os.environ)"),
-        (installed, "shadowed", ""),
-        (own, "shadowed", ""),
-        (own, "mine", "import plain"),
-    ):
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.py").write_text(f"import os\n{line}\n")
-    script = own / "train.py"
-    script.write_text("import asks, imports, mine, shadowed\nif 0:\n    import never\n")
-    text = (
-        "import sys; from pathlib import Path; from distopt.launch.heal import fork_server as s; "
-        "own = Path(sys.argv[1]); "
-        "names = s.imports_of(own / 'train.py', own); s._import(names, s.Installed(own, s._OF_RANKS)); "
-        "print(names, [name for name in names if name in sys.modules])"
-    )
-    done = Program([sys.executable, "-c", text, str(own)], {"PYTHONPATH": f"{ROOT}:{installed}:{own}"}).end(code=0)
-    names = ["asks", "imports", "mine", "shadowed", "os", "plain"]
-    assert done.stdout == f"{names} {['os', 'plain']}\n"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from instruments.faults.ways import can_mount, own_memory
+from instruments.faults.ways import can_mount, nearly_full, own_memory
 from tests.processes import LAUNCHED, ROOT, Program, control_group, end_all, is_open_mpi, mpiexec_command, started_by
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
@@ -107,13 +107,14 @@ ENVIRONMENTS = {
     "a user namespace": ["unshare", "--user", "--map-root-user"],
     "a host name that nobody knows": ["unshare", "--uts", *sh("hostname no.such-host &&")],
     "a file system that is read only": ["unshare", "--mount", *sh("mount -o remount,bind,ro / &&")],
+    "a full /dev/shm": nearly_full("/dev/shm"),
     "no /dev/shm": ["unshare", "--mount", *sh("mount -t tmpfs -o ro tmpfs /dev/shm &&")],
 }
 
 
 # Where launch.main starts processes in other ways than distopt run does.
 OF_MAIN = ["no variables", "C locale", "stdin closed", "signals ignored", "a process namespace", "no /dev/shm"]
-OF_MAIN += ["a file system that is read only"]
+OF_MAIN += ["a full /dev/shm", "a file system that is read only"]
 
 
 @pytest.mark.sweep(rest=5)
@@ -160,20 +161,16 @@ each_container = pytest.mark.parametrize("container", CONTAINERS)
 
 
 @pytest.fixture
-def available(request):
+def memories(tmp_path, request) -> list[list[str]]:
+    """For each of two hosts, the start of a command line with a /dev/shm of its own.
+
+    MPICH may leave there what it likes. It names files after process ids, which are 1 in every process namespace.
+    """
     container = request.getfixturevalue("container")
     if subprocess.run([*CONTAINERS[container], "true"], capture_output=True, check=False).returncode:
         pytest.skip(f"this kernel, or this user, cannot make {container}")
     if is_open_mpi():
         pytest.skip("MPICH is absent: pip install mpi4py mpich")
-
-
-@pytest.fixture
-def memories(tmp_path, available) -> list[list[str]]:
-    """For each of two hosts, the start of a command line with a /dev/shm of its own.
-
-    MPICH may leave there what it likes. It names files after process ids, which are 1 in every process namespace.
-    """
     folders = [tmp_path / "shm-a", tmp_path / "shm-b"]
     for folder in folders:
         folder.mkdir()

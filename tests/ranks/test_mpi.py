@@ -16,7 +16,7 @@ from distopt.comm import create
 from distopt.comm.net.mpi import MpiCommunicator
 from distopt.comm.world import World
 from distopt.errors import LaunchError, MismatchError, StalledError, UsageError, WireMemoryError
-from tests.conformance.scenes import disagree
+from tests.conformance.ranks import disagree
 from tests.unit.refusals import refused
 
 
@@ -33,12 +33,16 @@ def comm(job):
         yield communicator
 
 
-def test_topology_is_that_of_mpi(job):
+def test_join_is_the_mpi_job_whose_topology_is_that_of_mpi(job):
     topology = job.topology
     assert (topology.rank, topology.world_size) == (job.comm.rank, job.comm.size)
     assert topology.single_host
     assert topology.local_rank == topology.rank
     assert len(set(topology.hosts)) == 1
+    with create(launch.join(), "mpi") as communicator:
+        assert isinstance(communicator, MpiCommunicator)
+    other = launch.MultiprocessJob(launch.Ticket(), 0, 1)
+    refused(UsageError, "mpiexec", MpiCommunicator.create, other)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100_000])
@@ -62,8 +66,7 @@ def test_hosts_are_told_apart_and_each_has_a_group(job):
     assert group.client.all_gather(b"%d" % rank) == [b"%d" % r for r in members]
     fake.close()
     fake.close()
-    with pytest.raises(LaunchError, match="closed"):
-        fake.all_gather(b"")
+    refused(LaunchError, "closed", fake.all_gather, b"")
 
 
 def test_a_communicator_of_mpi4py_has_a_world_of_its_own(job):
@@ -74,16 +77,6 @@ def test_a_communicator_of_mpi4py_has_a_world_of_its_own(job):
         assert (world.rank, world.world_size) == (members.index(rank), len(members))
         assert world.all_gather(10 * rank).tolist() == [10 * other for other in members]
     half.Free()
-
-
-def test_join_is_the_mpi_job():
-    with create(launch.join(), "mpi") as communicator:
-        assert isinstance(communicator, MpiCommunicator)
-
-
-def test_mpi_communicator_wants_an_mpi_job():
-    with pytest.raises(UsageError, match="mpiexec"):
-        MpiCommunicator.create(launch.MultiprocessJob(launch.Ticket(), 0, 1))
 
 
 def test_forked_child_is_no_rank(comm):

@@ -75,12 +75,8 @@ def _trained(comm, name):
     return train(name, comm, bucket_elements=300)
 
 
-@pytest.mark.slow
-def test_number_of_shards_that_is_no_power_of_two_and_other_buckets():
-    assert_one_hash(_in_six, ranks=(4, 5))
-
-
 def _in_six(comm):
+    """A number of shards that is no power of two, and other buckets."""
     size = comm.topology.world_size
     return train("norm", comm, 6, **({"bucket_elements": 100 * size} if size > 1 else {}))
 
@@ -158,11 +154,6 @@ def _with_habits(comm):
     return {**run.states(), "drawn": np.array(drawn)}
 
 
-@pytest.mark.slow
-def test_habits():
-    assert_one_hash(_with_habits)
-
-
 def _with_nan(comm):
     run = Run(comm, non_finite="skip")
     sampler = ShardedSampler(len(run.x), 1, 0, BATCH * SHARDS, seed=1)
@@ -175,9 +166,10 @@ def _with_nan(comm):
 
 
 @pytest.mark.slow
-def test_skipped_step(caplog):
+@pytest.mark.parametrize(("body", "ranks"), [(_in_six, (4, 5)), (_with_habits, (2, 3)), (_with_nan, (2, 3))])
+def test_other_ways_to_train(body, ranks, caplog):
     caplog.set_level(logging.ERROR)
-    assert_one_hash(_with_nan)
+    assert_one_hash(body, ranks=ranks)
 
 
 def _saved(job) -> tuple[dict[str, np.ndarray], ...]:

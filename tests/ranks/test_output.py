@@ -10,7 +10,6 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ import pytest
 from tests.processes import LIMIT_SECONDS, RUN, Program
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
-
-TWO = [*RUN, "--nproc-per-node", "2"]
 
 # Writes without end. If it saves, it does so after SIGTERM, and writes more than a pipe holds meanwhile.
 CHATTER = """
@@ -47,23 +44,6 @@ for i in range(60):
     print(f"err {i}", file=sys.stderr, flush=True)
 Path(sys.argv[1], os.environ["RANK"]).touch()
 """
-
-
-@pytest.fixture
-def folder(tmp_path):
-    made = tmp_path / "ranks"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
-def start(script, folder):
-    """`start(text, how)`: a job of two ranks, whose script has the folder as its argument."""
-
-    def started(text: str, how: str = "", options: Sequence[str] = ()) -> Program:
-        return Program(["sh", "-c", f'exec "$@" {how}', "sh", *TWO, *options, script(text), str(folder)])
-
-    return started
 
 
 def unread(program: Program, folder: Path) -> Program:
@@ -94,8 +74,8 @@ def wait_for_the_end(program: Program) -> int:
 @pytest.mark.parametrize(
     ("how", "signum", "times"), [("", signal.SIGTERM, 1), ("2>&1", signal.SIGTERM, 1), ("2>&1", signal.SIGINT, 3)]
 )
-def test_a_signal_ends_a_job_whose_output_nobody_reads(start, folder, how, signum, times):
-    program = unread(start(CHATTER.format(saves=False), how), folder)
+def test_a_signal_ends_a_job_whose_output_nobody_reads(run, folder, how, signum, times):
+    program = unread(run(CHATTER.format(saves=False), streams=how), folder)
     for _ in range(times):
         program.process.send_signal(signum)
         time.sleep(0.3)
@@ -104,24 +84,24 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(start, folder, how, signu
 
 
 @pytest.mark.slow
-def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(start, folder):
-    program = unread(start(CHATTER.format(saves=True)), folder)
+def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(run, folder):
+    program = unread(run(CHATTER.format(saves=True)), folder)
     program.process.send_signal(signal.SIGTERM)
     assert wait_for_the_end(program) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(start, folder):
-    program = unread(start(CHATTER.format(saves=False)), folder)
+def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(run, folder):
+    program = unread(run(CHATTER.format(saves=False)), folder)
     words = {pid: command for pid, command in program.pids().items() if f"script.py {folder}" in command}
     os.kill(max(pid for pid, command in words.items() if " run " not in command), signal.SIGKILL)
     assert wait_for_the_end(program) == 137
 
 
 @pytest.mark.slow
-def test_a_slow_reader_gets_every_line(start):
-    program = start("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")
+def test_a_slow_reader_gets_every_line(run):
+    program = run("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")
     time.sleep(2.0)  # long enough for the pipes to be full
     lines = program.end().stdout.splitlines()
     for mark in ("", "[rank 1] "):
@@ -130,10 +110,10 @@ def test_a_slow_reader_gets_every_line(start):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr", "both streams"])
-def test_a_job_goes_on_whose_output_finds_no_room(start, folder, stream):
+def test_a_job_goes_on_whose_output_finds_no_room(run, folder, stream):
     """One notice, where there is room for it, and the number of lost lines."""
     how = {"stdout": ">/dev/full", "stderr": "2>/dev/full", "both streams": ">/dev/full 2>&1"}[stream]
-    ended = start(QUIET, how).end(code=0)
+    ended = run(QUIET, streams=how).end(code=0)
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
     shown = {"stdout": ended.stderr, "stderr": ended.stdout, "both streams": ""}[stream].splitlines()
     if stream == "both streams":
@@ -149,22 +129,23 @@ def test_a_job_goes_on_whose_output_finds_no_room(start, folder, stream):
 
 
 @pytest.mark.slow
-def test_log_files_are_whole_though_what_is_shown_finds_no_room(start, tmp_path):
-    start(QUIET, ">/dev/full", ["--log-dir", str(tmp_path / "logs")]).end(code=0)
+def test_log_files_are_whole_though_what_is_shown_finds_no_room(run, tmp_path):
+    run(QUIET, streams=">/dev/full", options=["--log-dir", str(tmp_path / "logs")]).end(code=0)
     for rank in "01":
         (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
         assert log.read_text().splitlines() == [f"out {i}" for i in range(60)]
 
 
-def test_a_failure_has_its_exit_code_though_its_message_finds_no_room(start):
-    ended = start("print('a line', flush=True)\nraise SystemExit(7)\n", ">/dev/full 2>&1").end()
+def test_a_failure_has_its_exit_code_though_its_message_finds_no_room(run):
+    ended = run("print('a line', flush=True)\nraise SystemExit(7)\n", streams=">/dev/full 2>&1").end()
     assert (ended.code, ended.stdout, ended.stderr) == (7, "", "")
 
 
 def test_rank_0_asks_at_a_terminal(script):
     path = script("import os\nif os.environ['RANK'] == '0': print('hello', input('name? '))\n")
     terminal, end = pty.openpty()
-    agent = subprocess.Popen([*TWO, path], stdin=end, stdout=end, stderr=end, start_new_session=True)
+    command = [*RUN, "--nproc-per-node", "2", path]
+    agent = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, start_new_session=True)
     os.close(end)
     shown = b""
     with contextlib.suppress(OSError):  # Linux: the process at the other end has ended

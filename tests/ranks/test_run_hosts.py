@@ -30,12 +30,14 @@ def agent_of(program: Program) -> int:
 
 @needs_ucx
 @pytest.mark.slow
-def test_ranks_of_two_hosts_meet_through_ucx(net):
-    ended = end_all(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
-    first, second = (f"{host.name}: HostsJob ucx mpi=False\n" for host in net.hosts)
+@pytest.mark.parametrize("mpi", [False, True])
+def test_ranks_of_two_hosts_meet_through_ucx(net, mpi):
+    """MPI, which the script may have loaded, brings a libucp of its own, beside which no other can be loaded."""
+    ended = end_all(on_two_hosts(net, LAUNCHED, "ok", *["MPI"] * mpi, ranks=(2, 1)))
+    said = [sorted(line for line in one.stdout.splitlines() if "UCX  WARN" not in line) for one in ended]
+    first, second = (f"{host.name}: HostsJob ucx mpi={mpi}" for host in net.hosts)
     lines = [f"[rank 1] rank 1 of 3, 1 of 2 on {first}", f"rank 0 of 3, 0 of 2 on {first}"]
-    assert sorted(ended[0].stdout.splitlines(keepends=True)) == lines
-    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second}"
+    assert said == [lines, [f"[rank 2] rank 2 of 3, 0 of 1 on {second}"]]
 
 
 def listened(host) -> set[int]:
@@ -149,10 +151,20 @@ def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port, strange):
             r"no distopt run answers at 127.0.0.1:{port} within 1 s \(Connection refused\); .*",
         ),
         ("--rdzv-endpoint nowhere.invalid", "the host of the endpoint nowhere.invalid:29400 cannot be found: .*"),
+        (  # a program that listens and says nothing
+            "--rdzv-endpoint localhost:{silent} --rdzv-timeout 1",
+            ".* has not answered as distopt run does within 1 s; if it is another, give .*",
+        ),
+        (
+            "--rdzv-endpoint 127.0.0.1:{port},127.0.0.2:{port} --heal",
+            ".* are this one, at the same port; give each once.*",
+        ),
     ],
 )
 def test_nodes_that_do_not_meet(port, meet, text):
-    ended = Program([*RUN, "--nnodes", "2", *meet.format(port=port).split(), BY_VARIABLES, "stay"]).end(code=2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = meet.format(port=port, silent=other.getsockname()[1]).split()
+        ended = Program([*RUN, "--nnodes", "2", *words, BY_VARIABLES, "stay"]).end(code=2)
     assert re.fullmatch(f"distopt run: {text.format(port=port, here=re.escape(HERE))}\n", ended.stderr)
 
 
@@ -195,14 +207,6 @@ def test_a_signal_ends_the_waiting(port, signum):
     assert ended.agent_lines[-1] == f"distopt run: {signum.name}: no rank has been started"
 
 
-@needs_ucx
-@pytest.mark.slow
-def test_a_script_that_has_loaded_mpi_joins_over_ucx(net):
-    """MPICH's wheel brings a libucp of its own, beside which no other can be loaded."""
-    ended = end_all(on_two_hosts(net, LAUNCHED, "ok", "MPI", ranks=(1, 1)))
-    assert all("HostsJob ucx mpi=True" in one.stdout for one in ended), ended
-
-
 # -- names and numbers -------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 0)], ids=["node 0 owns the endpoint", "node 1 owns the endpoint"])
@@ -216,23 +220,9 @@ def test_nodes_with_the_same_host_name_meet(net, numbers):
     assert said == ["rank 0 of 2, 0 of 1 on clone", "rank 1 of 2, 0 of 1 on clone"]
 
 
-def node_at(endpoint: str, *options: str) -> Program:
-    return Program([*RUN, "--nnodes", "2", "--rdzv-endpoint", endpoint, *options, BY_VARIABLES, "variables"])
-
-
-def test_a_program_that_listens_and_says_nothing_is_told():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        ended = node_at(f"localhost:{other.getsockname()[1]}", "--rdzv-timeout", "1").end(code=2)
-    assert "has not answered as distopt run does within 1 s; if it is another, give" in ended.stderr
-
-
 def test_nodes_meet_at_an_ipv6_address_in_brackets(port):
-    end_all([node_at(f"[::1]:{port}"), node_at(f"[::1]:{port}")])
-
-
-def test_an_endpoint_that_names_this_host_twice_is_refused(port):
-    ended = node_at(f"127.0.0.1:{port},127.0.0.2:{port}", "--heal").end(code=2)
-    assert "are this one, at the same port; give each once" in ended.stderr
+    command = [*RUN, "--nnodes", "2", "--rdzv-endpoint", f"[::1]:{port}", BY_VARIABLES, "variables"]
+    end_all([Program(command), Program(command)])
 
 
 # -- slow ways ---------------------------------------------------------------------------------------------------------

@@ -89,20 +89,6 @@ def test_one_of_two_nodes_waits_for_the_owner_unless_it_may_go_on_alone(running,
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # tests/unit/test_succession.py has the rule
-@pytest.mark.parametrize("hosts", [4], indirect=True)
-def test_half_of_the_nodes_without_the_owner_wait(running, hosts):
-    with running(hosts) as job:
-        job.kill_agent(3)
-        job.kill_agent(0)
-        job.wait_for("2 of the last 4 nodes can be reached .*: waiting for more than half")
-        job.start_agent(3)
-        job.wait_for("; healed: ")
-        job.wait_for(r"rank 2 is \d+ after \d+, one of 3")
-        job.agents.pop(0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [3], indirect=True)
 def test_an_endpoint_of_several_hosts_the_first_of_which_is_down(running, hosts):
     at = ",".join(host.address for host in hosts[:2])

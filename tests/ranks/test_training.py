@@ -1,14 +1,16 @@
-"""Accumulation, clipping and frozen parameters with real ranks: those of one process, and equal bits on all ranks."""
+"""Accumulation, clipping, frozen parameters and uneven data with real ranks; bad gradients and arguments are named."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
-from distopt import opt, tensor
-from distopt.codecs import ErrorFeedback, Fp16, Fp32, TopK
+from distopt import device, opt, singa_wrap, tensor
+from distopt.errors import UsageError
 from tests.ranks import small_net
 from tests.ranks.small_net import Net, assert_equal_bits, batch, beside, build, on_ranks, parameters, step_of, whole
+from tests.unit.refusals import refused
 
 PARTS, UPDATES = 3, 4
 # One of each kind; tests/conformance has all codecs.
@@ -92,38 +94,72 @@ def uneven_sums(optimizer) -> dict[str, np.ndarray]:
 
 
 def joined(optimizer) -> dict[str, np.ndarray]:
-    """Ranks with different numbers of updates, of two losses each, clipped."""
+    """Ranks with different numbers of updates, of two losses each, clipped; after an epoch they are in step again."""
     dist = new(optimizer, clip_grad_norm=SMALL_NORM)
+    net, count = build(dist), 2 + dist.global_rank
+    for _ in range(2):
+        with dist.join():
+            for number in range(count):
+                with dist.no_sync():
+                    net(*batch(2 * number, dist.global_rank), dist)
+                net(*batch(2 * number + 1, dist.global_rank), dist)
+        dist.all_reduce(total := np.array([count]))
+        dist.wait()
+        assert total == sum(range(2, 2 + dist.world_size))
+    assert dist.stats().steps == 2 * (1 + dist.world_size)
+    return {"parameters": parameters(net)}
+
+
+def forgetting(optimizer) -> dict[str, np.ndarray]:
+    """A gradient that a script has set to None is averaged all the same."""
+    results = []
+    for forgets in (False, True):
+        dist = new(optimizer)
+        net = build(dist)
+        for number in range(4):
+            for param in net.get_params().values() if forgets else ():
+                param.grad = None
+            net(*batch(number, dist.global_rank), dist)
+        results.append(parameters(net))
+    np.testing.assert_array_equal(*results)
+    return {"parameters": results[0]}
+
+
+def ignoring(optimizer) -> dict[str, np.ndarray]:
+    dist = new(optimizer, non_finite="ignore")
     net = build(dist)
-    with dist.join():
-        for number in range(2 + dist.global_rank):
-            with dist.no_sync():
-                net(*batch(2 * number, dist.global_rank), dist)
-            net(*batch(2 * number + 1, dist.global_rank), dist)
-    assert dist.stats().steps == 1 + dist.world_size
+    x, y = batch(0, dist.global_rank)
+    x.array[0] = np.nan if dist.global_rank == dist.world_size - 1 else x.array[0]
+    net(x, y, dist)
+    assert np.isnan(parameters(net)).any()
     return {"parameters": parameters(net)}
 
 
 def bad_gradients(optimizer) -> dict[str, np.ndarray]:
     """Verdicts come before the norm, and take sums of `no_sync` with them."""
-    dist = new(optimizer, clip_grad_norm=SMALL_NORM, non_finite="skip")
-    net = build(dist)
-    net(*batch(0, dist.global_rank), dist)
-    before, norm = parameters(net), dist.grad_norm
-    x, y = batch(1, dist.global_rank)
-    x.array[0] = np.nan if dist.global_rank == dist.world_size - 1 else x.array[0]
-    for skipped in (1, 2):
-        if skipped == 2:
-            with dist.no_sync():
-                net(x, y, dist)
-            x, y = batch(2, dist.global_rank)
-        net(x, y, dist)
-        np.testing.assert_array_equal(parameters(net), before)
-        assert (dist.grad_norm, dist.stats().skipped) == (norm, skipped)
-    net(*batch(3, dist.global_rank), dist)
-    assert dist.stats().skipped == 2
-    assert np.isfinite(parameters(net)).all()
-    return {"parameters": parameters(net)}
+    results = {}
+    for name in ("fp32", "top-K", "partial"):
+        dist = new(optimizer, clip_grad_norm=SMALL_NORM, non_finite="skip")
+        net, step = build(dist), step_of(dist, KINDS[name])
+        net(*batch(0, dist.global_rank), step)
+        before, norm = parameters(net), dist.grad_norm
+        x, y = batch(1, dist.global_rank)
+        x.array[0] = np.nan if dist.global_rank == dist.world_size - 1 else x.array[0]
+        for skipped in (1, 2):
+            if skipped == 2:
+                with dist.no_sync():
+                    net(x, y, step)
+                x, y = batch(2, dist.global_rank)
+            net(x, y, step)
+            np.testing.assert_array_equal(parameters(net), before)
+            assert (dist.grad_norm, dist.stats().skipped) == (norm, skipped)
+        net(*batch(3, dist.global_rank), step)
+        assert dist.stats().skipped == 2
+        assert (parameters(net) != before).any()
+        dist.synchronize()
+        results[name] = parameters(net)
+        assert np.isfinite(results[name]).all()
+    return results
 
 
 def test_a_bad_gradient_is_skipped_before_it_is_clipped():
@@ -181,116 +217,60 @@ def attached_while_frozen(optimizer) -> dict[str, np.ndarray]:
 
 
 def own_ways(optimizer) -> dict[str, np.ndarray]:
-    return {body.__name__: body(optimizer)["parameters"] for body in (uneven_sums, joined, attached_while_frozen)}
+    bodies = (uneven_sums, joined, attached_while_frozen, forgetting, ignoring)
+    return {body.__name__: body(optimizer)["parameters"] for body in bodies}
 
 
-@pytest.mark.slow
-def test_ranks_that_differ_in_losses_updates_and_seeds_have_equal_parameters():
+def test_ranks_that_differ_in_losses_updates_seeds_and_gradients_have_equal_parameters():
     assert_equal_bits(on_ranks(3, own_ways))
 
 
-def other_model(optimizer) -> None:
-    net = Net(hidden=31 + (optimizer.global_rank == 1))
-    net.set_optimizer(optimizer)
-    net.compile([batch(0, 0)[0]], is_train=True)
+# -- arguments and types ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setenv("DISTOPT_TRANSPORT", "single")
+    return lambda **options: opt.DistOpt(opt.SGD(lr=0.05), singa_wrap.NcclIdHolder(), 0, 1, **options)
 
 
-@pytest.mark.slow
-def test_another_model_on_one_rank_is_named():
-    with pytest.raises(AssertionError, match=r"rank 1 .* trains another model .*linear1.W of shape \[21, 31\]"):
-        on_ranks(3, other_model)
-
-
-# -- ranks with different numbers of batches: no hang, equal parameters, and the mean over the ranks that have data ---
-EPOCHS = 2
-
-
-def joined_epochs(optimizer, batches: tuple[int, ...]) -> dict[str, np.ndarray]:
-    rank, net = optimizer.global_rank, build(optimizer)
-    for _ in range(EPOCHS):
-        with optimizer.join():
-            for step in range(batches[rank]):
-                net(*batch(step, rank), optimizer)
-        total = np.array([float(batches[rank])])
-        optimizer.communicator.all_reduce(total).wait()  # the ranks are in step again
-        assert total[0] == sum(batches)
-    assert optimizer.stats().steps == EPOCHS * max(batches)
-    return {"parameters": parameters(net)}
-
-
-def epochs_in_one_process(batches: tuple[int, ...]) -> np.ndarray:
-    """The same, by batches of all ranks that have data: the mean over samples is the mean over these ranks."""
-    single = small_net.sgd()
-    net = build(single)
-    for _ in range(EPOCHS):
-        for step in range(max(batches)):
-            net(*whole([(step, rank) for rank, count in enumerate(batches) if step < count]), single)
-    return parameters(net)
-
-
-def test_mean_over_ranks_with_data():
-    batches = (1, 4, 2)
-    ranks = on_ranks(len(batches), joined_epochs, batches)
-    assert_equal_bits(ranks)
-    np.testing.assert_allclose(ranks[0]["parameters"], epochs_in_one_process(batches), rtol=0, atol=1e-6)
-
-
-def misuse(optimizer, how: str) -> None:
-    rank, net = optimizer.global_rank, build(optimizer)
-    strategies = {"error feedback": ErrorFeedback(TopK(0.1)), "partial": "partialUpdate"}
-    strategy = Fp16() if how == "codec" and rank == 1 else strategies.get(how, Fp32())
-    with optimizer.join():
-        if how == "nested":
-            with optimizer.join():
-                pass
-        if how == "raise" and rank == 1:
-            raise ValueError("the cause")
-        for step in range(0 if how == "no batch" and rank == 1 else 2):
-            net(*batch(step, rank), step_of(optimizer, strategy))
-
-
-@pytest.mark.slow(rest=3)
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("nested", "inside of DistOpt.join"),
-        ("no batch", r"rank 1 \(.*\) has no batch at all"),
-        ("error feedback", "use a codec without it"),
-        ("partial", "partial updates need all ranks"),
-        ("codec", r"rank 1 \(.*\) reduces with another codec"),
-        ("raise", "the cause"),
-    ],
-)
-def test_what_cannot_be_done_is_said(how, message):
-    with pytest.raises(AssertionError, match=message):
-        on_ranks(2, misuse, how)
-
-
-def changed_while_one_waits(optimizer) -> None:
-    optimizer = beside(optimizer, opt.SGD(lr=opt.CosineDecay(0.1, 9)), check_every=1)
-    rank, net = optimizer.global_rank, build(optimizer)
-    with optimizer.join():
-        for step in range(2 if rank == 1 else 5):
-            if step == 3:
-                optimizer.lr = 0.01
-            net(*batch(step, rank), optimizer)
-
-
-@pytest.mark.slow
-def test_a_learning_rate_that_a_rank_without_data_cannot_follow_is_named():
-    with pytest.raises(AssertionError, match=r"MismatchError.*rank 1 \(") as caught:
-        on_ranks(3, changed_while_one_waits)
-    assert "now lr = 0.01; " in str(caught.value)
-    assert "now lr = 0.075" in str(caught.value), "that of the schedule"
-
-
-def end_early(optimizer) -> None:
+def test_bad_arguments_are_named(alone):
+    optimizer = alone()
     net = build(optimizer)
-    for step in range(3 if optimizer.global_rank == 1 else 5):
-        net(*batch(step, optimizer.global_rank), optimizer)
-    optimizer.communicator.close()
+    x, y = batch(0, 0)
+    sparse, half = optimizer.backward_and_sparse_update, optimizer.backward_and_update_half
+    for match, step, options in (
+        (r"ratio of top-K is 0.0; .* in \(0, 1\]", sparse, {"spars": 0.0, "topK": True}),
+        (r"ratio of top-K is 1.5; .* in \(0, 1\]", partial(optimizer.step_by, "sparseTopK"), {"spars": 1.5}),
+        ("threshold is -0.1;", sparse, {"spars": -0.1}),
+        ("unknown dist_option 'fp8'; choose one of plain, fp32,", partial(optimizer.step_by, "fp8"), {}),
+        (r"\(clip\) is -1;", half, {"clipping": True, "clip_Value": -1}),
+        ("elements is -5; it must be an integer of at least 0", optimizer.backward_and_update, {"threshold": -5}),
+    ):
+        refused(UsageError, match, net, x, y, partial(step, **options))
+    net(x, y, optimizer)
+    refused(UsageError, "='stop' is not one of raise, skip, ignore", setattr, optimizer, "non_finite", "stop")
+    for match, options in (
+        ("non_finite='stop' is not one of raise, skip, ignore", {"non_finite": "stop"}),
+        ("unknown codec 'fp8'; choose one of", {"codec": "fp8"}),
+        ("fusion buffer in elements is 0; it must be an integer", {"buffSize": 0}),
+        ("fusion buffer in elements is 'a'; it must be an integer", {"buffSize": "a"}),
+        *((f"check_every is {x!r}; it must be an integer of at least 0", {"check_every": x}) for x in (-1, 2.5, True)),
+        *((f"check_every is {x!r}; it must be an integer of at least 0", {"check_every": x}) for x in (None, "100")),
+    ):
+        refused(UsageError, match, alone, **options)
 
 
-def test_without_join_the_rank_that_ended_is_named():
-    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*rank 1 \(host .* (ended|closed its communicator)"):
-        on_ranks(2, end_early)
+def test_float64_parameters_train_in_float64_and_lossy_codecs_refuse_them(alone):
+    x, y = batch(0, 0)
+    wide = tensor.Tensor.of(x.array.astype(np.float64))
+    optimizer = alone()
+    device.get_default_device().SetRandSeed(3)
+    net = Net()
+    net.set_optimizer(optimizer)
+    net.compile([wide], is_train=True)
+    assert parameters(net).dtype == np.float64
+    first = net(wide, y, optimizer).item()
+    for _ in range(20):
+        last = net(wide, y, optimizer).item()
+    assert last < first
+    text = r"bucket 0: linear2.W of float64 cannot be reduced by Fp16, which takes float32"
+    refused(UsageError, text, net, wide, y, optimizer.backward_and_update_half)

@@ -17,8 +17,8 @@ from tests import processes
 from tests.processes import ROOT, Ended, Program, end_all, mpiexec, mpiexec_codes, mpiexec_command, start_mpiexec
 
 SCRIPT, HOSTS_SCRIPT = (str(ROOT / "tests" / "ranks" / f"{name}_script.py") for name in ("mpi", "hosts"))
-SMALL_PARTS = "tests.conformance.small_parts:SmallPartsCommunicator"
-MPI_JOB, FAKE_HOSTS = "distopt.launch.job.mpi:MpiJob", "tests.conformance.fake_hosts"
+SMALL_PARTS = "tests.conformance.ranks:SmallPartsCommunicator"
+MPI_JOB, FAKE_HOSTS = "distopt.launch.job.mpi:MpiJob", "tests.conformance.ranks"
 FEW = r"^[^-]*$|-float32(-sum)?$|-(int64|bfloat16|bool)-(max|product)$"
 # Of ranks that believe to be on several hosts: all that is not inherited from the flat communicator, and one of each.
 OF_HOSTS = "^(all_reduce-(float32-mean|float16-mean|bfloat16-sum|int64-max)|reduce_scatter-float32-sum|"
