@@ -48,44 +48,15 @@ class Weights:
     def shared_states(self, names):
         return {"shared"} & set(names)
 
-    def parts(self):
-        return {"weights": self}
-
-
-class TorchWeights:
-    """The same as objects of PyTorch; the arrays are those of its tensors."""
-
-    def __init__(self, rank: int) -> None:
-        import torch
-
-        self.model = torch.nn.Module()
-        self.model.weight = torch.nn.Parameter(torch.arange(5.0))
-        self.model.register_buffer("own", torch.full((3,), rank, dtype=torch.float64))
-        self.optimizer = torch.optim.SGD([self.model.weight], 0.1)
-        self.optimizer.parameters_agree = True  # as DistOpt's in shards do: each rank saves a share of them
-        self.shared, self.own = self.model.weight.detach().numpy(), self.model.own.numpy()
-        self.note = {"of": [1, None]}
-
-    def state_dict(self):
-        return self.note
-
-    def load_state_dict(self, note):
-        self.note = note
-
-    def parts(self):
-        from distopt.torch.checkpoint.states import parts_of
-
-        return parts_of({"weights": self.model, "optimizer": self.optimizer, "note": self}, replicated=True)
-
 
 class Rank:
     """A job of one thread: its values tell at which step they are."""
 
-    def __init__(self, comm, folder, front=Weights, **options) -> None:
+    def __init__(self, comm, folder, **options) -> None:
         self.rank, self.comm = comm.topology.rank, comm
-        self.weights, self.array = front(self.rank), np.zeros((2, 3), np.int32)
+        self.weights, self.array = Weights(self.rank), np.zeros((2, 3), np.int32)
         self.noise = np.random.default_rng(self.rank)
-        parts = {**self.weights.parts(), "array": self.array, "noise": self.noise}
+        parts = {"weights": self.weights, "array": self.array, "noise": self.noise}
         self.checkpoint = Checkpoint(folder, communicator=comm, every=1, **parts, **options)
 
     def resumed(self) -> "Rank":
@@ -124,11 +95,11 @@ def run(folder, steps, world_size=RANKS, **options) -> None:
     on_ranks(world_size, body)
 
 
-def resumed(folder, world_size=RANKS, front=Weights, **options) -> list:
+def resumed(folder, world_size=RANKS, **options) -> list:
     """What `resume` returns on each rank of a job that only resumes."""
 
     def body(comm):
-        own = Rank(comm, folder, front)
+        own = Rank(comm, folder)
         found = own.checkpoint.resume(**options)
         own.assert_at(0 if found is None else found.step)
         own.checkpoint.close()
@@ -137,9 +108,9 @@ def resumed(folder, world_size=RANKS, front=Weights, **options) -> list:
     return on_ranks(world_size, body)
 
 
-def assert_goes_on(folder, step, world_size=RANKS, front=Weights) -> None:
+def assert_goes_on(folder, step, world_size=RANKS) -> None:
     """A job resumes from that step; 0: it starts anew."""
-    steps = [0 if found is None else found.step for found in resumed(folder, world_size, front)]
+    steps = [0 if found is None else found.step for found in resumed(folder, world_size)]
     assert steps == [step] * world_size
 
 
@@ -164,19 +135,11 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-@pytest.fixture(scope="module", params=[Weights, TorchWeights], ids=["nn", "torch"])
-def front(request):
-    """Whose objects are saved."""
-    if request.param is TorchWeights:
-        pytest.importorskip("torch")
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, front):
+def saved(tmp_path_factory):
     """Three checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run(folder, 3, front=front)
+    run(folder, 3)
     return folder
 
 
@@ -186,20 +149,30 @@ def copy(saved, tmp_path):
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
-def test_files_of_a_checkpoint(saved, front):
+def test_files_of_a_checkpoint(saved):
     assert names(saved) == [step_name(step) for step in (1, 2, 3)]
     assert names(saved / step_name(3)) == sorted(FILES)
     manifest = json.loads((saved / step_name(3) / "checkpoint.json").read_text())
     assert (manifest["step"], manifest["epoch"], manifest["world_size"]) == (3, 0, 2)
-    assert manifest["objects"] == sorted({"array", "noise", *front(0).parts()})
+    assert manifest["objects"] == ["array", "noise", "weights"]
     assert {"distopt", "numpy", "python", "instruction set", "ranks of each host"} <= set(manifest["versions"])
     from safetensors.numpy import load_file
 
     first, second = (load_file(saved / step_name(3) / rank_file(rank)) for rank in range(2))
-    name = "shared" if front is Weights else "weight"
-    assert first.keys() == {f"shared/weights/{name}", "own/weights/own", "own/array/"}
+    assert first.keys() == {"shared/weights/shared", "own/weights/own", "own/array/"}
     assert second.keys() == {"own/weights/own", "own/array/"}
     np.testing.assert_array_equal(second["own/weights/own"], [31, 31, 31])
+
+
+def test_parameters_of_pytorch_are_shared_where_their_optimizer_says_so():
+    torch = pytest.importorskip("torch")
+    from distopt.torch.checkpoint.states import parts_of
+
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for optimizer.parameters_agree, shared in ((False, set()), (True, {"weight", "bias"})):
+        part = parts_of({"model": model, "optimizer": optimizer}, replicated=True)["model"]
+        assert part.shared(part.snapshot().arrays) == shared
 
 
 def test_ranks_write_about_as_much_as_each_other():
@@ -353,10 +326,10 @@ def test_the_folder_is_that_of_the_working_directory_at_resume_or_none(tmp_path,
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-def assert_refused(folder, front, reason: str, caplog) -> None:
+def assert_refused(folder, reason: str, caplog) -> None:
     """A job of two ranks refuses checkpoint 3, says why in one line, and resumes from checkpoint 2."""
     caplog.clear()
-    assert_goes_on(folder, 2, front=front)
+    assert_goes_on(folder, 2)
     (said,) = caplog.messages
     assert re.search(f"checkpoint {folder / step_name(3)} is refused.*{reason}", said)
 
@@ -399,7 +372,7 @@ def faulty(kind, name, now, before) -> bytes | None:
 @pytest.mark.parametrize(
     ("kind", "files"), [(kind, files) for kind in FAULTS for files in TOGETHER.get(kind, [[name] for name in FILES])]
 )
-def test_a_faulty_checkpoint_is_refused(copy, front, caplog, kind, files):
+def test_a_faulty_checkpoint_is_refused(copy, caplog, kind, files):
     now, before = ({name: (copy / step_name(step) / name).read_bytes() for name in FILES} for step in (3, 2))
     for name in files:
         path = copy / step_name(3) / name
@@ -407,15 +380,15 @@ def test_a_faulty_checkpoint_is_refused(copy, front, caplog, kind, files):
             path.rename(path.with_name(f".{name}.0123456789abcdef.tmp"))
         else:
             path.write_bytes(content)
-    assert_refused(copy, front, FAULTS[kind].format(files[0]), caplog)
+    assert_refused(copy, FAULTS[kind].format(files[0]), caplog)
     for name in files:
         (copy / step_name(3) / name).write_bytes(now[name])
-    assert_goes_on(copy, 3, front=front)
+    assert_goes_on(copy, 3)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 7))
-def test_no_flipped_bit_goes_unnoticed(copy, front, caplog, file, place, bit):
+def test_no_flipped_bit_goes_unnoticed(copy, caplog, file, place, bit):
     path = copy / step_name(3) / file
     content = path.read_bytes()
     damaged = bytearray(content)
@@ -425,7 +398,7 @@ def test_no_flipped_bit_goes_unnoticed(copy, front, caplog, file, place, bit):
             assume(json.loads(bytes(damaged)) != json.loads(content))  # another kind of white space
     path.write_bytes(damaged)
     try:
-        assert_refused(copy, front, file, caplog)
+        assert_refused(copy, file, caplog)
     finally:
         path.write_bytes(content)
 
@@ -435,13 +408,13 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
-def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy, front):
+def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
     for step in (1, 2, 3):
         damage(copy / step_name(step) / FILES[2])
     shutil.rmtree(copy / step_name(1))
 
     def body(comm):
-        own = Rank(comm, copy, front)
+        own = Rank(comm, copy)
         error = r"none of the 2 checkpoints in .*copy can be used, .* rank 1 .* corrupt"
         refused(StateError, error, own.checkpoint.resume)
         own.assert_at(0)
@@ -471,13 +444,13 @@ def test_checkpoints_of_other_scripts_are_refused(tmp_path, theirs, ours, reason
 
 # -- the first checkpoint ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("lost", FILES)
-def test_a_job_killed_in_its_first_save_starts_anew(tmp_path, front, caplog, lost):
-    run(tmp_path, 1, front=front)
+def test_a_job_killed_in_its_first_save_starts_anew(tmp_path, caplog, lost):
+    run(tmp_path, 1)
     (tmp_path / step_name(1) / lost).unlink()
-    assert_goes_on(tmp_path, 0, front=front)
+    assert_goes_on(tmp_path, 0)
     assert len(caplog.records) == 1
-    run(tmp_path, 2, front=front)
-    assert_goes_on(tmp_path, 2, front=front)
+    run(tmp_path, 2)
+    assert_goes_on(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("steps", "error"), [(1, "truncated"), (2, "none of the 1 checkpoints")])
@@ -537,31 +510,31 @@ def test_an_older_one_goes_only_when_a_newer_is_whole(tmp_path, monkeypatch):
     assert_goes_on(tmp_path, 8)
 
 
-def test_what_is_not_of_a_checkpoint_is_left_alone(copy, front):
+def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
     for folder in ("step-1", step_name(9)):
         (copy / folder).mkdir()
     for file in ("notes.txt", f"{step_name(9)}/mine", step_name(8), f"{step_name(2)}/mine"):
         (copy / file).write_text("mine")
     (copy / step_name(2) / ".rank-00001.safetensors.0123456789abcdef.tmp").write_text("an orphan")
-    run(copy, 3, front=front, keep=1)
+    run(copy, 3, keep=1)
     assert names(copy) == sorted(["notes.txt", "step-1", *map(step_name, (2, 6, 8, 9))])
     assert names(copy / step_name(2)) == ["mine"]
     assert not list(copy.rglob("*.tmp"))
-    assert resumed(copy, front=front, reset=True) == [None] * RANKS
+    assert resumed(copy, reset=True) == [None] * RANKS
     assert step_name(6) not in names(copy)
     assert (copy / step_name(9) / "mine").read_text() == "mine"
-    assert_goes_on(copy, 0, front=front)
+    assert_goes_on(copy, 0)
 
 
-def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, front, caplog):
+def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, caplog):
     """Its files look whole, and only who reads all of it sees the damage; of three ranks, one tells."""
     damage(copy / step_name(3) / FILES[2])
     assert survey(copy / step_name(3)).whole
-    on_ranks(3, lambda comm: Rank(comm, copy, front).checkpoint.resume())
+    on_ranks(3, lambda comm: Rank(comm, copy).checkpoint.resume())
     assert sum("is refused" in record.getMessage() for record in caplog.records) == 1
 
     def body(comm):
-        own = Rank(comm, copy, front, keep=2)
+        own = Rank(comm, copy, keep=2)
         assert own.checkpoint.resume().refused == (step_name(3),)
         own.checkpoint.steps = 3
         own.step()
@@ -571,14 +544,14 @@ def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy, front, caplog
     assert names(copy) == [step_name(2), step_name(4)]
 
 
-def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path, front):
+def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
     """Killed between two ranks, twice, at the same step: the files of both runs are not a checkpoint."""
-    run(tmp_path, 2, front=front)
+    run(tmp_path, 2)
     first = (tmp_path / step_name(2) / FILES[2]).read_bytes()
     (tmp_path / step_name(2) / FILES[2]).unlink()
-    run(tmp_path, 1, front=front)
+    run(tmp_path, 1)
     (tmp_path / step_name(2) / FILES[2]).write_bytes(first)
-    assert_goes_on(tmp_path, 1, front=front)
+    assert_goes_on(tmp_path, 1)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -629,11 +602,11 @@ def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog):
         (PermissionError(13, "Permission denied"), "denied; allow this user to write there, or choose another"),
     ],
 )
-def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch, front, error, told):
+def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch, error, told):
     rank_1_cannot_write(monkeypatch, error)
 
     def body(comm):
-        own = Rank(comm, tmp_path, front).resumed()
+        own = Rank(comm, tmp_path).resumed()
         own.step()
         refused(CheckpointError, rf"rank 1 \(\S+\): step 1 could not be saved: .*{told}", own.checkpoint.close)
 
