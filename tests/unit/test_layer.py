@@ -57,7 +57,7 @@ def test_parameters_are_found_among_attributes_each_once():
     assert block.conv.W.array is memory
 
 
-def test_a_parameter_shared_by_two_layers_is_one(training):
+def test_a_parameter_shared_by_two_layers_is_one():
     class Tied(layer.Layer):
         def __init__(self):
             self.first, self.second = layer.Linear(4), layer.Linear(4)
@@ -69,16 +69,8 @@ def test_a_parameter_shared_by_two_layers_is_one(training):
             return self.second(y)
 
     net = Tied()
-    x = images(3, 4, dtype=np.float64)
-    loss = autograd.reduce_sum(net(x))
+    net(images(3, 4))
     assert list(net.get_params()) == ["first.W", "first.b", "second.b"]
-    order = [net.second.b, net.first.W, net.first.b]
-    assert autograd.gradient_order(loss) == order
-    assert [p for p, _ in autograd.backward(loss)] == order
-    w = net.first.W.array
-    ones = np.ones((3, 4))
-    expected = (x.array @ w + net.first.b.array).T @ ones + x.array.T @ (ones @ w.T)
-    np.testing.assert_allclose(net.first.W.grad.array, expected)
 
 
 def test_values_can_be_set_all_or_none():
@@ -180,7 +172,7 @@ def test_labels_of_one_hot_integers_and_types_that_do_not_fit():
 @pytest.mark.parametrize("transA", [False, True])
 @pytest.mark.parametrize("transB", [False, True])
 @pytest.mark.parametrize("bias_shape", [None, (4, 1), False])
-def test_gemm(training, transA, transB, bias_shape):
+def test_gemm(transA, transB, bias_shape):
     gemm = layer.Gemm(5, 0.5, 3.0, transA, transB, bias=bias_shape is not False, bias_shape=bias_shape or None)
     a = images(*((3, 4) if transA else (4, 3)), dtype=np.float64)
     gemm(a)
@@ -193,14 +185,6 @@ def test_gemm(training, transA, transB, bias_shape):
     left, right = (a.array.T if transA else a.array), (gemm.W.array.T if transB else gemm.W.array)
     expected = 0.5 * left @ right + (0 if bias_shape is False else 3.0 * gemm.b.array)
     np.testing.assert_allclose(y.array, expected, rtol=1e-12)
-    dy = np.cos(np.arange(20.0)).reshape(4, 5)
-    gradients = {p: g.to_numpy() for p, g in autograd.backward(y, Tensor.of(dy))}
-    dw = 0.5 * left.T @ dy
-    np.testing.assert_allclose(gradients.pop(gemm.W), dw.T if transB else dw, rtol=1e-12)
-    if bias_shape is not False:
-        db = 3.0 * dy.sum(axis=0 if bias_shape is None else 1).reshape(gemm.b.shape)
-        np.testing.assert_allclose(gradients.pop(gemm.b), db, rtol=1e-12)
-    assert not gradients
     wide = images(*((7, 4) if transA else (4, 7)), dtype=np.float64)
     refused(AssertionError, "Gemm expects 3 inputs, got 7", gemm, wide)  # what SINGA raises
     error = r"Gemm expects a matrix, got \[2, 3, 1\]; put a Flatten before it"
