@@ -5,7 +5,6 @@ import pytest
 
 import distopt
 from distopt import autograd, layer, opt, tensor
-from distopt.codecs import Threshold, TopK
 from distopt.errors import CommunicatorClosedError, UsageError
 from distopt.launch.job.origin import origin
 from distopt.settings import Settings
@@ -36,34 +35,6 @@ def test_numpy_sees_the_values_of_a_tensor_and_one_element_is_a_number():
     assert (f"{t:.3f}", "%.2f" % t, f"{t}") == ("0.123", "0.12", repr(t))  # noqa: UP031 - as SINGA's scripts print
     for use in (float, lambda t: f"{t:.3f}", tensor.Tensor.item):
         refused(UsageError, r"a tensor of shape \(2,\) is not a number", use, tensor.ones((2,)))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "text"),
-    [
-        (lambda: opt.DistOpt(0.1), "DistOpt wraps an optimizer, such as .* got 0.1"),
-        (lambda: opt.DistOpt(opt.SGD(), communicator=3), "DistOpt takes a communicator of distopt, .* got 3"),
-        (lambda: opt.DistOpt(opt.SGD(), 3), "3 was given where a Ticket is expected; ranks of an mpi4py communicator"),
-        (lambda: opt.DistOpt(opt.SGD), "DistOpt wraps an optimizer, such as .* got <class"),
-        (lambda: opt.DistOpt(opt.DistOpt(opt.SGD())), "DistOpt wraps an optimizer, such as .* got <distopt"),
-        (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is not a codec; pass one, .*top-k"),
-        (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is not a codec"),
-        (lambda: Net().set_optimizer(0.1), "trains with an optimizer, such as .* got 0.1"),
-        (lambda: Net().set_optimizer(opt.SGD), "trains with an optimizer, such as .* got <class"),
-        (lambda: opt.SGD()(None), "a training step starts from its loss, a tensor; got None"),
-        (lambda: opt.DistOpt(opt.SGD())(0.5), "a training step starts from its loss, a tensor; got 0.5"),
-        (lambda: autograd.sigmoid(batch()[1]), "Sigmoid takes floats, got int32; convert them by to_type"),
-        (lambda: batch()[0].reshape((7, 2)), r"a tensor of shape \(6, 5\) cannot take the shape \(7, 2\)"),
-        (lambda: tensor.from_numpy(np.ones(2), "cpu"), "'cpu' is no device"),
-        (lambda: tensor.from_numpy(None), "a tensor holds numbers, not object"),
-        (lambda: TopK("0.1"), "ratio of top-K is '0.1'; it must be a number in"),
-        (lambda: Threshold("0.1"), "threshold is '0.1'; it must be a number in"),
-        (lambda: Settings.from_env({"DISTOPT_TIMEOT": "9"}), "no variable .* DISTOPT_TIMEOT; .* DISTOPT_TIMEOUT?"),
-        (lambda: Settings.from_env({"DISTOPT_Sum_Order": "rank"}), "did you mean DISTOPT_SUM_ORDER?"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(mistake, text):
-    refused(UsageError, text, mistake)
 
 
 def test_variables_of_the_users_own_are_none_of_ours():

@@ -249,23 +249,15 @@ def test_layers_in_functions_and_collections_are_found(registered):
 
 
 def test_registered_layers_are_named_by_class_and_number():
-    class Sequence(layer.Layer):
-        def __init__(self):
-            super().__init__()
-            self.layers = [layer.ReLU(), layer.Linear(3), layer.ReLU(), layer.Linear(2)]
-            self.register_layers(*self.layers)
-
-        def forward(self, x):
-            for item in self.layers:
-                x = item(x)
-            return x
-
-    net = Sequence()
-    net(images(2, 4))
+    net, x = layer.Layer(), images(2, 4)
+    layers = [layer.ReLU(), layer.Linear(3), layer.ReLU(), layer.Linear(2)]
+    net.register_layers(*layers)
+    for item in layers:
+        x = item(x)
     assert list(net.get_params()) == ["Linear_1.W", "Linear_1.b", "Linear_3.W", "Linear_3.b"]
-    assert net.ReLU_2 is net.layers[2]
-    net.register_layers(*net.layers)
-    error = "Sequence has another ReLU_0; call register_layers once"
+    assert net.ReLU_2 is layers[2]
+    net.register_layers(*layers)
+    error = "Layer has another ReLU_0; call register_layers once"
     refused(UsageError, error, net.register_layers, layer.ReLU())
     net.register_layers(OrderedDict(last=layer.Linear(1)))
     net.last(images(2, 2))
