@@ -208,16 +208,11 @@ def test_what_the_mark_is_for(tmp_path):
     refused(StateError, said, load_arrays, path, {**MARK, "version": "3"}, "Someone")
 
 
-def assert_refused(content: bytes, folder) -> None:
-    path = folder / "damaged"
-    path.write_bytes(content)
-    refused(StateError, str(path), load_arrays, path, MARK, "the test")
-
-
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_are_refused(tmp_path_factory, content, with_length):
-    content = len(content).to_bytes(8, "little") + content if with_length else content
-    assert_refused(content, tmp_path_factory.getbasetemp())
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(len(content).to_bytes(8, "little") + content if with_length else content)
+    refused(StateError, str(path), load_arrays, path, MARK, "the test")
 
 
 def test_types_of_others_and_offsets_that_do_not_fit_are_refused():

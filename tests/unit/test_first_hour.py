@@ -5,7 +5,7 @@ import pytest
 
 import distopt
 from distopt import autograd, layer, opt, tensor
-from distopt.errors import CommunicatorClosedError, UsageError
+from distopt.errors import UsageError
 from distopt.launch.job.origin import origin
 from distopt.settings import Settings
 from tests.unit.nets import Chain
@@ -68,9 +68,7 @@ def test_a_world_uses_the_communicator_of_the_optimizer_that_was_there_first(mon
     first, second = opt.DistOpt(opt.SGD()), opt.DistOpt(opt.SGD())
     with distopt.init() as world:
         assert world.communicator is first.communicator is not second.communicator
-        assert world.all_reduce(2.5) == 2.5
     assert not first.communicator.closed
-    refused(CommunicatorClosedError, "", world.all_reduce, 2.5)
     first.communicator.close()
     with distopt.init() as world:
         assert world.communicator is not first.communicator

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 from functools import partial
@@ -13,6 +14,7 @@ from distopt.launch.end_together.server import Server
 from distopt.launch.launchers import LauncherInfo
 from distopt.launch.rendezvous.meeting import Meeting
 from distopt.launch.rendezvous.member import Member, ports
+from tests.unit.refusals import refused
 from tests.unit.threads import in_threads
 
 KEY = os.getpid().to_bytes(32, "big")  # determines the ports: other workers have others
@@ -59,7 +61,27 @@ def join(size=2):
     return in_threads(*(partial(member, rank, size) for rank in range(size)))
 
 
-def test_a_rank_that_has_told_of_its_failure_is_not_named(capfd):
+def test_the_job_goes_on_until_all_have_left():
+    with served():
+        ranks = join()
+        ranks[0].leave()
+        ranks[0].close()  # no failure
+        ranks[1]._link.settimeout(0.2)
+        refused(TimeoutError, "", lambda: ranks[1].told())
+        ranks[1].leave()
+        ranks[1]._link.settimeout(60.0)
+        refused(ConnectionResetError, "", lambda: ranks[1].told())
+        ranks[1].close()
+
+
+def test_a_rank_that_ends_is_named_unless_it_has_told_of_its_failure(capfd):
+    with served():
+        ranks = join()
+        ranks[1].close()
+        said = rf"rank 1 on .* \(pid {os.getpid()}\) has ended before the others; see its output"
+        assert re.fullmatch(rf"end 1 -1 {said}", ranks[0].told())
+        ranks[0].close()
+    assert re.fullmatch(rf"{said}\n", capfd.readouterr().err)
     with served():
         ranks = join()
         ranks[1].end_others(7)

@@ -59,6 +59,7 @@ def test_conformance_under_mpiexec(n, transport, order, job, checks):
     assert ended.stdout.count(" checks passed") == n
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(("how", "code"), [("success", 0), ("sys.exit", 3), ("SIGKILL", None), ("SIGHUP", None)])
 def test_the_exit_code_is_that_of_the_job(how, code):
     ended = mpiexec(2, SCRIPT, how)
