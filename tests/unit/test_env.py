@@ -206,6 +206,10 @@ def test_an_unknown_transport_is_refused(monkeypatch):
     refused(UsageError, "unknown transport 'none of these'", lambda: comm.create(launch.join()))
 
 
+def test_variables_of_the_users_own_are_none_of_ours():
+    assert Settings.from_env({"DISTOPT_EXPERIMENT": "7", "DISTOPT_DATA_DIR": "/data"}) == Settings()
+
+
 def test_ranges_of_ports_and_what_is_none():
     for text, expected in (("24000-24099", range(24000, 24100)), ("1-65535", range(1, 65536)), ("7-7", range(7, 8))):
         assert Settings.from_env({"DISTOPT_PORTS": text}).ports == expected

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from distopt import autograd, layer
+from distopt import autograd, layer, opt
 from distopt.autograd import binary_cross_entropy, cross_entropy, depth_to_space, mul, space_to_depth, split
 from distopt.errors import ShapeError, UsageError
 from distopt.nn.core.arithmetic import MatMul
@@ -640,6 +640,18 @@ def test_the_graph_is_released_while_it_is_walked():
     assert counts == [2, 1, 0]
     refused(UsageError, "used before", lambda: next(autograd.backward(loss)))
     refused(UsageError, "used before", lambda: autograd.gradient_order(loss + 1))
+
+
+def test_a_second_pass_goes_by_the_values_that_the_parameters_have_then():
+    w = Tensor(data=np.array([[2.0]], np.float32), stores_grad=True, name="w")
+    v = Tensor(data=np.array([[3.0]], np.float32), stores_grad=True, name="v")
+    loss = autograd.reduce_sum(Tensor.of(np.ones((1, 1), np.float32)) @ w @ v)
+    autograd.training = False
+    sgd = opt.SGD(lr=1.0)
+    for p, g in autograd.backward(loss):
+        sgd.apply(p.name, p, g)
+    assert (w.item(), v.item()) == (2 - 3, 3 - 2)
+    assert {p.name: g.item() for p, g in autograd.backward(loss)} == {"v": 2.0, "w": 1.0}
 
 
 def test_only_what_leads_to_parameters_is_recorded():

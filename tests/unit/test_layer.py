@@ -284,6 +284,18 @@ def test_parameters_in_lists_and_dictionaries_are_found_once_under_the_name_of_a
     assert not net.scales[1].requires_grad
 
 
+def test_methods_of_layers_and_operators_of_scripts():
+    own = layer.Layer()
+    assert own._initialized is False
+    half, single = Tensor((2,), dtype=np.float16), Tensor((2,))
+    param = Tensor((2,), stores_grad=True)
+    own.device_check(half, single)
+    own.dtype_check(half, single, param)
+    assert (single.dtype, param.dtype) == (np.float16, np.float32)
+    operator = autograd.Operator("Mine")
+    assert (operator.get_params(), operator.output_name(1), operator.grad_name(1)) == ([], "Mine:1", "Mine:1_g")
+
+
 def check(function, t, std, uniform):
     device.get_default_device().SetRandSeed(3)
     function(t)

@@ -214,6 +214,12 @@ def test_an_absent_name_is_told_with_its_cure(module, name, cure, monkeypatch):
     assert (singa_wrap.USE_DIST, singa_wrap.USE_CUDA) == (True, False), "asked at the look-up"
 
 
+@pytest.mark.parametrize("name", ["sonnx", "image_tool", "snapshot", "utils"])
+def test_an_absent_module_of_singa_is_told(name):
+    error = rf"^distopt has no module {name} of SINGA's; .*'Coming from Apache SINGA'"
+    refused(ImportError, error, exec, f"from distopt import {name}")
+
+
 def ramp(*shape, dtype=np.float32):
     return Tensor.of(np.arange(np.prod(shape), dtype=dtype).reshape(shape))
 
@@ -243,6 +249,21 @@ def test_numpy_arrays_are_copied_in_and_out(make):
     source[...] = 9
     t.set_value(7)
     np.testing.assert_array_equal(out, np.arange(6).reshape(2, 3).T)
+
+
+def test_numpy_sees_the_values_of_a_tensor_and_one_element_is_a_number():
+    values = np.array([[1, 3, 2], [6, 5, 4]], np.float32)
+    t = tensor.from_numpy(values)
+    for got in (np.asarray(t), t.numpy(), np.array(t, np.float32)):
+        np.testing.assert_array_equal(got, values)
+        got[0] = 0  # a copy
+    assert (t.array[0, 1], np.argmax(t), np.asarray(t, np.int32).dtype) == (3, 3, np.int32)
+    refused(UsageError, r"a copy; Tensor.array is", t.__array__, copy=False)
+    t = tensor.from_numpy(np.array([0.12345], np.float32))
+    assert float(t) == np.float32(0.12345)
+    assert (f"{t:.3f}", "%.2f" % t, f"{t}") == ("0.123", "0.12", repr(t))  # noqa: UP031 - as SINGA's scripts print
+    for use in (float, lambda t: f"{t:.3f}", Tensor.item):
+        refused(UsageError, r"a tensor of shape \(2,\) is not a number", use, tensor.ones((2,)))
 
 
 def test_float64_arrays_become_float32_with_one_notice(untold, caplog):

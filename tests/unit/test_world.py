@@ -109,6 +109,18 @@ def test_an_optimizer_uses_the_world_unless_told_otherwise(world):
     assert opt.DistOpt(opt.SGD(), ticket, 0, 1).communicator is not world.communicator
 
 
+def test_a_world_uses_the_communicator_of_the_optimizer_that_was_there_first(monkeypatch):
+    for name in ("_offers", "_worlds"):  # those of other tests, which the garbage collector may not have found yet
+        monkeypatch.setattr(f"distopt.comm.world.{name}", {})
+    first, second = opt.DistOpt(opt.SGD()), opt.DistOpt(opt.SGD())
+    with distopt.init() as world:
+        assert world.communicator is first.communicator is not second.communicator
+    assert not first.communicator.closed
+    first.communicator.close()
+    with distopt.init() as world:
+        assert world.communicator is not first.communicator
+
+
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather"])
 @pytest.mark.parametrize(
     ("value", "message"),
