@@ -1,15 +1,11 @@
 """The way of one gradient in steady state: Python files of distopt, in the order in which a step enters them.
 
-python -m tests.unit.gradient_path          `opt(loss)`: files outside `nn`; what docs/reference/architecture.md shows
-python -m tests.unit.gradient_path nn       the same with the files of `nn`
-python -m tests.unit.gradient_path ddp      `loss.backward()` of PyTorch's DDP over "distopt"
-
-Two ranks, shared memory, a small net in one bucket, fp32. A visit is an entry into a file from another one, by the
-`call` events of `sys.setprofile`. Coming back is none, and files of other packages do not count.
+`python -m tests.unit.gradient_path` follows `opt(loss)` outside `nn`, and prints what docs/reference/architecture.md
+shows. Two ranks, shared memory, a small net in one bucket, fp32. A visit is an entry into a file from another one, by
+the `call` events of `sys.setprofile`. Coming back is none, and files of other packages do not count.
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 import distopt
@@ -23,8 +19,7 @@ STEPS = 5
 class Way:
     """The files that the calls inside `with` enter one after the other, each with the functions called there."""
 
-    def __init__(self, *without):
-        self._without = without
+    def __init__(self):
         self._way = []
 
     def __enter__(self):
@@ -40,7 +35,7 @@ class Way:
         if event != "call" or not path.is_relative_to(PACKAGE) or code.co_name.startswith("<"):
             return  # comprehensions, which newer Pythons do not call, are none
         name = path.relative_to(PACKAGE).as_posix()
-        if name.split("/")[0] not in self._without:
+        if not name.startswith("nn/"):
             if not self._way or self._way[-1][0] != name:
                 self._way.append((name, []))
             self._way[-1][1].append(code.co_name)
@@ -51,9 +46,9 @@ class Way:
         print(f"{len({name for name, _ in self._way})} files, {len(self._way)} visits", flush=True)
 
 
-def walk(rank: int, world_size: int, ticket, front: str) -> None:
+def walk(rank: int, world_size: int, ticket) -> None:
     optimizer = make(rank, world_size, ticket, bucket_elements=10**6)
-    net, way = build(optimizer), Way(*([] if front == "nn" else ["nn"]))
+    net, way = build(optimizer), Way()
 
     def step(loss):
         with way:
@@ -66,29 +61,5 @@ def walk(rank: int, world_size: int, ticket, front: str) -> None:
         way.show()
 
 
-def walk_ddp(rank: int, world_size: int, store: str) -> None:
-    import torch
-
-    import distopt.torch  # noqa: F401 - registers the backend
-
-    torch.distributed.init_process_group("distopt", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 20))
-    optimizer, way = torch.optim.SGD(net.parameters(), lr=1e-3), Way()
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        loss = net(torch.full((4, 20), float(number - rank))).square().mean()
-        with way:
-            loss.backward()
-            optimizer.step()
-    torch.distributed.destroy_process_group()
-    if rank == 0:
-        way.show()
-
-
 if __name__ == "__main__":
-    front = sys.argv[1] if len(sys.argv) > 1 else ""
-    if front == "ddp":
-        with tempfile.TemporaryDirectory() as folder:
-            launch.main(walk_ddp, 2, (f"{folder}/store",))
-    else:
-        launch.main(walk, 2, (singa_wrap.NcclIdHolder(), front))
+    launch.main(walk, 2, (singa_wrap.NcclIdHolder(),))

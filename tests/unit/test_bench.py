@@ -40,7 +40,7 @@ def bench(tmp_path, capsys):
 
 
 def test_a_strange_size_or_number_of_hosts_is_refused():
-    for text in ("", "0", "0.3", "64iB", "64KB", "1T", "-1"):
+    for text in ("", "0", "0.3", "1.5", "64iB", "64KB", "1T", "-1"):
         refused(argparse.ArgumentTypeError, "is not a size in bytes", byte_size, text)
     for text in ("1", "9", "2,", "2,x", "-2"):
         refused(argparse.ArgumentTypeError, "from 2 to 8", distance.numbers_of_hosts, text)

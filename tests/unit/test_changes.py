@@ -41,6 +41,7 @@ IN_PLACE = {
     "-= of a tensor": lambda x: x.__isub__(ramp(*x.shape)),
     "set_value": lambda x: x.set_value(3),
     "gaussian": lambda x: x.gaussian(),
+    "uniform": lambda x: x.uniform(0, 1),
     "bernoulli": lambda x: x.bernoulli(0.5),
     "copy_from_numpy": lambda x: x.copy_from_numpy(np.ones(x.shape)),
     "a part of copy_from_numpy": lambda x: x.copy_from_numpy(np.ones(2), x.size() - 2),

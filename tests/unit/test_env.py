@@ -81,10 +81,13 @@ def test_tasks_of_a_job_script_that_nobody_started():
     assert unstarted_tasks(SRUN) == unstarted_tasks({"SLURM_NTASKS": "many"}) == 0
 
 
+STRANGE = [" 1", "1.0", "\N{ARABIC-INDIC DIGIT THREE}", "9" * 10]
+
+
 @pytest.mark.parametrize(
     ("env", "named"),
     [
-        *((PMI | {"PMI_RANK": text}, [f"PMI_RANK='{text}'"]) for text in ("x", "-1", "")),
+        *((PMI | {"PMI_RANK": text}, [f"PMI_RANK='{text}'"]) for text in ("", "x", "-1", *STRANGE)),
         (PMI | {"PMI_SIZE": "1_0"}, ["PMI_SIZE='1_0'"]),
         (PMI | {"PMI_RANK": "8"}, ["PMI_RANK=8", "PMI_SIZE=8"]),
         (PMI | {"PMI_SIZE": "0", "PMI_RANK": "0"}, ["PMI_SIZE=0"]),
@@ -101,7 +104,6 @@ def test_garbage_and_contradictions_name_variables_and_values(env, named):
 
 
 NAMES = sorted({*OMPI, *PMI, *TORCHRUN, *SRUN})
-STRANGE = ["", " 1", "1.0", "\N{ARABIC-INDIC DIGIT THREE}", "9" * 40]
 VALUES = st.integers(-2, 12).map(str) | st.text(max_size=12) | st.sampled_from(STRANGE)
 
 
@@ -202,6 +204,10 @@ def test_mpi_is_for_mpiexec_and_for_srun_with_the_plugin_of_the_library(monkeypa
 def test_an_unknown_transport_is_refused(monkeypatch):
     monkeypatch.setenv("DISTOPT_TRANSPORT", "none of these")
     refused(UsageError, "unknown transport 'none of these'", lambda: comm.create(launch.join()))
+
+
+def test_variables_of_the_users_own_are_none_of_ours():
+    assert Settings.from_env({"DISTOPT_EXPERIMENT": "7", "DISTOPT_DATA_DIR": "/data"}) == Settings()
 
 
 def test_ranges_of_ports_and_what_is_none():

@@ -275,6 +275,19 @@ def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method,
     assert fnmatchcase(line, f"*Process-? {NO_GUARD.removeprefix('rank ? ')}*"), line
 
 
+ONE_FAILS = "world = distopt.init(nccl_id, local_rank, world_size); world.barrier()\n    "
+ONE_FAILS += "if local_rank == 1: raise ValueError('the cause')\n    world.all_reduce(1)"
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_that_a_script_has_started_end_together_with_their_tracebacks(tmp_path, method):
+    ended = run(tmp_path, singa("range(3)", method, size=3, before="import distopt", first=ONE_FAILS))
+    assert sorted(re.findall(r"^Process \w+-(\d):$", ended.stderr, re.M)) == ["1", "2", "3"]
+    assert "\nValueError: the cause\n" in ended.stderr
+    assert len(re.findall(r"^.*rank 1 \(host ", ended.stderr, re.M)) >= 2, ended.stderr
+
+
 TRAIN_FIRST = """
 import threading
 import numpy as np

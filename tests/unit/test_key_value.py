@@ -16,7 +16,6 @@ import pytest
 
 from distopt.errors import LaunchError
 from distopt.launch.end_together.lifeline import reach, start_server
-from distopt.launch.end_together.server import Server
 from distopt.launch.gate import FOR_KEYS
 from distopt.launch.keys import MISSING, VALUES, Missing, Values, Wanted, pack, request, unpack
 from distopt.launch.rendezvous.host_group import HostGroup
@@ -50,29 +49,27 @@ class OfHost:
 
 
 class OverTcp:
-    """The process that rank 0 of a job starts; here a thread."""
+    """The process that rank 0 of a job starts."""
 
-    def __init__(self, size):
-        self._size, self._key = size, secrets.token_bytes(32)
-        listener = listen(0, size)
-        self._port = listener.getsockname()[1]
-        self.server = Server(listener, self._key, size, 60.0, os.getppid(), end_together=False)
-        self._thread = threading.Thread(target=self.server.run)
-        self._thread.start()
-        self._clients = []
+    def __init__(self, size, seconds=60.0, patience=0.2):
+        self._size, self._seconds, self._patience, self.key = size, seconds, patience, secrets.token_bytes(32)
+        with listen(0, 2 * size + 16) as listener:
+            self._port = listener.getsockname()[1]
+            self.process = start_server(listener, self.key, size, seconds, end_together=False)
+        self.clients = []
 
     def link(self, rank, size, key):
-        return reach([("localhost", self._port)], key, FOR_KEYS, rank, size, 0.2, "a test")
+        return reach([("localhost", self._port)], key, FOR_KEYS, rank, size, self._patience, "a test")
 
-    def client(self, rank, seconds=60.0):
-        link = self.link(rank, self._size, self._key)
-        self._clients.append(client := RemoteClient(link, rank, range(self._size), seconds, "the server"))
+    def client(self, rank, seconds=None):
+        link, ranks = self.link(rank, self._size, self.key), range(self._size)
+        self.clients.append(client := RemoteClient(link, rank, ranks, seconds or self._seconds, "the server"))
         return client
 
     def close(self):
-        self.server._ended = True
-        self._thread.join(60.0)
-        for client in self._clients:
+        self.process.kill()
+        self.process.wait()
+        for client in self.clients:
             client.close()
 
 
@@ -146,23 +143,16 @@ def test_one_rank_needs_no_server_and_one_that_comes_last_does_not_wait():
     values.ask(1, request("", "1/1", b"of 1", None), pytest.fail)
     assert client.all_gather(b"of 0") == [b"of 0", b"of 1"]
     assert waited == [False]
+    for number in (2, 3):
+        values.ask(1, request("", f"{number}/1", b"", None), pytest.fail)
+        client.all_gather(b"")
+    answers = []
+    values.ask(1, request("", "", b"", Wanted("1/", [0])), lambda kind, _: answers.append(kind))
+    values.give_up(1)
+    assert answers == [MISSING], "what all have read is gone"
 
 
 # -- those who do not come, and those who end --------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", SERVERS)
-def test_a_rank_that_has_come_and_sets_nothing_is_named(kind):
-    def wait(client):
-        if client.rank < 2:
-            client.set(f"key/{client.rank}", b"")
-        client.barrier()
-        return client.gather("key/") if client.rank < 2 else None
-
-    with contextlib.closing(kind(3)) as server:
-        results = in_ranks(server, range(3), wait, 1.5)
-    for rank in range(2):
-        assert re.search(rf"for rank 2 {ME}, for 1.5 s", str(results[rank]))
-
-
 def test_a_rank_that_does_not_come_is_named():
     with contextlib.closing(OverTcp(4)) as server:
         results = in_ranks(server, [0, 2], lambda client: client.all_gather(b"x"), 0.5)
@@ -170,22 +160,24 @@ def test_a_rank_that_does_not_come_is_named():
         assert re.search(rf"rank {rank} \(pid .*\) waits .* for ranks 1, 3 of 4, for 0.5 s", str(results[rank]))
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("kind", SERVERS)
-def test_a_rank_that_ends_is_noticed(kind):
+def test_a_rank_that_has_come_and_sets_nothing_is_named(kind, ends):
     def wait(client):
         client.barrier()
         if client.rank != 1:
             client.set(f"key/{client.rank}", payload(client.rank, 1))
             return client.gather("key/")
-        if isinstance(client, RemoteClient):
+        if ends:
             time.sleep(0.3)
             client.link.shutdown(socket.SHUT_RDWR)  # as the end of its process
         return None
 
     with contextlib.closing(kind(3)) as server:
-        results = in_ranks(server, range(3), wait)
+        results = in_ranks(server, range(3), wait, 60.0 if ends else 1.5)
+    said = f"rank 1 {ME} ended while the ranks were setting up" if ends else f"for rank 1 {ME}, for 1.5 s"
     for rank in (0, 2):
-        assert re.search(rf"rank 1 {ME} ended while the ranks were setting up", str(results[rank]))
+        assert re.search(said, str(results[rank]))
 
 
 def test_a_forked_child_does_not_hide_the_end_of_its_rank_which_may_come_back(server):
@@ -211,8 +203,8 @@ def test_a_forked_child_does_not_hide_the_end_of_its_rank_which_may_come_back(se
 def test_others_are_not_let_in_and_the_end_of_the_server_is_noticed(server):
     client = server.client(0)
     refused(LaunchError, "found no rank 0", server.link, 1, 2, bytes(32))
-    refused(LaunchError, "expects 3 ranks, rank 0 expects 2", server.link, 1, 3, server._key)
-    refused(LaunchError, "is not the only one of that rank", server.link, 0, 2, server._key)
+    refused(LaunchError, "expects 3 ranks, rank 0 expects 2", server.link, 1, 3, server.key)
+    refused(LaunchError, "is not the only one of that rank", server.link, 0, 2, server.key)
     threading.Timer(0.2, server.close).start()
     refused(LaunchError, "ended while the ranks were setting up", client.gather, "key/")
     client.close()
@@ -289,41 +281,19 @@ def test_a_wait_is_read_as_it_was_written_and_what_is_no_message_is_refused():
 
 
 # -- many --------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def files():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield before
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def start(size, seconds, patience):
-    """A server, and a function that makes the client of a rank."""
-    with listen(0, 2 * size + 16) as listener:
-        key, port = secrets.token_bytes(32), listener.getsockname()[1]
-        server = start_server(listener, key, size, seconds, end_together=False)
-
-    def client(rank):
-        link = reach([("localhost", port)], key, FOR_KEYS, rank, size, patience, "a test")
-        return RemoteClient(link, rank, range(size), seconds, "the server")
-
-    return server, client
-
-
 @pytest.mark.slow(rest=0)
 @pytest.mark.timeout(600)
-def test_four_thousand_clients(files):
+def test_four_thousand_clients():
     """The server starts with the 1,024 files that a shell gives it, and raises the limit itself."""
-    size, (soft, hard) = 4000, files
+    size, (soft, hard) = 4000, resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < size + 200:
         pytest.skip(f"a process may open {hard} files here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    server, client = start(size, 300.0, 60.0)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, size + 200), hard))
-    clients = []
+    expected = [b"%d" % rank for rank in range(size)]
     try:
-        clients += map(client, range(size))
-        *others, last = clients
-        expected = [b"%d" % rank for rank in range(size)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        server = OverTcp(size, 300.0, 60.0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, size + 200), hard))
+        *others, last = map(server.client, range(size))
         for number in range(3):
             wanted = Wanted(f"{number}/", range(size))
             for one in others:
@@ -338,21 +308,20 @@ def test_four_thousand_clients(files):
                     assert (kind, Missing.all_of(content)) == (MISSING, [Missing(size - 1, True, os.getpid(), HOST)])
                 else:
                     assert (kind, unpack(content)) == (VALUES, expected)
-    finally:
-        for one in clients:
+        for one in others:
             one.close()
-        assert server.wait(60.0) == 0
+        assert server.process.wait(60.0) == 0
+    finally:
+        server.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_server_without_files_says_so():
-    server, client = start(40, 60.0, 1.0)
-    clients = []
-    with contextlib.suppress(LaunchError):  # it has ended
-        for rank in range(16):
-            clients.append(client(rank))
-            if rank == 2:
-                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (16, 16))
-    refused(LaunchError, "may open 16 files, too few for 40 ranks; raise ulimit -n", clients[0].all_gather, b"")
-    for one in clients:
-        one.close()
-    server.wait(60.0)
+    with contextlib.closing(OverTcp(40, patience=1.0)) as server:
+        with contextlib.suppress(LaunchError):  # it has ended
+            for rank in range(16):
+                server.client(rank)
+                if rank == 2:
+                    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (16, 16))
+        error = "may open 16 files, too few for 40 ranks; raise ulimit -n"
+        refused(LaunchError, error, server.clients[0].all_gather, b"")

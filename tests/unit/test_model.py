@@ -11,6 +11,7 @@ import safetensors.numpy
 from distopt import autograd, device, layer, tensor
 from distopt import opt as optim
 from distopt.errors import StateError, UsageError
+from distopt.launch.job.origin import origin
 from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
 from tests.unit.nets import Chain, copies
@@ -68,18 +69,6 @@ def test_compile_makes_and_names_parameters_and_layers_by_their_path():
     refused(UsageError, r"heads\.1 expects 7 inputs, got 2", lambda: Heads().compile([Tensor((3, 5))]))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_training_lowers_the_loss_and_is_reproducible(dtype):
-    runs = []
-    for _ in range(2):
-        net = compiled(dtype)
-        losses = [tensor.to_numpy(net(*batch(dtype=dtype))[1])[0] for _ in range(30)]
-        assert losses[-1] < 0.3 * losses[0]
-        runs.append(losses)
-    assert runs[0] == runs[1]
-    assert all(p.dtype == dtype for p in net.get_params().values())
-
-
 def test_evaluation_records_nothing_and_is_of_its_own_model():
     net = compiled()
     x, y = batch()
@@ -99,14 +88,17 @@ def test_evaluation_records_nothing_and_is_of_its_own_model():
         assert other(x).creator is None
 
 
-def test_on_a_cpu_use_graph_is_remembered_switched_and_changes_nothing(caplog):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_on_a_cpu_use_graph_is_remembered_switched_and_changes_nothing(caplog, dtype):
     results, cpu = [], device.get_default_device()
     for use_graph in ("False", "True"):
-        net = compiled()
+        net = compiled(dtype)
         net.set_optimizer(optim.Adam(lr=0.01))
-        net.compile([batch()[0]], use_graph=use_graph, sequential=use_graph)
+        net.compile([batch(dtype=dtype)[0]], use_graph=use_graph, sequential=use_graph)
         assert cpu.graph_enabled() is (use_graph == "True")
-        losses = [net(*batch(step))[1].item() for step in range(5)]
+        losses = [net(*batch(dtype=dtype))[1].item() for _ in range(30)]
+        assert losses[-1] < 0.3 * losses[0]
+        assert {value.dtype for value in net.get_states().values()} == {np.dtype(dtype)}
         results.append((losses, [p.to_numpy().tobytes() for p in net.get_states().values()]))
         assert not net.graph_replays
     cpu.EnableGraph(False)
@@ -146,6 +138,40 @@ def test_arguments_of_a_call_that_do_not_fit_are_explained():
     refused(TypeError, "positional argument", net)
     net.flatten = None
     refused(TypeError, "'NoneType' object is not callable", net, x)
+
+
+def test_an_empty_batch_is_refused_in_training():
+    net, x, y = compiled(), Tensor((0, 1, 8, 8)), Tensor((0,), dtype=np.int32)
+    refused(UsageError, "CNN got an empty batch; leave it out, under DistOpt within join", net, x, y)
+    net.eval()
+    assert net(x).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("rank", "warns"), [(0, False), (1, True), (2, False)])
+def test_ranks_that_train_apart_are_told_once(rank, warns, monkeypatch, caplog, untold):
+    monkeypatch.setattr(origin, "invitation", (None, rank, 3))
+    for _ in range(2):
+        compiled()
+    assert [record.message.partition(";")[0] for record in caplog.records] == (
+        ["3 ranks train a CNN without DistOpt, each for itself"] if warns else []
+    )
+
+
+def test_a_model_in_print():
+    net = Chain(body=layer.Linear(4, activation="RELU"), head=layer.Linear(3))
+    assert str(net).splitlines() == [
+        "Chain, 0 parameters, before compile",
+        "  body Linear",
+        "  head Linear",
+        "  loss SoftMaxCrossEntropy",
+    ]
+    net.compile([Tensor((6, 5))])
+    assert str(net).splitlines()[:3] == [
+        "Chain, 39 parameters",
+        "  body Linear: W [5, 4], b [4], 24 parameters",
+        "  head Linear: W [4, 3], b [3], 15 parameters",
+    ]
+    assert str(net.head) == "Linear, 15 parameters"
 
 
 def test_a_model_that_is_not_compiled_gives_its_output_to_scripts_that_walk_the_graph():

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from distopt.codecs import Part, PendingReduction, Tree, finish_all
-from distopt.comm import create
 from distopt.errors import UsageError
 from distopt.shards import TreeNode, block_of
-from tests.conformance.ranks import run_ranks_ok
 from tests.conformance.thread_ranks import on_ranks
 from tests.unit.refusals import refused
 
@@ -60,26 +58,13 @@ def steps(comm, shards: int) -> list[np.ndarray]:
     return found
 
 
-def check(ranks, shards: int) -> None:
-    expected = [mean_of(step, shards).tobytes() for step in range(3)]
-    assert all([mean.tobytes() for mean in found] == expected for found in ranks)
-
-
 @pytest.mark.parametrize(
     ("shards", "world_size"), [(1, 1), (8, 1), (8, 2), (8, 3), (8, 4), (8, 8), (7, 3), (6, 4), (13, 5), (3, 2), (5, 5)]
 )
 def test_bits_are_those_of_the_slow_tree(shards, world_size):
-    check(on_ranks(world_size, lambda comm: steps(comm, shards)), shards)
-
-
-def over(job, transport: str, shards: int) -> list[np.ndarray]:
-    with create(job, transport) as comm:
-        return steps(comm, shards)
-
-
-@pytest.mark.parametrize(("shards", "world_size"), [(8, 2), (7, 2), (8, 3)])
-def test_the_same_over_shared_memory(shards, world_size):
-    check(run_ranks_ok(over, world_size, "shm", shards), shards)
+    expected = [mean_of(step, shards).tobytes() for step in range(3)]
+    for found in on_ranks(world_size, lambda comm: steps(comm, shards)):
+        assert [mean.tobytes() for mean in found] == expected
 
 
 def test_the_tree_has_an_order_blocks_and_nodes():

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from distopt import initializer, layer, opt, tensor
+from distopt import autograd, initializer, layer, opt, tensor
 from distopt.checkpoint import adapters
+from distopt.codecs import Threshold, TopK
 from distopt.data.sampler import ShardedSampler, data_partition
 from distopt.errors import StateError, UsageError
 from distopt.nn.core.tensor import Tensor
+from distopt.settings import Settings
 from tests.ranks.small_net import Net
 from tests.unit.nets import copies
 from tests.unit.refusals import refused
@@ -124,6 +126,28 @@ OPTIMIZERS = [
     (lambda: opt.Adam().apply("w", WEIGHT, OTHER_TYPE), r"of float64 and shape \(2,\) is none of w of float32"),
 ]
 
+OTHERS = [
+    (lambda: opt.DistOpt(0.1), "DistOpt wraps an optimizer, such as .* got 0.1"),
+    (lambda: opt.DistOpt(opt.SGD(), communicator=3), "DistOpt takes a communicator of distopt, .* got 3"),
+    (lambda: opt.DistOpt(opt.SGD(), 3), "3 was given where a Ticket is expected; ranks of an mpi4py communicator"),
+    (lambda: opt.DistOpt(opt.SGD), "DistOpt wraps an optimizer, such as .* got <class"),
+    (lambda: opt.DistOpt(opt.DistOpt(opt.SGD())), "DistOpt wraps an optimizer, such as .* got <distopt"),
+    (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is not a codec; pass one, .*top-k"),
+    (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is not a codec"),
+    (lambda: Net(6, 3).set_optimizer(0.1), "trains with an optimizer, such as .* got 0.1"),
+    (lambda: Net(6, 3).set_optimizer(opt.SGD), "trains with an optimizer, such as .* got <class"),
+    (lambda: opt.SGD()(None), "a training step starts from its loss, a tensor; got None"),
+    (lambda: opt.DistOpt(opt.SGD())(0.5), "a training step starts from its loss, a tensor; got 0.5"),
+    (lambda: autograd.sigmoid(Tensor((6,), dtype=np.int32)), "Sigmoid takes floats, got int32; convert them by"),
+    (lambda: Tensor((6, 5)).reshape((7, 2)), r"a tensor of shape \(6, 5\) cannot take the shape \(7, 2\)"),
+    (lambda: tensor.from_numpy(np.ones(2), "cpu"), "'cpu' is no device"),
+    (lambda: tensor.from_numpy(None), "a tensor holds numbers, not object"),
+    (lambda: TopK("0.1"), "ratio of top-K is '0.1'; it must be a number in"),
+    (lambda: Threshold("0.1"), "threshold is '0.1'; it must be a number in"),
+    (lambda: Settings.from_env({"DISTOPT_TIMEOT": "9"}), "no variable .* DISTOPT_TIMEOT; .* DISTOPT_TIMEOUT?"),
+    (lambda: Settings.from_env({"DISTOPT_Sum_Order": "rank"}), "did you mean DISTOPT_SUM_ORDER?"),
+]
+
 BAD = [NAN, float("inf"), -3, 1.5, 2**80, "text", b"text", None, [1, 2], {"a": 1}, 1j]
 BAD += [np.array(value) for value in (NAN, -3, 1.5, "text", ["a", "b"])]
 BAD += [np.array(2**63, np.uint64), np.array([None, 1], object), np.full(5, np.nan)]
@@ -136,7 +160,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize(("call", "message"), [*LAYERS, *TENSORS, *SAMPLERS, *OPTIMIZERS])
+@pytest.mark.parametrize(("call", "message"), [*LAYERS, *TENSORS, *SAMPLERS, *OPTIMIZERS, *OTHERS])
 def test_arguments_that_make_no_sense_are_refused(call, message):
     refused(UsageError, message, call)
 

@@ -1,6 +1,5 @@
 """How the ranks of one host find each other, and what they say when they do not."""
 
-import contextlib
 import os
 import re
 import secrets
@@ -137,37 +136,6 @@ def test_strangers_impostors_and_other_users_are_not_let_in(ticket: bytes, monke
     errors = in_threads(rank_0, (ticket, 1, 2, 0.5))
     assert "did not join" in str(errors[0])
     assert isinstance(errors[1], LaunchError)
-
-
-def test_silent_clients_hold_nobody_up(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them is waited for in its own time, while ranks join; so are those that say something now and then.
-
-    A client that sends too much is sent away.
-    """
-    monkeypatch.setattr(gate, "_HANDSHAKE_SECONDS", 1000.0)
-    stop = threading.Event()
-
-    def disturb() -> None:
-        with contextlib.ExitStack() as opened:
-            links = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
-            for link, noise in zip(links, (b"", b"x", b"xx", b"xxx", bytes(1000)), strict=True):
-                connect(link, ticket)
-                link.sendall(noise)
-            started.set()
-            while not stop.wait(0.05):
-                for link in links[2:]:
-                    with contextlib.suppress(OSError):
-                        link.send(b"x")
-
-    def rank_1() -> HostGroup:
-        started.wait()
-        group = HostGroup(ticket, 1, 2, 60)
-        stop.set()
-        return group
-
-    started = threading.Event()
-    groups = in_threads((ticket, 0, 2, 60), rank_1, disturb)
-    assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
 
 
 def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

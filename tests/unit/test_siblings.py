@@ -43,27 +43,6 @@ if __name__ == "__main__":
         multiprocessing.get_context(sys.argv[1]).Process(target=child).start()
 """
 
-OWN = """
-import multiprocessing, sys
-import distopt
-from distopt import launch
-
-def job(ticket, rank):
-    world = distopt.init(ticket, rank, 3)
-    world.barrier()
-    if rank == 1:
-        raise ValueError("the cause")
-    world.all_reduce(rank)
-
-if __name__ == "__main__":
-    context, ticket = multiprocessing.get_context(sys.argv[1]), launch.Ticket()
-    processes = [context.Process(target=job, args=(ticket, rank), name=f"number {rank}") for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-"""
-
 
 @pytest.fixture
 def seen(monkeypatch):
@@ -151,25 +130,9 @@ def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
     assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
 
 
-def started(folder, text, *arguments) -> Program:
-    (folder / "program.py").write_text(text)
-    return Program([sys.executable, str(folder / "program.py"), *arguments])
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "launcher"])
 def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
-    program = started(tmp_path, ORPHAN, method)
-    program.read_lines(1)
+    (tmp_path / "program.py").write_text(ORPHAN)
+    program = Program([sys.executable, str(tmp_path / "program.py"), method]).ready(1)
     program.process.kill()
     program.end()  # asserts that nothing remains
-
-
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_processes_that_a_script_has_started_end_together_with_their_tracebacks(method, tmp_path):
-    ended = started(tmp_path, OWN, method).end()
-    lines = ended.stderr.splitlines()
-    heads = [line for line in lines if line.startswith("Process number")]
-    assert sorted(heads) == [f"Process number {rank}:" for rank in range(3)]
-    assert "ValueError: the cause" in lines
-    assert sum("rank 1 (host " in line for line in lines) >= 2, ended.stderr

@@ -109,6 +109,18 @@ def test_an_optimizer_uses_the_world_unless_told_otherwise(world):
     assert opt.DistOpt(opt.SGD(), ticket, 0, 1).communicator is not world.communicator
 
 
+def test_a_world_uses_the_communicator_of_the_optimizer_that_was_there_first(monkeypatch):
+    for name in ("_offers", "_worlds"):  # those of other tests, which the garbage collector may not have found yet
+        monkeypatch.setattr(f"distopt.comm.world.{name}", {})
+    first, second = opt.DistOpt(opt.SGD()), opt.DistOpt(opt.SGD())
+    with distopt.init() as world:
+        assert world.communicator is first.communicator is not second.communicator
+    assert not first.communicator.closed
+    first.communicator.close()
+    with distopt.init() as world:
+        assert world.communicator is not first.communicator
+
+
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather"])
 @pytest.mark.parametrize(
     ("value", "message"),
@@ -185,10 +197,6 @@ def test_plain_arrays_and_tensors_keep_their_type_and_memory(world):
     assert (type(again), again.dtype, again.device) == (tensor.Tensor, np.int64, own.device)
     again.array[0] = 9
     assert own.array[0] == 9
-    result = world.all_reduce(own)
-    assert (type(result), result.dtype) == (tensor.Tensor, np.int64)
-    result.array[...] = -1
-    assert own.array.tolist() == [9, 7, 2, 3, 4, 5]
 
 
 def test_tensors_of_pytorch_share_memory_and_keep_their_type(world):
@@ -201,12 +209,10 @@ def test_tensors_of_pytorch_share_memory_and_keep_their_type(world):
     back[0, 0] = 8
     assert ours.array[0, 0] == 8
     refused(UsageError, "strided", tensor.Tensor.from_dlpack, theirs.T)
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.int8, torch.int64, torch.uint8, torch.bool):
-        whole = (torch.arange(15).reshape(3, 5) % 4).to(dtype)
-        for value in (whole, whole.T[::2], whole[1, 2], whole[:0]):
-            for result in (world.all_reduce(value, "max"), world.broadcast(value), world.all_gather(value)[0]):
-                assert (type(result), result.dtype) == (torch.Tensor, dtype)
-                assert torch.equal(result, value)
+    for value in (theirs.T[::2], theirs[1, 2].half(), theirs[:0] > 1):
+        for result in (world.all_reduce(value, "max"), world.broadcast(value), world.all_gather(value)[0]):
+            assert (type(result), result.dtype) == (torch.Tensor, value.dtype)
+            assert torch.equal(result, value)
     parameter = torch.nn.Parameter(torch.ones(3))
     error = r"a Parameter cannot be read through DLPack \(.*detach.*; pass a den"
     refused(UsageError, error, world.all_reduce, parameter)
