@@ -26,6 +26,7 @@ from ..gate import FOR_HOST_GROUP, Link, RefusedError, StrangerError, introduce
 from ..keys import KeyGate
 from ..sockets import handle_events, in_slices, listener_of, peer_of
 from ..stopwatch import GRACE_SECONDS, Deadline
+from ..words import ranks_of
 from .key_value import KeyValueClient, LocalClient, RemoteClient, client_alone
 
 _log = logging.getLogger("distopt")
@@ -300,6 +301,5 @@ class _Server(KeyGate):
         self._failed = "rank 0 may open no more files, and so let no other rank in; raise ulimit -n"
 
     def _absent(self) -> str:
-        absent = [str(q) for q in range(1, self._size) if q not in self.peers]
-        noun = "ranks" if len(absent) > 1 else "rank"
-        return f"{noun} {', '.join(absent)} of {self._size} did not join rank 0 on this host"
+        absent = [q for q in range(1, self._size) if q not in self.peers]
+        return f"{ranks_of(absent, self._size)} did not join rank 0 on this host"
