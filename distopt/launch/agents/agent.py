@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..addresses import listen_somewhere
+from ..addresses import PORTS_TAKEN, listen_somewhere
 from ..launchers.distopt_run import DISTOPT_RUN
 from ..processes import ENDING_SIGNALS, PASSED_ON_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..sockets import handle_events, is_free, listen
@@ -249,7 +249,7 @@ class _Agent:
             # Backwards: ranks and their server look for theirs from other ends.
             free = next(filter(is_free, reversed(allowed)), None)
             if free is None:
-                raise LaunchError("all of DISTOPT_PORTS are taken; free one, or give a wider range")
+                raise LaunchError(PORTS_TAKEN)
             port = free
         holder = socket.socket()
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
