@@ -159,6 +159,12 @@ def end_of(pid: int) -> int | None:
         return None
 
 
+def stat_of(pid: int) -> list[str]:
+    """What /proc says of a process, from its state and its parent on; raises an OSError if it has ended."""
+    # The name before them is any text in brackets.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def children(pid: int) -> list[int]:
     """Process ids of the children of process `pid`, as far as they can be seen."""
     try:

@@ -23,7 +23,7 @@ from ...settings import Settings
 from ..end_together.parent import end_with_parent
 from ..end_together.siblings import Absence
 from ..launchers import launcher
-from ..processes import children, print_once
+from ..processes import children, print_once, stat_of
 from ..rendezvous.host_group import HostGroup
 from ..sockets import listener_of
 from ..threads import cap_threads
@@ -72,7 +72,7 @@ def _parent() -> int:
     if parent is not None and parent.pid:
         return parent.pid
     if current_process().name.startswith("ForkServer"):  # the parent of a process that imports is the server
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat_of(pid)[1])
     return pid
 
 
