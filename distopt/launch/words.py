@@ -12,6 +12,11 @@ def this_rank(rank: int, size: int) -> str:
     return f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
 
 
+def rank_here(rank: int, pid: int) -> str:
+    """A process on this host, which is that rank."""
+    return f"rank {rank} on {socket.gethostname()} (pid {pid})"
+
+
 def ranks_of(ranks: Sequence[int], size: int) -> str:
     """Some ranks of a job of that size."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {size}"
