@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -24,6 +23,7 @@ from ...errors import LaunchError
 from ..end_together.siblings import Absence
 from ..gate import FOR_HOST_GROUP, Link, RefusedError, StrangerError, introduce
 from ..keys import KeyGate
+from ..processes import abstract_name
 from ..sockets import handle_events, in_slices, listener_of, peer_of
 from ..stopwatch import GRACE_SECONDS, Deadline
 from ..words import ranks_of
@@ -151,7 +151,7 @@ def _rank_named(rank: int, pid: int | None = None) -> Iterator[None]:
 
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
 def _address(key: bytes, choice: int = 0) -> str:
-    return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + key).hexdigest()[:32]
+    return abstract_name(b"distopt address %d " % choice + key)
 
 
 def _find_rank_0(key: bytes, rank: int, size: int, timeout: float, absence: Absence) -> socket.socket:
